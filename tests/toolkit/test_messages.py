@@ -46,8 +46,10 @@ VALID: list[Any] = [
     messages.Measured("algo-2", 90, 10**9, -3, ""),
     messages.Facts({"gpus": 8, "driver": "550.1", "time": 1.5}),
     messages.Ready(0),
+    messages.Members(["algo-1", "algo-3"]),
     messages.GO,
     messages.PING,
+    messages.PAUSE,
 ]
 HANDSHAKE = VALID[:4]
 
@@ -89,7 +91,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("payload", HOSTILE.values(), ids=HOSTILE)
 @pytest.mark.parametrize(
-    "kind", [messages.encode_message(message)[0] for message in VALID if message not in VALID[-2:]]
+    "kind", [messages.encode_message(message)[0] for message in VALID if message not in VALID[-3:]]
 )
 def test_hostile_payloads_are_refused(kind: bytes, payload: bytes) -> None:
     if kind == messages.OUTPUT and len(payload) >= 5:  # bytes of any kind, after a stream and a rank

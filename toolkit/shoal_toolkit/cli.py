@@ -18,7 +18,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from shoal_toolkit import __version__, redact
 from shoal_toolkit.discovery.sources import remove_launch_variables
@@ -108,7 +108,7 @@ def explain(words: Sequence[str], as_json: bool) -> int:
         paths = read_paths(environ)
         cluster = read_cluster(paths, os.uname().nodename, environ)
         remove_launch_variables(environ)
-        plan = plan_host(paths, cluster, environ, words, fetch=False)
+        plan, _ = plan_host(paths, cluster, environ, words, settings, fetch=False)
         warnings = warn_without_secret(settings, plan.hosts, cluster.found.secret)
         plan = plan._replace(notes=(*describe_restarts(settings), *warnings, *plan.notes))
     except TrainError as error:
@@ -177,10 +177,11 @@ def _run_job(paths: Paths, words: Sequence[str], began: float, preflight: bool) 
         cluster = _register(cluster, settings, problem)
     environ = {**os.environ, **derive_rank_secret(settings, os.environ)}
     plan: LaunchPlan | TrainError
+    plan_with: Callable[[Sequence[str]], LaunchPlan] | None = None
     try:
         if problem is not None:
             raise problem
-        plan = plan_host(paths, cluster, environ, words, not preflight)
+        plan, plan_with = plan_host(paths, cluster, environ, words, settings, not preflight)
         for note in (*warn_without_secret(settings, plan.hosts, cluster.found.secret), *plan.notes):
             write_log(note)
     except TrainError as error:
@@ -190,7 +191,7 @@ def _run_job(paths: Paths, words: Sequence[str], began: float, preflight: bool) 
     except Exception as error:
         plan = _explain_bug(error)  # reported to the other hosts too
     hosts = plan.hosts if isinstance(plan, LaunchPlan) else _order_hosts(paths, cluster)
-    role = _make_role(_prepare(Task(paths, cluster, hosts, plan, settings, environ, began, preflight)))
+    role = _make_role(_prepare(Task(paths, cluster, hosts, plan, settings, environ, began, preflight, plan_with)))
     early.end()
     return role.run()
 
@@ -219,6 +220,10 @@ def _register(cluster: Cluster, settings: Settings, problem: TrainError | None) 
     """
     if problem is not None:
         raise problem
+    if settings.min_hosts:
+        from shoal_toolkit.plan.elastic import refuse_registration
+
+        refuse_registration(cluster.found)
     from shoal_toolkit.hosts.registration import register_hosts
 
     cluster = make_cluster(register_hosts(cluster.found, settings))
@@ -263,8 +268,13 @@ class EarlyStop:
 
 
 def plan_host(
-    paths: Paths, cluster: Cluster, environ: dict[str, str], words: Sequence[str], fetch: bool = True
-) -> LaunchPlan:
+    paths: Paths,
+    cluster: Cluster,
+    environ: dict[str, str],
+    words: Sequence[str],
+    settings: Settings,
+    fetch: bool = True,
+) -> tuple[LaunchPlan, Callable[[Sequence[str]], LaunchPlan]]:
     """Reads the contract and the machine, fetches the code, and plans this host's part.
 
     For a job of one host it also reserves the rendezvous port, until this process ends.
@@ -274,7 +284,11 @@ def plan_host(
         cluster: Its hosts.
         environ: The environment of the script, without the variables that the plan adds.
         words: Arguments for the script.
+        settings: Whether the job is elastic.
         fetch: Whether to fetch code from elsewhere, and to make a missing code directory.
+
+    Returns:
+        The plan, and a function that plans a start with some of the hosts, for elastic jobs.
 
     Raises:
         ContractError: If the configuration is wrong.
@@ -283,11 +297,23 @@ def plan_host(
     job = read_job(paths, cluster, environ, tuple(words), fetch)
     peers = [host for host in cluster.hosts if host != cluster.current_host]
     machine = read_machine(environ, cluster.interface_name, peers, job.instance_type)
-    if len(cluster.hosts) > 1:
-        return make_plan(job, machine)
-    from shoal_toolkit.system.ports import find_free_port
 
-    return make_plan(job, machine, find_free_port(DEFAULT_MASTER_PORT))
+    def plan_with(hosts: Sequence[str]) -> LaunchPlan:
+        from shoal_toolkit.plan.elastic import plan_with_hosts
+
+        return plan_with_hosts(job, machine, hosts)
+
+    port = DEFAULT_MASTER_PORT
+    if len(cluster.hosts) == 1:
+        from shoal_toolkit.system.ports import find_free_port
+
+        port = find_free_port(port)
+    plan = make_plan(job, machine, port)
+    if settings.min_hosts:
+        from shoal_toolkit.plan.elastic import check_elastic
+
+        plan = plan._replace(notes=(*plan.notes, *check_elastic(settings, job, plan)))
+    return plan, plan_with
 
 
 def _open_standard_descriptors() -> None:

@@ -27,8 +27,9 @@ _MAX_SHOWN = 200  # characters of a text from another host
 class WorkerSearch:
     """Connects to all workers, or to the `wanted` ones, at once from its creation on. Tries again after each failure.
 
-    Calls `on_found(host, channel)` for each worker that has proved the secret. Calls `on_failed(reason)` at most once,
-    if workers are missing after `seconds`. The log shows every 15 s which hosts are missing.
+    Calls `on_found(host, channel)` for each worker that has proved the secret. Calls `on_limit(reason)` if workers are
+    missing after `seconds`; the search goes on without a limit, unless that closes it. Until the limit, the log shows
+    every 15 s which hosts are missing.
     """
 
     def __init__(
@@ -38,27 +39,44 @@ class WorkerSearch:
         port: int,
         secret: str,
         on_found: Callable[[str, Channel], None],
-        on_failed: Callable[[str], None],
+        on_limit: Callable[[str], None],
         seconds: float,
         wanted: Collection[str] = (),
     ) -> None:
         self._loop = loop
-        self._seconds = seconds
+        self._job = (hosts, port, secret)
         self._on_found = on_found
-        self._on_failed = on_failed
-        self._began = monotonic()
+        self._on_limit = on_limit
         self.resolver = Resolver(loop)
-        self._timers = [
-            loop.call_later(seconds, self._on_timeout),
-            loop.call_later(_PROGRESS_SECONDS, self._log_progress),
-        ]
-        self.missing = {host: _Attempt(self, loop, hosts, host, port, secret) for host in wanted or hosts[1:]}
+        self.missing: dict[str, _Attempt] = {}
+        self._timers: list[Timer] = []
+        self.set_limit(seconds)
+        self.add(wanted or hosts[1:])
 
-    def close(self) -> None:
-        """Stops searching for the missing hosts, without calling `on_failed`. Connections that were found stay open."""
-        self.resolver.close()
+    @property
+    def is_limited(self) -> bool:
+        return bool(self._timers)
+
+    def set_limit(self, seconds: float | None) -> None:
+        """Replaces the time limit by one that begins now; None: there is none."""
         for timer in self._timers:
             timer.cancel()
+        self._timers = []
+        if seconds is not None:
+            self._seconds, self._began = seconds, monotonic()
+            self._timers.append(self._loop.call_later(seconds, self._on_timeout))
+            self._timers.append(self._loop.call_later(_PROGRESS_SECONDS, self._log_progress))
+
+    def add(self, hosts: Collection[str]) -> None:
+        """Searches for more workers. Those that it searches for already are left out."""
+        for host in hosts:
+            if host not in self.missing:
+                self.missing[host] = _Attempt(self, self._loop, *self._job, host)
+
+    def close(self) -> None:
+        """Stops searching for the missing hosts, without calling `on_limit`. Connections that were found stay open."""
+        self.resolver.close()
+        self.set_limit(None)
         for attempt in self.missing.values():
             attempt.close()
         self.missing = {}
@@ -73,11 +91,6 @@ class WorkerSearch:
         if not self.missing:
             self.close()
         self._on_found(host, channel)
-
-    def fail(self, reason: str) -> None:
-        """Ends the search, and calls `on_failed`."""
-        self.close()
-        self._on_failed(reason)
 
     def _list_missing(self) -> str:
         """Returns the missing hosts as text, each with its last problem and refusal.
@@ -98,8 +111,9 @@ class WorkerSearch:
         self._timers.append(self._loop.call_later(_PROGRESS_SECONDS, self._log_progress))
 
     def _on_timeout(self) -> None:
-        """Ends the search: the missing hosts, and the last problem of each, are the reason."""
-        self.fail(
+        """Removes the limit, and reports it: the missing hosts, and the last problem of each, are the reason."""
+        self.set_limit(None)
+        self._on_limit(
             f"After {self._seconds:.0f} s these hosts are missing: {self._list_missing()}. Every host of "
             "the job must run `train`; check their logs, and that their port SHOAL_AGENT_PORT is "
             "reachable. The variable SHOAL_HOSTS_TIMEOUT sets the limit."
@@ -110,7 +124,7 @@ class _Attempt:
     """Connects to one worker, again and again until it has proved the secret."""
 
     def __init__(
-        self, search: WorkerSearch, loop: Loop, hosts: Sequence[str], host: str, port: int, secret: str
+        self, search: WorkerSearch, loop: Loop, hosts: Sequence[str], port: int, secret: str, host: str
     ) -> None:
         self.problem = "not tried yet"
         self._search = search

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from shoal_toolkit.light_typing import Any, NamedTuple
 from shoal_toolkit.system.loop import STOP_SIGNALS
 
-VERSION = 7
+VERSION = 8
 
 _HEXADECIMAL = frozenset("0123456789abcdef")
 _MAX_DIGITS = 20  # of a number of 64 bits
@@ -103,6 +103,12 @@ class Restart(NamedTuple):
     standby: bool  # whether standbys fork the ranks: torchrun on one host and a standby on another would not meet
 
 
+class Members(NamedTuple):
+    """These hosts take part in the next start, a part of all hosts. Sent before a start of an elastic job."""
+
+    hosts: Sequence[str]
+
+
 class JobResult(NamedTuple):
     """The result of the job, and job.json."""
 
@@ -184,12 +190,12 @@ class StopReceived(NamedTuple):
 
 
 class Bare(NamedTuple):
-    """A message without fields: PING, or GO (start your own command)."""
+    """A message without fields: PING, GO (start your own command), or PAUSE (end your ranks for a restart)."""
 
     kind: bytes
 
 
-PING, GO = Bare(b"."), Bare(b"G")
+PING, GO, PAUSE = Bare(b"."), Bare(b"G"), Bare(b"p")
 Handshake = (Hello, Prove, Welcome, Refused)
 
 
@@ -307,6 +313,7 @@ _FIELDS: dict[bytes, tuple[Any, tuple[Callable[[Any], Any], ...]]] = {
     b"s": (RankStarted, (_check_rank,)),
     b"n": (RankEnded, (_check_rank, _check_code, _check_facts)),
     b"e": (CommandEnded, (_check_code, _check_text, _check_optional_rank, _check_facts, _check_text)),
+    b"B": (Members, (_check_hosts,)),
     b"N": (Restart, (_check_code, _check_line, _check_flag)),
     b"r": (Ready, (_check_code,)),
     b"f": (HostFailed, (_check_code, _check_code, _check_text, _check_flag)),
@@ -340,7 +347,7 @@ def parse_message(kind: bytes, payload: bytes, proved: bool) -> Any:
         raise ProtocolError(f"the kind {kind!r} before the end of the handshake")
     if kind == OUTPUT:
         return _parse_output(payload)
-    if kind in (PING.kind, GO.kind):
+    if kind in (PING.kind, GO.kind, PAUSE.kind):
         return Bare(kind)
     if make is None:
         raise ProtocolError(f"the kind {kind!r}")

@@ -82,6 +82,8 @@ class _Visitor:
         self.addresses = tuple(message.hosts)
 
     def _fail(self, reason: str) -> None:
+        """Ends the search, and notes why this host can't register."""
+        self._search.close()
         self.problem = reason
 
     def describe_missing(self) -> str:

@@ -18,12 +18,14 @@ LOG_FORMATS = ("text", "json")
 DEFAULT_SETUP_TIMEOUT = 3600  # long enough to compile packages
 DEFAULT_STOP_GRACE = 110  # SageMaker sends SIGKILL 120 s after SIGTERM
 MOST_RESTARTS = 10000
+_MOST_HOSTS = 4096
 SECRET, SECRET_FILE = "SHOAL_JOB_SECRET", "SHOAL_JOB_SECRET_FILE"
 LIBRARY_SECRET = "SMDDP_JOB_SECRET"
+RESTART_VARIABLES = ("SHOAL_RESTART", "SHOAL_RESTART_REASON")  # for the script
 VARIABLES = (
     *(SECRET, SECRET_FILE, "SHOAL_AGENT_PORT", "SHOAL_HOSTS_TIMEOUT", "SHOAL_SETUP_TIMEOUT", "SHOAL_STOP_GRACE"),
     *("SHOAL_LOG_FORMAT", "SHOAL_REHEARSE", "SHOAL_REHEARSE_GPUS", "SHOAL_HOSTS", "SHOAL_HOST_RANK"),
-    *("SHOAL_MAX_RESTARTS", "SHOAL_RESTART", "SHOAL_RESTART_REASON", "SHOAL_STANDBY"),
+    *("SHOAL_MAX_RESTARTS", *RESTART_VARIABLES, "SHOAL_STANDBY", "SHOAL_MIN_HOSTS"),
 )
 # Set by `train` and the library, not by users.
 _INTERNAL = ("SHOAL_JOB", "SHOAL_RUN_DIR", "SHOAL_CODE_DIR", "SHOAL_REHEARSE_TOLD", "SHOAL_SDK_HYPERPARAMETERS")
@@ -43,6 +45,7 @@ class Settings(NamedTuple):
     max_restarts: int = 0
     restart: int = 0  # restarts of this job before this `train`, which count too
     standby: bool = True  # keep a process with imported frameworks for restarts
+    min_hosts: int = 0  # with which an elastic job goes on; 0: all
 
 
 def take_settings(environ: MutableMapping[str, str]) -> tuple[Settings, ContractError | None]:
@@ -79,6 +82,7 @@ def take_settings(environ: MutableMapping[str, str]) -> tuple[Settings, Contract
         max_restarts=number("SHOAL_MAX_RESTARTS", 0, 0, MOST_RESTARTS),
         restart=number("SHOAL_RESTART", 0, 0, MOST_RESTARTS),
         standby=bool(number("SHOAL_STANDBY", 1, 0, 1)),
+        min_hosts=number("SHOAL_MIN_HOSTS", 0, 1, _MOST_HOSTS),
     )
     if settings.log_format not in LOG_FORMATS:
         problems.append(

@@ -6,11 +6,15 @@ result then, and the first host ends after they have confirmed it.
 
 A restart (SHOAL_MAX_RESTARTS) goes back to the time before the launch. Every host ends its processes, and reports that
 it is ready again; lost hosts are looked for. Before that report, messages of a host are about the earlier start.
+
+An elastic job (SHOAL_MIN_HOSTS) restarts with the hosts left. When another host is ready, the ranks get time to save
+their state, and all hosts start again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import signal
+from collections.abc import Mapping, Sequence
 from functools import partial
 from time import monotonic
 
@@ -20,7 +24,9 @@ from shoal_toolkit.log import STDERR, STDOUT, write_log
 from shoal_toolkit.plan.launcher import SEVERAL_RANKS
 from shoal_toolkit.result.result import RETRY_CODE, Failure, Result, remove_script_failure
 from shoal_toolkit.run.host import Host, Task, describe_sidecar_end
+from shoal_toolkit.run.members import Members
 from shoal_toolkit.run.rank_table import RankTable, explain
+from shoal_toolkit.system.loop import Timer
 
 if TYPE_CHECKING:  # imported when needed: sockets and hashes take too long for a job of one host
     from shoal_toolkit.hosts.connect import WorkerSearch
@@ -30,10 +36,10 @@ if TYPE_CHECKING:  # imported when needed: sockets and hashes take too long for 
     from shoal_toolkit.output.mpirun_log import MpirunLog
     from shoal_toolkit.run.preflight import Preflight
     from shoal_toolkit.run.restarts import Restarts
-    from shoal_toolkit.system.loop import Timer
 
 _FAREWELL_SECONDS = 5.0  # for the workers' last output after the end of mpirun, and to confirm the result
 _PROGRESS_SECONDS = 15.0
+_MIN_SEARCH_SECONDS = 1.0
 _DELIVERY_SECONDS = 30  # for hosts that start later than a failure before the launch
 
 
@@ -51,7 +57,7 @@ class FirstHost(Host):
         self._mpirun_log: MpirunLog | None = None
         self._failed_rank: int | None = None  # as the daemon of a worker logged
         self._pending: set[str] = set()  # hosts with a command of their own that has not ended
-        self._unready: set[str] = set(task.hosts)
+        self._members = Members(task.hosts, task.least_hosts)
         self._launched = False
         self._first_start = 0.0
         self._early: Result | None = None  # a failure before the launch, to be sent to all hosts
@@ -61,8 +67,10 @@ class FirstHost(Host):
         self._preflight: Preflight | None = None  # for several hosts
         self._farewell: Timer | None = None  # for the daemons of a mpirun that has ended
         self._restarts: Restarts | None = None
-        self._awaited = 0  # the number of the restart for which hosts get ready
-        if task.settings.max_restarts:
+        self._began = monotonic()
+        self._progress = Timer(0, lambda: None)
+        self._growing_since = 0.0  # time.monotonic(), while ranks end so that more hosts can take part
+        if task.may_restart:
             from shoal_toolkit.run.restarts import Restarts
 
             self._restarts = Restarts(task.settings, task.paths, self.report)
@@ -89,23 +97,46 @@ class FirstHost(Host):
             self.processes.set_up(task.settings.setup_timeout, self._on_set_up)
 
     def _search_workers(self) -> None:
-        """Starts to connect to the workers without a connection. If one isn't found in time, the job fails."""
+        """Starts to connect to the workers without a connection.
+
+        There is a time limit if the next start needs one of them.
+        """
         from shoal_toolkit.hosts.connect import WorkerSearch
 
+        missing, settings = self._members.missing, self.task.settings
+        if self._search is not None and self._search.missing:
+            self._search.add(missing)
+        elif missing:
+            args = (self.loop, self.task.hosts, settings.port, settings.secret, self._on_found, self._on_search_limit)
+            self._search = WorkerSearch(*args, self._search_seconds, missing)
+        if not self._members.are_short:
+            self._limit_search(None)
+        elif self._search is not None and not self._search.is_limited:
+            self._limit_search(self._search_seconds)
+        self._progress.cancel()
+        self._progress = self.loop.call_later(_PROGRESS_SECONDS, self._log_setup_progress)
+
+    @property
+    def _search_seconds(self) -> float:
+        """The time limit of a search that begins now. Before the first launch, all searches have one limit."""
+        seconds = self.task.settings.hosts_timeout
+        if self._members.current or self._search is None:
+            return seconds
+        return max(_MIN_SEARCH_SECONDS, self._began + seconds - monotonic())
+
+    def _limit_search(self, seconds: float | None) -> None:
         if self._search is not None:
-            self._search.close()
-        code = RETRY_CODE if self._awaited else 1  # a host did not come back
-        self._search = WorkerSearch(
-            self.loop,
-            self.task.hosts,
-            self.task.settings.port,
-            self.task.settings.secret,
-            self._on_found,
-            lambda reason: self.set_result(self._early or Result(code, reason)),
-            self.task.settings.hosts_timeout,
-            [host for host in self.task.hosts[1:] if host not in self._channels],
-        )
-        self.loop.call_later(_PROGRESS_SECONDS, self._log_setup_progress)
+            self._search.set_limit(seconds)
+
+    def _on_search_limit(self, reason: str) -> None:
+        """Begins an elastic job with the hosts that have come, if they are enough. Otherwise the job fails."""
+        if self._early is None and self._members.expect_present():
+            count = len(self._channels) + 1
+            write_log(f"beginning with {count} of {len(self.task.hosts)} hosts (SHOAL_MIN_HOSTS). {reason}")
+            self._launch_if_ready()
+            return
+        code = RETRY_CODE if self._members.number else 1  # a host did not come back
+        self.set_result(self._early or Result(code, reason))
 
     def _on_set_up(self, error: LaunchError | None) -> None:
         """Fails the job if the set-up of this host failed, otherwise counts this host as ready."""
@@ -115,9 +146,16 @@ class FirstHost(Host):
             self._on_ready(self.name)
 
     def _on_ready(self, host: str) -> None:
-        """Notes that a host can launch. The last one starts the job, so that no script runs if a host fails before."""
-        self._unready.discard(host)
-        if not self._unready and self.result is None and self._early is None:
+        """Notes that a host can launch, or that the job can grow by it. Raises ValueError if it was ready before."""
+        self._members.note_ready(host)
+        if self._launched:
+            self._grow_if_possible()
+        else:
+            self._launch_if_ready()
+
+    def _launch_if_ready(self) -> None:
+        """Starts the job once all hosts that take part are ready, so that no script runs if a host fails before."""
+        if not self._launched and self._members.are_ready and self.result is None and self._early is None:
             try:
                 self._launch()
             except TrainError as error:
@@ -125,13 +163,13 @@ class FirstHost(Host):
 
     def _log_setup_progress(self) -> None:
         """Logs which connected hosts still set up, every 15 s until all are ready."""
-        waiting = sorted(self._unready & self._channels.keys())
+        waiting = [host for host in self._members.waiting_for if host != self.name]
         if waiting:
             more = f" and {len(waiting) - 10} more" if len(waiting) > 10 else ""
             limit = self.task.settings.setup_timeout
             write_log(f"{', '.join(waiting[:10])}{more} still set up, for at most {limit} s (SHOAL_SETUP_TIMEOUT)")
-        if self._unready:
-            self.loop.call_later(_PROGRESS_SECONDS, self._log_setup_progress)
+        if not self._launched:
+            self._progress = self.loop.call_later(_PROGRESS_SECONDS, self._log_setup_progress)
 
     def _fail_early(self, result: Result) -> None:
         """Fails the job. Hosts that are still missing have 30 s to connect, so that no host waits out its timeout.
@@ -140,7 +178,7 @@ class FirstHost(Host):
         """
         if self.result is not None:
             return
-        if self._search is None or not self._search.missing:
+        if self._search is None or not self._search.missing or self._members.current:
             self.set_result(result)
         elif self._early is None:
             self._early = result
@@ -153,15 +191,18 @@ class FirstHost(Host):
     def _on_found(self, host: str, channel: Channel) -> None:
         """Takes over a worker's connection. The last one sends an earlier failure to all.
 
-        A host that came back for a restart has to know its number and reason.
+        A host that came for a restart, or to a job that runs, has to know the number of the last restart.
         """
         channel.on_message = partial(self._on_message, host)
         channel.on_lost = partial(self._on_lost, host)
         self._channels[host] = channel
         self.flow.add(channel)
-        if self._awaited:
+        self._members.add(host)
+        if self._members.current:
             write_log(f"{host} has come back")
             self._send_restart(channel)
+        if self._members.are_elastic and not self._members.are_short:
+            self._limit_search(None)
         if self._search is not None and not self._search.missing and self.result is None and self._early is not None:
             self.set_result(self._early)
 
@@ -170,12 +211,15 @@ class FirstHost(Host):
     def _launch(self) -> None:
         """Launches the job: starts the script or launcher here, and tells hosts with commands of their own to start.
 
+        An elastic job is planned for the hosts that are ready.
+
         Before the first launch, it logs the findings of the preflight and closes MASTER_PORT. It listens for mpirun's
         requests to start daemons on other hosts. Raises TrainError if a process can't be started.
         """
+        self._launched = True
+        self._plan_start(self._members.start())
         plan, processes = self.plan, self.processes
         assert processes is not None
-        self._launched = True
         if self._preflight is not None:
             self._preflight.log_findings()
             self._preflight = None
@@ -201,6 +245,17 @@ class FirstHost(Host):
         from shoal_toolkit.plan.mpi import set_session_directory
 
         processes.start_launcher(plan.command, set_session_directory(processes.directory))
+
+    def _plan_start(self, hosts: Sequence[str]) -> None:
+        """Plans the start of an elastic job, here and on the other hosts. Raises TrainError if that fails here."""
+        if not self._members.are_elastic:
+            return
+        from shoal_toolkit.hosts.messages import Members as Message
+
+        self.plan_with(hosts)
+        for host, channel in self._channels.items():
+            if host in hosts:
+                channel.send(Message(hosts))
 
     def _on_daemon_request(self, host: str, command: str, send_exit_code: SendExitCode) -> None:
         """Passes mpirun's request on to a worker.
@@ -237,6 +292,7 @@ class FirstHost(Host):
             self.report["launch_seconds"] = round(self._first_start - self.task.began, 3)
         if self._restarts is not None and self._ranks.all_started:
             self._restarts.finish()
+            self._grow_if_possible()
 
     def on_rank_output(self, stream: int, rank: int, data: bytes) -> None:
         self.output.write_rank(stream, rank, self._ranks.host_of.get(rank, "?"), data)
@@ -259,14 +315,14 @@ class FirstHost(Host):
         from shoal_toolkit.hosts import messages
 
         if isinstance(message, (messages.HostFailed, messages.Ready)):
-            if message.number == self._awaited:
+            if message.number == self._members.number:
                 self._on_state(host, message)
         elif isinstance(message, messages.StopReceived):
             self._on_stopped_host(host, message.signal)
         elif isinstance(message, messages.Facts):
             if self._preflight is not None:  # without a plan there is none, and a worker has facts all the same
                 self._preflight.add(host, message.facts)
-        elif self._launched or self._awaited:
+        elif self._members.current:
             self._on_rank_message(host, message)
         else:
             raise messages.ProtocolError(f"{type(message).__name__} before the launch")
@@ -279,12 +335,15 @@ class FirstHost(Host):
         from shoal_toolkit.hosts.messages import ProtocolError, Ready
 
         if isinstance(message, Ready):
-            if host not in self._unready:
-                raise ProtocolError("it is ready for the second time")
-            self._on_ready(host)
+            try:
+                self._on_ready(host)
+            except ValueError as error:
+                raise ProtocolError(str(error)) from None
             return
         result = Result(message.code or 1, f"On {host}: {message.message}")
-        if self._launched and message.restartable:
+        if self._members.current and not self._members.needs(host):
+            self._dismiss(host, result)
+        elif self._launched and message.restartable:
             self._fail(result, host=host)
         else:
             self._fail_early(result)
@@ -310,8 +369,10 @@ class FirstHost(Host):
     def _on_lost(self, host: str, reason: str) -> None:
         """Forgets a worker after its connection was lost, and answers mpirun's request for its daemon with 255.
 
-        If the job has no result yet, it fails, or restarts if it has been launched.
+        If the job has no result yet, it fails, or restarts if it has been launched. An elastic job looks for the host.
         """
+        needed = self._members.needs(host)
+        self._members.remove(host)
         self.flow.remove(self._channels.pop(host))
         send_exit_code = self._daemons.pop(host, None)
         if send_exit_code:
@@ -319,10 +380,28 @@ class FirstHost(Host):
         if self.result is not None:
             return
         text = f"The host {host} was lost: {reason}. Its own log says why, if it still can."
-        if self._launched or self._awaited:
+        if self._members.current and needed:
             self._fail(Result(RETRY_CODE, text), host=host)
+        elif self._members.are_elastic and self._early is None:
+            write_log(text)
+            self._search_without_restart()
         else:
             self._fail_early(Result(RETRY_CODE, text))
+
+    def _search_without_restart(self) -> None:
+        """Looks for a lost host that takes no part in the job so far."""
+        if self._search is not None and self._search.missing and not self._search.is_limited:
+            self._members.expect_present()
+        self._search_workers()
+        self._launch_if_ready()
+
+    def _dismiss(self, host: str, result: Result) -> None:
+        """Ends a worker that can't take part, and that the job does not need. The job goes on without it."""
+        from shoal_toolkit.hosts.messages import JobResult
+
+        write_log(f"going on without {host}: {result.message}")
+        channel = self._channels[host]
+        channel.send(JobResult(result.exit_code, result.message, {}))
 
     # The end
 
@@ -365,7 +444,7 @@ class FirstHost(Host):
             rank = plan.rank_of(host)
             self.output.add_tail(rank, stderr)
             self._note_end(rank, code)
-        elif code and not self.stopped_by:
+        elif code and not self.stopped_by and not self._growing_since:
             failure = Failure(code, f"{plan.launcher} on {host}", plan.command, stderr, launcher=True)
             self._fail(explain(failure), host=host)
         self._check_end()
@@ -385,6 +464,9 @@ class FirstHost(Host):
         if self.stopped_by:
             if self._ranks.all_ended:
                 self.set_result(Result.from_signal(self.stopped_by))
+        elif self._growing_since:
+            if self._ranks.all_ended:
+                self._finish_growth()
         elif code and (not self.plan.by_mpirun or rank >= self.plan.world_size):
             self._fail(self._explain_rank(rank, code), rank=rank)
         elif code and self._restarts is not None:
@@ -413,6 +495,7 @@ class FirstHost(Host):
         """
         if (
             not self._launched
+            or self._growing_since
             or self._pending
             or self.result is not None
             or (self.plan.by_mpirun and not self._mpirun_over)
@@ -446,7 +529,7 @@ class FirstHost(Host):
         A failed rank counts even if mpirun returns 0.
         """
         code, log = self._mpirun_code, self._mpirun_log
-        if code is None or log is None or self._daemons or self.result is not None:
+        if code is None or log is None or self._daemons or self.result is not None or self._growing_since:
             return
         rank = self._failed_rank if log.failed_rank is None else log.failed_rank
         if (code or rank is not None) and not self.stopped_by:  # MPI_Abort(256) ends mpirun with 0
@@ -481,13 +564,14 @@ class FirstHost(Host):
         Nothing is set up again, except on a host that comes back.
         """
         assert self._restarts is not None and self.processes is not None
-        self._awaited = self._restarts.number
+        self._members.begin(self._restarts.number)
         self._launched = False
-        self._unready = set(self.task.hosts)
+        self._growing_since = 0.0
         self._forget_launch()
         for channel in self._channels.values():
             self._send_restart(channel)
-        if len(self._channels) + 1 < len(self.task.hosts):
+        self._limit_search(None)
+        if self._members.missing:
             self._search_workers()
         self.processes.prepare_restart(variables, self.task.settings.standby)
         self.processes.end(self._on_set_up)
@@ -496,8 +580,51 @@ class FirstHost(Host):
         """Sends the number of the current restart and its reason to a worker."""
         from shoal_toolkit.hosts.messages import Restart
 
-        reason = self.report["restarts"][-1]["reason"]
-        channel.send(Restart(self._awaited, reason, self.task.settings.standby))
+        reason = self.report["restarts"][-1]["reason"] if self._members.number else ""
+        channel.send(Restart(self._members.number, reason, self.task.settings.standby))
+
+    # Growing
+
+    def _grow_if_possible(self) -> None:
+        """Ends the ranks gently if a host waits to take part, once all ranks have started, and before one has ended."""
+        if (
+            not self._members.newcomers
+            or not self._launched
+            or self._growing_since
+            or self.result is not None
+            or self._early is not None
+            or self.stopped_by
+            or self.processes is None
+            or not self._ranks.all_started
+            or self._ranks.any_ended
+        ):
+            return
+        from shoal_toolkit.hosts.messages import PAUSE
+
+        self._growing_since = monotonic()
+        write_log(f"{', '.join(self._members.newcomers)} can take part: the ranks get SIGTERM, and start again")
+        for host in self._members.current:
+            if host in self._channels:
+                self._channels[host].send(PAUSE)
+        self.processes.stop(signal.SIGTERM)
+        since = self._growing_since
+        self.loop.call_later(self.task.settings.stop_grace, lambda: self._end_growth_grace(since))
+
+    def _end_growth_grace(self, since: float) -> None:
+        """Kills the ranks that have not ended, if the growth that began at `since` still waits for them."""
+        if self._growing_since == since and self.result is None and not self.stopped_by:
+            self._finish_growth()
+
+    def _finish_growth(self) -> None:
+        """Starts all ranks again, on all hosts that are ready. It is in the report, but is no failure."""
+        assert self._restarts is not None
+        hosts, count = self._members.newcomers, len(self._members.current) + len(self._members.newcomers)
+        if hosts:
+            reason = f"host{'s' * (len(hosts) > 1)} {', '.join(hosts)} came back: {count} hosts"
+        else:
+            reason = f"a host came back and was lost again: {count} hosts"
+        write_log(reason)
+        self._restart(self._restarts.begin_growth(reason, self._growing_since))
 
     def _forget_launch(self) -> None:
         """Resets what belongs to the launch that has failed. Writes the last line of its mpirun."""
@@ -517,6 +644,9 @@ class FirstHost(Host):
 
     def _on_stopped_host(self, host: str, number: int) -> None:
         """Stops the job for a signal that a worker received. A second one from the same worker kills the ranks."""
+        if self._members.current and not self._members.needs(host):
+            self._dismiss(host, Result.from_signal(number))
+            return
         if host in self._stopped_hosts:
             write_log(f"{host} received a second signal: killing the ranks now")
             self.kill()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from shoal_toolkit import redact
 from shoal_toolkit.errors import TrainError
@@ -42,6 +42,16 @@ class Task(NamedTuple):
     environ: Mapping[str, str]
     began: float  # time.monotonic() when `train` started
     preflight: bool = False  # check the hosts, start nothing, and write no result
+    plan_with: Callable[[Sequence[str]], LaunchPlan] | None = None  # plans a start with some of the hosts
+
+    @property
+    def least_hosts(self) -> int:
+        """How many hosts a start needs; fewer than all for an elastic job."""
+        return len(self.hosts) if self.preflight else self.settings.min_hosts or len(self.hosts)
+
+    @property
+    def may_restart(self) -> bool:
+        return not self.preflight and (self.settings.max_restarts > 0 or self.least_hosts < len(self.hosts))
 
 
 class Role(HostEvents, Protocol):
@@ -84,7 +94,7 @@ class Host(Role):
         self._signalled_here = self._hurried = self._gave_up = False
         if self.has_plan:
             self.processes = HostProcesses(self.loop, self.flow, self.plan, task.environ, self, self.output.reads_all)
-            if task.settings.max_restarts and not task.preflight:
+            if task.may_restart:
                 self.processes.keep_standby(task.settings.standby)
 
     @property
@@ -92,6 +102,15 @@ class Host(Role):
         """The plan of this host. Only for hosts that have one."""
         assert isinstance(self.task.plan, LaunchPlan)
         return self.task.plan
+
+    def plan_with(self, hosts: Sequence[str]) -> None:
+        """Makes the next start use these hosts of the job, also in job.json. Raises TrainError if that fails."""
+        if tuple(hosts) == self.plan.hosts or self.processes is None or self.task.plan_with is None:
+            return
+        plan = self.task.plan_with(hosts)
+        self.task = self.task._replace(plan=plan)
+        self.processes.replace_plan(plan)
+        self.report.update(hosts=list(hosts), ranks=plan.world_size)
 
     def _make_output(self) -> Output:
         """Returns the writer to stdout and stderr, with prefixes, JSON and metrics as the plan and the settings say.

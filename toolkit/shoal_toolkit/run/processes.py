@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from shoal_toolkit.errors import LaunchError
+from shoal_toolkit.job.settings import RESTART_VARIABLES
 from shoal_toolkit.light_typing import TYPE_CHECKING, Protocol
 from shoal_toolkit.log import STDERR, STDOUT, write_log
 from shoal_toolkit.output.lines import Lines, Tail
@@ -70,6 +71,7 @@ class HostProcesses:
         self._loop = loop
         self._flow = flow
         self._plan = plan
+        self._given = environ
         self._environ = {**environ, **plan.env}
         self._events = events
         self._reads_all = reads_all  # no process may write to stdout and stderr of `train` itself
@@ -339,6 +341,21 @@ class HostProcesses:
             for pid in find_descendants(self._pid):  # ranks that have not reported their start
                 signal_process(pid, signal.SIGKILL)
         self.signal_launcher(signal.SIGKILL)
+
+    def replace_plan(self, plan: LaunchPlan) -> None:
+        """Makes the next start use another plan, with the variables of the last restart."""
+        restart = {name: self._environ[name] for name in RESTART_VARIABLES if name in self._environ}
+        self._plan = plan
+        self._environ = {**self._given, **plan.env, **restart}
+        if self._standby is not None:
+            self._standby.plan = plan
+
+    def await_standby(self, on_ready: Callable[[], None]) -> None:
+        """Calls back at once, or when a standby that is importing can fork: other hosts then need not wait for it."""
+        if self._standby is None:
+            on_ready()
+        else:
+            self._standby.when_ready(lambda _: on_ready())
 
     def prepare_restart(self, variables: Mapping[str, str], standby: bool) -> None:
         """Adds variables to the environment of the next start.

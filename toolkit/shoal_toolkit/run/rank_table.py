@@ -46,6 +46,11 @@ class RankTable:
         """Whether every rank that has started has ended."""
         return self.host_of.keys() <= self._codes.keys()
 
+    @property
+    def any_ended(self) -> bool:
+        """Whether a rank has ended."""
+        return bool(self._codes)
+
     def explain_missing(self) -> Result:
         """Returns the result of a launcher that ended successfully before all ranks had started."""
         program = "mpirun" if self._plan.by_mpirun else self._plan.launcher

@@ -8,7 +8,7 @@ from time import gmtime, monotonic, strftime
 
 from shoal_toolkit import redact
 from shoal_toolkit.job.contract import Paths
-from shoal_toolkit.job.settings import Settings
+from shoal_toolkit.job.settings import RESTART_VARIABLES, Settings
 from shoal_toolkit.light_typing import Any
 from shoal_toolkit.log import write_log
 from shoal_toolkit.result.result import Result, write_progress
@@ -24,6 +24,7 @@ class Restarts:
 
     def __init__(self, settings: Settings, paths: Paths, report: dict[str, Any]) -> None:
         self.number = settings.restart
+        self._growths = 0  # restarts without a failure, which don't count
         self._most = settings.max_restarts
         self._paths = paths
         self._report = report
@@ -32,8 +33,8 @@ class Restarts:
 
     def explain_refusal(self, failure: Result) -> str:
         """Returns why a failure does not restart the job; empty if it does."""
-        if self.number >= self._most:
-            return f"It was restarted {self.number} times (SHOAL_MAX_RESTARTS)."
+        if self._failures >= self._most:
+            return f"It was restarted {self._failures} times (SHOAL_MAX_RESTARTS)."
         if failure.exit_code in _USAGE_CODES:
             return f"It was not restarted: exit code {failure.exit_code} means an error that would occur again."
         if failure.message.startswith(_USAGE_ERRORS):
@@ -52,16 +53,39 @@ class Restarts:
         Returns:
             The variables of the contract for the script.
         """
-        self.number += 1
         self._failed_at = monotonic()
         self._last = (failure.message, self._list_checkpoints())
         rank = f"rank {where['rank']}: " if "rank" in where else ""
         reason = f"{rank}{summarize(failure.message)}"
-        entry = {"number": self.number, "at": strftime("%Y-%m-%dT%H:%M:%SZ", gmtime()), "reason": reason, **where}
-        self._report["restarts"] = [*self._report["restarts"], {**entry, "seconds": None}]
+        variables = self._add({"reason": reason, **where})
+        write_log(f"restart {self._failures} of at most {self._most} (SHOAL_MAX_RESTARTS): {reason}")
+        return variables
+
+    def begin_growth(self, reason: str, since: float) -> dict[str, str]:
+        """Adds a restart with more hosts to the report. It does not count against SHOAL_MAX_RESTARTS.
+
+        Args:
+            reason: A line that names the hosts.
+            since: time.monotonic() when the ranks were told to end.
+
+        Returns:
+            The variables of the contract for the script.
+        """
+        self._growths += 1
+        self._failed_at = since
+        return self._add({"reason": reason, "counted": False})
+
+    def _add(self, entry: Mapping[str, Any]) -> dict[str, str]:
+        """Adds a restart to the report, and returns the variables for the script."""
+        self.number += 1
+        entry = {"number": self.number, "at": strftime("%Y-%m-%dT%H:%M:%SZ", gmtime()), **entry, "seconds": None}
+        self._report["restarts"] = [*self._report["restarts"], entry]
         write_progress(self._paths, self._report)
-        write_log(f"restart {self.number} of at most {self._most} (SHOAL_MAX_RESTARTS): {reason}")
-        return make_variables(self.number, reason)
+        return make_variables(self.number, str(entry["reason"]))
+
+    @property
+    def _failures(self) -> int:
+        return self.number - self._growths
 
     def finish(self) -> None:
         """Notes that all ranks have started again, and how long that took. Only the first call of a restart counts."""
@@ -71,7 +95,7 @@ class Restarts:
         self._failed_at = 0.0
         self._report["restarts"][-1]["seconds"] = seconds
         write_progress(self._paths, self._report)
-        write_log(f"restart {self.number}: all ranks run again, {seconds:.1f} s after the failure")
+        write_log(f"restart {self.number}: all ranks run again, after {seconds:.1f} s")
 
     def _list_checkpoints(self) -> dict[str, int]:
         """Returns the entries of the checkpoint directory with the times of their last change; none without it."""
@@ -84,7 +108,7 @@ class Restarts:
 
 def make_variables(number: int, reason: str) -> dict[str, str]:
     """Returns the variables with which a script learns that it was restarted, and why."""
-    return {"SHOAL_RESTART": str(number), "SHOAL_RESTART_REASON": reason}
+    return dict(zip(RESTART_VARIABLES, (str(number), reason)))
 
 
 def summarize(message: str) -> str:

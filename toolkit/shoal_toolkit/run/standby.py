@@ -40,7 +40,7 @@ class Standby:
     def __init__(self, loop: Loop, plan: LaunchPlan, environ: Mapping[str, str]) -> None:
         self.mark = os.urandom(8).hex()  # of the processes that it forks
         self._loop = loop
-        self._plan = plan
+        self.plan = plan  # of the next start
         self._environ = environ
         self._server: socket.socket | None = None
         self._pid = 0
@@ -72,11 +72,11 @@ class Standby:
         """Starts the process. An error leaves this host without a standby."""
         self._server, other = socket.socketpair()
         os.set_inheritable(other.fileno(), True)
-        python, descriptor = self._plan.script[0], str(other.fileno())
+        python, descriptor = self.plan.script[0], str(other.fileno())
         argv = [python, "-m", "shoal_toolkit.sidecars.standby", descriptor, *modules]
         null = os.open(os.devnull, os.O_WRONLY)
         try:
-            self._pid = spawn(argv, {**self._environ, MARK: self._marks()}, self._plan.cwd, null, null)
+            self._pid = spawn(argv, {**self._environ, MARK: self._marks()}, self.plan.cwd, null, null)
         except (LaunchError, OSError):
             self.close()
             return
@@ -132,14 +132,14 @@ class Standby:
             The pid of the process, a child of this one; 0 if that failed, which ends the standby.
         """
         request = {
-            "argv": self._plan.script[1:],
+            "argv": self.plan.script[1:],
             "env": {
                 **{name: variables[name] for name in variables if name not in SHELL_VARIABLES},
                 MARK: self._marks(),
             },
-            "cwd": self._plan.cwd,
+            "cwd": self.plan.cwd,
             "directory": directory,
-            "ranks": list_rank_variables(self._plan) if self._plan.has_ranks else [],
+            "ranks": list_rank_variables(self.plan) if self.plan.has_ranks else [],
         }
         payload = json.dumps(request).encode()
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
+from collections.abc import Sequence
 
 from shoal_toolkit.errors import LaunchError, TrainError
 from shoal_toolkit.hosts import messages
@@ -33,6 +34,7 @@ class Worker(Host):
         self._is_set_up = self._is_started = False
         self._problem: TrainError | None = None  # why this host can't take part
         self._number = 0  # of the last restart
+        self._restarted = False  # whether the first host has sent a Restart
         self._probe: Probe | None = None
         self._facts: dict[str, Any] = {}
 
@@ -63,8 +65,8 @@ class Worker(Host):
         """
         if self._problem is not None:
             self._report_failure(self._problem)
-        elif self._is_set_up and self._number:
-            self._send(messages.Ready(self._number))
+        elif self._is_set_up and self._restarted and self.processes is not None:
+            self.processes.await_standby(lambda: self._send(messages.Ready(self._number)))
         elif self._is_set_up and self._channel is not None:
             env = self.plan.env
             self._probe = Probe(self.loop, env["MASTER_ADDR"], env["MASTER_PORT"], self._on_probed)
@@ -72,7 +74,7 @@ class Worker(Host):
 
     def _on_probed(self, problem: str) -> None:
         """Sends the facts about this host, and that it is ready. Does nothing if it has to restart meanwhile."""
-        if not self._number:
+        if not self._restarted:
             self._send(messages.Facts({**self._facts, "port_problem": problem, "time": round(time.time(), 3)}))
             self._send(messages.Ready(0))
 
@@ -117,15 +119,24 @@ class Worker(Host):
             self._start(message.command)
         elif isinstance(message, messages.Restart):
             self._restart(message)
-        elif isinstance(message, messages.PassSignal):
-            self.note_stop(message.number)
-            if self.processes is not None:
-                self.processes.stop(message.number)
+        elif isinstance(message, messages.Members):
+            self._plan_with(message.hosts)
+        elif isinstance(message, messages.PassSignal) or message == messages.PAUSE:
+            self._pass_signal(message)
         elif isinstance(message, messages.JobResult):
             self.report.update(message.report)
             self.set_result(Result(message.code, message.message))
         else:
             raise messages.ProtocolError(f"{type(message).__name__}, which a first host does not send")
+
+    def _pass_signal(self, message: Any) -> None:
+        """Signals the ranks of this host. A signal from outside stops the job; PAUSE only ends this start of it."""
+        number = int(signal.SIGTERM)
+        if isinstance(message, messages.PassSignal):
+            number = message.number
+            self.note_stop(number)
+        if self.processes is not None:
+            self.processes.stop(number)
 
     def _restart(self, message: messages.Restart) -> None:
         """Ends the processes of this host, and reports that it is ready again; if it is set up, otherwise after that.
@@ -134,7 +145,7 @@ class Worker(Host):
         """
         from shoal_toolkit.run.restarts import make_variables
 
-        self._number = message.number
+        self._number, self._restarted = message.number, True
         if self.processes is not None:
             self.processes.prepare_restart(make_variables(message.number, message.reason), message.standby)
         if self.processes is None or not self._is_set_up:
@@ -145,6 +156,16 @@ class Worker(Host):
         self.output.forget_tails()
         remove_script_failure(self.task.paths)
         self.processes.end(self._on_set_up)
+
+    def _plan_with(self, hosts: Sequence[str]) -> None:
+        """Plans the next start with some hosts of the job. Reports an error. Raises ProtocolError for other hosts."""
+        if self.name not in hosts or not set(hosts) <= set(self.task.hosts):
+            raise messages.ProtocolError("hosts that are not those of this job")
+        try:
+            if self.has_plan:
+                self.plan_with(hosts)
+        except TrainError as error:
+            self._report_failure(error)
 
     def _start(self, command: str | None) -> None:
         """Starts the script (None) or mpirun's daemon, once, and only the one of both that is in the plan.

@@ -109,7 +109,7 @@ class Run:
                 return found
             if time.monotonic() > deadline or all(host.poll() is not None for host in self.hosts):
                 log = (self.directory / "log").read_text()
-                raise NotRecoveredError(f"no step within {seconds:.0f} s\n{log[-4000:]}")
+                raise NotRecoveredError(f"no step within {seconds:.0f} s, or all hosts ended\n{log[-4000:]}")
             time.sleep(0.02)
 
     def kill_rank(self, rank: int) -> float:

@@ -512,6 +512,15 @@ def test_an_epoch_ends_with_the_order_in_which_it_began(tmp_path: Path) -> None:
             train(tmp_path / name, LOADERS["shuffled"](), **after)
 
 
+def test_a_place_where_no_batch_begins_is_refused(tmp_path: Path) -> None:
+    """As with another number of ranks, whose batches together have another size. Nothing is overwritten."""
+    train(tmp_path, DataLoader(DATA, 3), 5)
+    before = contents(tmp_path)
+    with pytest.raises(CheckpointError, match=r"after 4 batches of epoch 0 .*, which are 12 samples.* Fix: use"):
+        train(tmp_path, DataLoader(DATA, 5))
+    assert contents(tmp_path) == before
+
+
 SAVED = {"batches": 6, "unit": 32, "world_size": 4, "epoch": 1, "samples": None}
 
 

@@ -4,7 +4,7 @@ Both run the same script on this machine (resume_train.py: gloo, a checkpoint ev
 
 - `rank`: rank 1 of 2 gets SIGKILL, until rank 0 has completed the next step. Rival: `torchrun --max-restarts`.
 - `host`: 2 hosts with a rank each. The second host is killed with its rank, and started again at once. Rival: torchrun
-  with a rendezvous (c10d) and `--nnodes=1:2`.
+  with a rendezvous (c10d) and `--nnodes=1:2`. Its next step counts even if it is of one rank.
 - `elastic`: 4 hosts with a rank each. The last is killed, until the next step of 3 ranks. Then it is started again,
   until the next step of 4 ranks. Rival: torchrun `--nnodes=3:4`.
 - `goodput`: with a killed rank every 15 s, for `--seconds`. Goodput is the number of the last step, times the median
@@ -109,7 +109,7 @@ class Run:
                 return found
             if time.monotonic() > deadline or all(host.poll() is not None for host in self.hosts):
                 log = (self.directory / "log").read_text()
-                raise NotRecoveredError(f"no step within {seconds:.0f} s\n{log[-4000:]}")
+                raise NotRecoveredError(f"no step within {seconds:.0f} s, or all hosts ended\n{log[-4000:]}")
             time.sleep(0.02)
 
     def kill_rank(self, rank: int) -> float:
@@ -119,11 +119,16 @@ class Run:
         os.kill(pid, signal.SIGKILL)
         return now
 
-    def await_recovery(self, killed_at: float, world_size: int = 2) -> Mark:
-        """Waits for the first step, of so many ranks, of a process of rank 0 that began after a failure."""
+    def await_recovery(self, killed_at: float, world_size: int | None = None) -> Mark:
+        """Waits for the first step of a process of rank 0 that began after a failure.
+
+        Args:
+            killed_at: When it was.
+            world_size: The number of ranks of the step. None: any.
+        """
         before = {mark.pid for mark in self.marks("began") if mark.time < killed_at}
         return self.await_step(
-            lambda mark: mark.time > killed_at and mark.pid not in before and mark.world_size == world_size
+            lambda mark: mark.time > killed_at and mark.pid not in before and world_size in (None, mark.world_size)
         )
 
     def lose_host(self, number: int) -> float:
@@ -188,7 +193,8 @@ def measure(part: str, rounds: int, seconds: int) -> Iterator[Figure]:
     elif part == "elastic":
         sides = [[lose_and_return(start) for _ in range(rounds)] for start in (start_train, start_elastic)]
         for number, name in enumerate(("elastic-4-to-3", "elastic-3-to-4")):
-            yield compare(name, *([each[number] for each in side] for side in sides), None, 0.5)
+            spans = [[each[number] for each in side] for side in sides]
+            yield compare(name, spans[0], spans[1], None, 0.5)
     elif part == "goodput":
         shares = [lose_share(start, seconds) for start in (start_train, start_torchrun)]
         yield Figure("lost-share", shares[0], "", 0.15, shares[1], "torchrun", 1.0)
@@ -245,7 +251,7 @@ def replace_host(start: Start) -> float:
     with running(2, start) as run:
         killed_at = run.lose_host(1)
         run.start_host(1)
-        return recovery(run, killed_at, 2)
+        return recovery(run, killed_at)
 
 
 def lose_and_return(start: Start) -> tuple[float, float]:
@@ -256,14 +262,12 @@ def lose_and_return(start: Start) -> tuple[float, float]:
         return lost, recovery(run, run.start_host(3), 4)
 
 
-def recovery(run: Run, since: float, world_size: int) -> float:
-    """Return the seconds until a step of restarted ranks. If torchrun does not go on, the limit."""
+def recovery(run: Run, since: float, world_size: int | None = None) -> float:
+    """Return the seconds until a step of restarted ranks, of so many if given. If the job does not go on, the limit."""
     try:
         return run.await_recovery(since, world_size).time - since
     except NotRecoveredError as error:
-        if run.start is start_train:
-            raise
-        print(f"torchrun did not go on: {error}".splitlines()[0], flush=True)
+        print(f"{run.start.__name__}: the job did not go on: {error}", flush=True)
         return LIMIT_SECONDS
 
 

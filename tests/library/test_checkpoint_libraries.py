@@ -34,7 +34,8 @@ class Net(torch.nn.Module):
 
 def test_transformers_is_exact_in_an_epoch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stopped as in the docs."""
-    transformers = pytest.importorskip("transformers")
+    import transformers
+
     losses: list[str] = []
 
     class Recording(transformers.Trainer):  # type: ignore[misc]
@@ -82,7 +83,7 @@ def test_transformers_is_exact_in_an_epoch(tmp_path: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize(("dropout", "is_exact"), [(0.0, True), (0.5, False)])
 def test_accelerate_in_an_epoch_is_exact_without_random_numbers(tmp_path: Path, dropout: float, is_exact: bool) -> None:
     """With skip_first_batches the batches are the right ones, and dropout is another one."""
-    accelerate = pytest.importorskip("accelerate")
+    import accelerate
 
     def train(load: Path | None = None, save: Path | None = None, skip: int = 0) -> list[float]:
         accelerate.utils.set_seed(0)

@@ -125,9 +125,11 @@ def truncate(path: Path) -> None:
 def test_a_damaged_checkpoint_is_refused(tmp_path: Path, damage: Callable[[Path], Any], message: str) -> None:
     newest = saved_at(tmp_path, 1, 2)
     damage(newest)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     with pytest.raises(CheckpointError, match=message) as raised:
         Checkpoint(tmp_path, model=make())
     assert str(raised.value).endswith(f"Fix: move {newest} away, and the job goes on from step-00000001")
+    assert before == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
 
 
 @pytest.mark.parametrize(

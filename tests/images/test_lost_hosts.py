@@ -170,7 +170,11 @@ def test_elastic_job_goes_on_without_a_host_that_cannot_be_replaced(end: End) ->
 
 
 def test_elastic_job_replaces_lost_hosts_and_fails_with_the_code_of_a_host() -> None:
-    ends = {"algo-1": [(1, STOPPED)], "algo-2": [(137, LOST), (1, RESULT)], "algo-3": [(1, STOPPED)]}
+    ends: dict[str, list[End]] = {
+        "algo-1": [(1, STOPPED)],
+        "algo-2": [(137, LOST), (1, RESULT)],
+        "algo-3": [(1, STOPPED)],
+    }
     hosts = FakeHosts(ends, 3, min_hosts=1)
     watched = watch.Watch(hosts)
     watched._wait_for_one()

@@ -1,16 +1,24 @@
 """How long a failure stops training, with `train` and with torchrun: `make bench-resume`.
 
-Both run the same script with 2 ranks on this machine (resume_train.py: gloo, a checkpoint every 10 steps):
+Both run the same script on this machine (resume_train.py: gloo, a checkpoint every 10 steps). Parts, of `--parts`:
 
-- `rank-killed`: rank 1 gets SIGKILL, until rank 0 has completed the next step. Rival: `torchrun --max-restarts`.
-- `host-killed`: 2 hosts with a rank each. The second host is killed with its rank, and started again at once. Rival:
-  torchrun with a rendezvous (c10d) and `--nnodes=1:2`. If it has not gone on after 90 s, it counts as 90 s: the agent
-  of torch 2.13 waits for the rank of the dead host, and fails after a minute.
-- `lost-share`: 1 - goodput, with a killed rank every 15 s, for `--seconds`. Goodput is the number of the last step,
-  times the median time of a step without failures, divided by the time since the first step.
+- `rank`: rank 1 of 2 gets SIGKILL, until rank 0 has completed the next step. Rival: `torchrun --max-restarts`.
+- `host`: 2 hosts with a rank each. The second host is killed with its rank, and started again at once. Rival: torchrun
+  with a rendezvous (c10d) and `--nnodes=1:2`. Its next step counts even if it is of one rank.
+- `elastic`: 4 hosts with a rank each. The last is killed, until the next step of 3 ranks. Then it is started again,
+  until the next step of 4 ranks. Rival: torchrun `--nnodes=3:4`.
+- `goodput`: with a killed rank every 15 s, for `--seconds`. Goodput is the number of the last step, times the median
+  time of a step without failures, divided by the time since the first step. `lost-share` is 1 - goodput.
+- `save`: how long a save of 100 M parameters stops the training (resume_save.py), against
+  torch.distributed.checkpoint.save.
 
 Both have been training for some seconds before a failure. Figures are medians of the rounds, the two sides in turn.
 The parts of our restart are `rank-killed-...`: until the script runs again, imports, loading, and the first step.
+
+The rival's rendezvous has the best settings that we found: the first host, which survives, serves it. Lost hosts are
+noticed after 2 s instead of 15 s, and it waits 1 s instead of 30 s for more hosts. Ranks do not share the agents' store
+(TORCH_DISABLE_SHARE_RDZV_TCP_STORE): with it, a replaced agent and the others look for one another under the numbers of
+their own restarts, until they fail. A job that has not gone on after 90 s counts as 90 s.
 """
 
 from __future__ import annotations
@@ -30,16 +38,25 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+import resume_save
 from report import Figure, finish, make_parser, print_machine
 
 SCRIPT = Path(__file__).with_name("resume_train.py")
-ROUNDS = 5
-WARM_SECONDS = 12.0  # of training before a failure: by then `train` has its standby
+PARTS = ("rank", "host", "elastic", "goodput", "save")
+ROUNDS = 3
+WARM_SECONDS = 8.0  # of training before a failure: by then `train` has its standby
+RIVAL_WARM_SECONDS = 3.0
 EVERY_SECONDS = 15.0
 GOODPUT_SECONDS = 180
 LIMIT_SECONDS = 90.0
+START_SECONDS = 300.0
 FOREVER = "1000000000"
-HOSTS = ("127.0.0.1", "127.0.0.2")
+HOSTS = ("127.0.0.1", "127.0.0.2", "127.0.0.3", "127.0.0.4")
+RENDEZVOUS = "join_timeout=60,last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=2"
+
+
+Start = Callable[[Path, int, int], "subprocess.Popen[bytes]"]
+"""Starts a host, of a job in a directory, by its number; the last argument is the number of hosts."""
 
 
 class Mark(NamedTuple):
@@ -50,6 +67,7 @@ class Mark(NamedTuple):
     pid: int
     time: float
     step: int
+    world_size: int
 
 
 class NotRecoveredError(Exception):
@@ -59,17 +77,17 @@ class NotRecoveredError(Exception):
 class Run:
     """A job that trains in a directory; `start` starts one of its hosts, which `hosts` lists."""
 
-    def __init__(self, directory: Path, hosts: int, start: Callable[[Path, int, int], subprocess.Popen[bytes]]) -> None:
+    def __init__(self, directory: Path, hosts: int, start: Start) -> None:
         self.directory = directory
-        self._start = start
+        self.start = start
         self._count = hosts
         self.hosts: list[subprocess.Popen[bytes]] = []
 
     def begin(self) -> None:
         """Starts all hosts, and waits until they have trained for some seconds."""
-        self.hosts = [self._start(self.directory, number, self._count) for number in range(self._count)]
-        self.await_step(lambda _: True)
-        time.sleep(WARM_SECONDS)
+        self.hosts = [self.start(self.directory, number, self._count) for number in range(self._count)]
+        self.await_step(lambda _: True, START_SECONDS)
+        time.sleep(WARM_SECONDS if self.start is start_train else RIVAL_WARM_SECONDS)
 
     def marks(self, event: str) -> list[Mark]:
         """Returns the lines of an event."""
@@ -77,19 +95,21 @@ class Run:
         lines = path.read_text().splitlines() if path.exists() else []
         words = [line.split() for line in lines if line.startswith(f"{event} ")]
         return [
-            Mark(word[0], int(word[1]), int(word[2]), float(word[3]), int(word[4])) for word in words if len(word) == 5
+            Mark(word[0], int(word[1]), int(word[2]), float(word[3]), int(word[4]), int(word[5]))
+            for word in words
+            if len(word) == 6
         ]
 
-    def await_step(self, wanted: Callable[[Mark], bool]) -> Mark:
+    def await_step(self, wanted: Callable[[Mark], bool], seconds: float = LIMIT_SECONDS) -> Mark:
         """Waits for a completed step of rank 0."""
-        deadline = time.monotonic() + LIMIT_SECONDS
+        deadline = time.monotonic() + seconds
         while True:
             found = next((mark for mark in self.marks("step") if mark.rank == 0 and wanted(mark)), None)
             if found is not None:
                 return found
             if time.monotonic() > deadline or all(host.poll() is not None for host in self.hosts):
                 log = (self.directory / "log").read_text()
-                raise NotRecoveredError(f"no step within {LIMIT_SECONDS:.0f} s\n{log[-4000:]}")
+                raise NotRecoveredError(f"no step within {seconds:.0f} s, or all hosts ended\n{log[-4000:]}")
             time.sleep(0.02)
 
     def kill_rank(self, rank: int) -> float:
@@ -99,19 +119,31 @@ class Run:
         os.kill(pid, signal.SIGKILL)
         return now
 
-    def await_recovery(self, killed_at: float) -> Mark:
-        """Waits for the first step of a process of rank 0 that began after a failure."""
+    def await_recovery(self, killed_at: float, world_size: int | None = None) -> Mark:
+        """Waits for the first step of a process of rank 0 that began after a failure.
+
+        Args:
+            killed_at: When it was.
+            world_size: The number of ranks of the step. None: any.
+        """
         before = {mark.pid for mark in self.marks("began") if mark.time < killed_at}
-        return self.await_step(lambda mark: mark.time > killed_at and mark.pid not in before)
+        return self.await_step(
+            lambda mark: mark.time > killed_at and mark.pid not in before and world_size in (None, mark.world_size)
+        )
 
     def lose_host(self, number: int) -> float:
-        """Kills a host with everything that it started, and starts it again; returns when it was killed."""
+        """Kills a host with everything that it started; returns when."""
         pids = [self.hosts[number].pid, *descendants(self.hosts[number].pid)]
         now = time.time()
         for pid in pids:
             kill(pid)
         self.hosts[number].wait()
-        self.hosts[number] = self._start(self.directory, number, self._count)
+        return now
+
+    def start_host(self, number: int) -> float:
+        """Starts a lost host again; returns when."""
+        now = time.time()
+        self.hosts[number] = self.start(self.directory, number, self._count)
         return now
 
     def end(self) -> None:
@@ -142,16 +174,36 @@ def main(arguments: Sequence[str]) -> int:
     """Measure, and return the exit code."""
     parser = make_parser(__doc__, ROUNDS)
     parser.add_argument(
-        "--seconds", type=int, default=GOODPUT_SECONDS, help="how long to measure goodput; 0: don't (%(default)s)"
+        "--seconds", type=int, default=GOODPUT_SECONDS, help="how long to measure goodput (%(default)s)"
     )
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="what to measure (all)")
     options = parser.parse_args(arguments)
     print_machine()
-    print(f"rounds: {options.rounds} (medians)")
-    return finish(measure(options.rounds, options.seconds))
+    print(f"rounds: {options.rounds} (medians), parts: {', '.join(options.parts)}")
+    return finish(figure for part in options.parts for figure in measure(part, options.rounds, options.seconds))
 
 
-def measure(rounds: int, seconds: int) -> Iterator[Figure]:
-    """Measure both sides, and yield the figures."""
+def measure(part: str, rounds: int, seconds: int) -> Iterator[Figure]:
+    """Measure both sides of a part, and yield its figures."""
+    if part == "rank":
+        yield from measure_lost_ranks(rounds)
+    elif part == "host":
+        ours, rival = ([replace_host(start) for _ in range(rounds)] for start in (start_train, start_elastic))
+        yield compare("host-killed", ours, rival, None, 0.3)
+    elif part == "elastic":
+        sides = [[lose_and_return(start) for _ in range(rounds)] for start in (start_train, start_elastic)]
+        for number, name in enumerate(("elastic-4-to-3", "elastic-3-to-4")):
+            spans = [[each[number] for each in side] for side in sides]
+            yield compare(name, spans[0], spans[1], None, 0.5)
+    elif part == "goodput":
+        shares = [lose_share(start, seconds) for start in (start_train, start_torchrun)]
+        yield Figure("lost-share", shares[0], "", 0.15, shares[1], "torchrun", 1.0)
+    else:
+        yield from resume_save.measure(rounds, Path.cwd())
+
+
+def measure_lost_ranks(rounds: int) -> Iterator[Figure]:
+    """Measure the restart after a killed rank, and its parts."""
     ours: list[float] = []
     rival: list[float] = []
     parts: list[dict[str, float]] = []
@@ -167,11 +219,6 @@ def measure(rounds: int, seconds: int) -> Iterator[Figure]:
     yield compare("rank-killed", ours, rival, 3.0, 0.3)
     for name in parts[0]:
         yield Figure(f"rank-killed-{name}", statistics.median(each[name] for each in parts), "s")
-    lost = [[lose_host(start) for _ in range(rounds)] for start in (start_train, start_elastic)]
-    yield compare("host-killed", lost[0], lost[1], None, 0.3)
-    if seconds:
-        shares = [lose_share(start, seconds) for start in (start_train, start_torchrun)]
-        yield Figure("lost-share", shares[0], "", 0.15, shares[1], "torchrun", 1.0)
 
 
 def compare(name: str, ours: Sequence[float], rival: Sequence[float], goal: float | None, ceiling: float) -> Figure:
@@ -181,7 +228,7 @@ def compare(name: str, ours: Sequence[float], rival: Sequence[float], goal: floa
 
 
 @contextmanager
-def running(hosts: int, start: Callable[[Path, int, int], subprocess.Popen[bytes]]) -> Iterator[Run]:
+def running(hosts: int, start: Start) -> Iterator[Run]:
     """Start a job that has trained for some seconds, and end it in any case."""
     with tempfile.TemporaryDirectory() as directory:
         run = Run(Path(directory), hosts, start)
@@ -199,20 +246,32 @@ def split(run: Run, killed_at: float, pid: int) -> dict[str, float]:
     return {name: end - begin for name, begin, end in zip(events, [killed_at, *times], times)}
 
 
-def lose_host(start: Callable[[Path, int, int], subprocess.Popen[bytes]]) -> float:
-    """Return the seconds from the loss of the second host until the next step."""
+def replace_host(start: Start) -> float:
+    """Return the seconds from the loss of the second host until the next step, if it is started again at once."""
     with running(2, start) as run:
         killed_at = run.lose_host(1)
-        try:
-            return run.await_recovery(killed_at).time - killed_at
-        except NotRecoveredError as error:
-            if start is start_train:
-                raise
-            print(f"torchrun did not go on: {error}".splitlines()[0], flush=True)
-            return LIMIT_SECONDS
+        run.start_host(1)
+        return recovery(run, killed_at)
 
 
-def lose_share(start: Callable[[Path, int, int], subprocess.Popen[bytes]], seconds: int) -> float:
+def lose_and_return(start: Start) -> tuple[float, float]:
+    """Return the seconds until the next step of 3 hosts when one of 4 is lost, and of 4 when it is started again."""
+    with running(4, start) as run:
+        lost = recovery(run, run.lose_host(3), 3)
+        time.sleep(WARM_SECONDS)
+        return lost, recovery(run, run.start_host(3), 4)
+
+
+def recovery(run: Run, since: float, world_size: int | None = None) -> float:
+    """Return the seconds until a step of restarted ranks, of so many if given. If the job does not go on, the limit."""
+    try:
+        return run.await_recovery(since, world_size).time - since
+    except NotRecoveredError as error:
+        print(f"{run.start.__name__}: the job did not go on: {error}", flush=True)
+        return LIMIT_SECONDS
+
+
+def lose_share(start: Start, seconds: int) -> float:
     """Return the share of the time that is lost with a killed rank every 15 s."""
     with running(1, start) as run:
         began = run.marks("step")[0]
@@ -238,7 +297,10 @@ def start_train(directory: Path, number: int, hosts: int) -> subprocess.Popen[by
     (base / "code" / "train.py").write_bytes(SCRIPT.read_bytes())
     config = base / "input" / "config"
     config.mkdir(parents=True, exist_ok=True)
-    values = {"sagemaker_torch_distributed_enabled": True, "sagemaker_mpi_num_of_processes_per_host": 2 // hosts}
+    values = {
+        "sagemaker_torch_distributed_enabled": True,
+        "sagemaker_mpi_num_of_processes_per_host": max(2 // hosts, 1),
+    }
     (config / "hyperparameters.json").write_text(json.dumps({key: json.dumps(value) for key, value in values.items()}))
     resources = {"current_host": HOSTS[number], "hosts": HOSTS[:hosts], "network_interface_name": "lo"}
     (config / "resourceconfig.json").write_text(json.dumps(resources))
@@ -248,23 +310,26 @@ def start_train(directory: Path, number: int, hosts: int) -> subprocess.Popen[by
         "SHOAL_MAX_RESTARTS": "1000",
         "SHOAL_AGENT_PORT": str(port_of(directory, "agent")),
         "MASTER_PORT": str(port_of(directory, "master")),
+        **({"SHOAL_MIN_HOSTS": "3"} if hosts == 4 else {}),
     }
     return start_process([sys.executable, "-m", "shoal_toolkit"], directory, variables)
 
 
 def start_torchrun(directory: Path, number: int, hosts: int) -> subprocess.Popen[bytes]:
     """Start torchrun on one host."""
-    options = ["--standalone", "--nproc-per-node=2", "--max-restarts=1000"]
+    options = ["--standalone", "--nproc-per-node=2", "--max-restarts=1000", "--monitor-interval=0.1"]
     return start_process([sys.executable, "-m", "torch.distributed.run", *options, str(SCRIPT)], directory, {})
 
 
 def start_elastic(directory: Path, number: int, hosts: int) -> subprocess.Popen[bytes]:
     """Start torchrun with a rendezvous on one of the hosts; the first serves it."""
     endpoint = f"127.0.0.1:{port_of(directory, 'rendezvous')}"
-    serves = f"--rdzv-conf=is_host={int(number == 0)}"
-    rendezvous = ["--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}", "--rdzv-id=bench", serves]
-    options = [f"--nnodes=1:{hosts}", "--nproc-per-node=1", "--max-restarts=1000", *rendezvous]
-    return start_process([sys.executable, "-m", "torch.distributed.run", *options, str(SCRIPT)], directory, {})
+    conf = f"--rdzv-conf=is_host={int(number == 0)},{RENDEZVOUS}"
+    rendezvous = ["--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}", "--rdzv-id=bench", conf]
+    least = 1 if hosts == 2 else 3
+    options = [f"--nnodes={least}:{hosts}", "--nproc-per-node=1", "--max-restarts=1000", "--monitor-interval=0.1"]
+    command = [sys.executable, "-m", "torch.distributed.run", *options, *rendezvous, str(SCRIPT)]
+    return start_process(command, directory, {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
 
 
 def start_process(command: Sequence[str], directory: Path, variables: Mapping[str, str]) -> subprocess.Popen[bytes]:

@@ -82,7 +82,7 @@ def run_rank(rounds: int, directory: Path) -> dict[str, list[float]]:
 
     def save_rival() -> None:
         state: dict[str, Any] = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict()}
-        dcp.save(state, checkpoint_id=directory / "rival")
+        dcp.save(state, checkpoint_id=directory / "rival")  # type: ignore[attr-defined]
 
     seconds: dict[str, list[float]] = {"ours": [], "rival": []}
     for _ in range(rounds + 1):

@@ -1,6 +1,7 @@
 """The script of benchmarks/resume.py: data parallel training with gloo, a checkpoint every 10 steps.
 
-It writes lines to RESUME_DIRECTORY/marks: an event, the rank, the pid, the time, and the number of a completed step.
+It writes lines to RESUME_DIRECTORY/marks: an event, the rank, the pid, the time, the number of
+a completed step, and the number of ranks.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ EVERY = 10
 def mark(event: str, when: float, step: int = 0) -> None:
     """Append a line; it is shorter than a page, so that the lines of two ranks don't mix."""
     with (DIRECTORY / "marks").open("a") as file:
-        file.write(f"{event} {os.environ['RANK']} {os.getpid()} {when:.6f} {step}\n")
+        file.write(f"{event} {os.environ['RANK']} {os.getpid()} {when:.6f} {step} {os.environ['WORLD_SIZE']}\n")
 
 
 def main() -> None:

@@ -170,12 +170,12 @@ class Kubelet:
         )
 
     def _find_value(self, variable: Object, pod: Pod) -> str:
-        """Return the value of a variable; the only field that manifests refer to is the index of a replica."""
+        """Return the value of a variable. Manifests refer to the index of a replica, and to a JobSet's attempt."""
         if "value" in variable:
             return str(variable["value"])
         path = variable["valueFrom"]["fieldRef"]["fieldPath"]
-        assert path == "metadata.labels['training.kubeflow.org/replica-index']"
-        return str(pod.index)
+        values = {"training.kubeflow.org/replica-index": pod.index, "jobset.sigs.k8s.io/restart-attempt": 0}
+        return str({f"metadata.labels['{label}']": value for label, value in values.items()}[path])
 
     def _find_sub_path(self, mount: Object, variables: Mapping[str, str]) -> str:
         """Return the directory of a volume that is mounted, with the variables that it names."""

@@ -119,6 +119,12 @@ def mpirun(tmp_path: Path, python: Python) -> Mpirun:
     return ranks
 
 
+class StartRanks(Protocol):
+    def __call__(
+        self, count: int, port: int, *arguments: object, **environ: str
+    ) -> AbstractContextManager[list[subprocess.Popen[str]]]: ...
+
+
 class TwoRanks(Protocol):
     def __call__(
         self, port: int, *arguments: object, **environ: str
@@ -126,15 +132,15 @@ class TwoRanks(Protocol):
 
 
 @pytest.fixture
-def two_ranks(python: Python) -> TwoRanks:
-    """Start two ranks of one host that run Python with these arguments; they are killed at the end.
+def start_ranks(python: Python) -> StartRanks:
+    """Start ranks of one host that run Python with these arguments; they are killed at the end.
 
-    Without mpirun, which would end one when the other fails.
+    Without mpirun, which would end all when one fails.
     """
 
     @contextmanager
-    def start(port: int, *arguments: object, **environ: str) -> Iterator[list[subprocess.Popen[str]]]:
-        common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", **environ}
+    def start(count: int, port: int, *arguments: object, **environ: str) -> Iterator[list[subprocess.Popen[str]]]:
+        common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(count), **environ}
         with ExitStack() as undo:
             ranks = [
                 subprocess.Popen(
@@ -144,7 +150,7 @@ def two_ranks(python: Python) -> TwoRanks:
                     stderr=subprocess.STDOUT,
                     text=True,
                 )
-                for rank in range(2)
+                for rank in range(count)
             ]
             for process in ranks:
                 undo.enter_context(process)
@@ -152,6 +158,12 @@ def two_ranks(python: Python) -> TwoRanks:
             yield ranks
 
     return start
+
+
+@pytest.fixture
+def two_ranks(start_ranks: StartRanks) -> TwoRanks:
+    """Start two ranks, as `start_ranks` does."""
+    return functools.partial(start_ranks, 2)
 
 
 @pytest.fixture

@@ -28,11 +28,19 @@ class Digits(NamedTuple):
     labels: npt.NDArray[np.int64]
 
 
-def arguments_parser(description: str | None) -> argparse.ArgumentParser:
-    """Return a parser of hyperparameters, which arrive as `--name value`. Paths default to SM_* variables."""
+def arguments_parser(
+    description: str | None, batch_size: str | None = "images per rank and step"
+) -> argparse.ArgumentParser:
+    """Return a parser of hyperparameters, which arrive as `--name value`. Paths default to SM_* variables.
+
+    Args:
+        description: What the script does.
+        batch_size: The meaning of `--batch-size`. None: the script has no such option.
+    """
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--epochs", type=int, default=15)
-    parser.add_argument("--batch-size", type=int, default=32, help="images per rank and step (default: 32)")
+    if batch_size is not None:
+        parser.add_argument("--batch-size", type=int, default=32, help=f"{batch_size} (default: 32)")
     parser.add_argument("--lr", type=float, default=2e-3, help="Adam's learning rate (default: 0.002)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--data-dir", type=Path, default=os.environ.get("SM_CHANNEL_TRAINING"))
@@ -42,7 +50,13 @@ def arguments_parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def checkpoint_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the options of scripts that save checkpoints, and return the parser."""
+    """Add the options of scripts that save checkpoints, and resume with any number of ranks; return the parser."""
+    parser.add_argument(
+        "--global-batch",
+        type=int,
+        default=64,
+        help="images in a step of all ranks, however many there are (default: 64)",
+    )
     parser.add_argument(
         "--checkpoint-dir",
         default=checkpoint.directory(),

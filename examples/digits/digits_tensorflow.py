@@ -41,15 +41,19 @@ def use_device(local_rank: int) -> None:
         tf.config.set_visible_devices(gpus[local_rank], "GPU")
 
 
-def share(digits: Digits, rank: int, world_size: int, arguments: argparse.Namespace, epoch: int = 0) -> Any:
-    """Return this rank's batches, of an order that follows from the epoch and is the same on all ranks.
+def share(digits: Digits, rank: int, world_size: int, arguments: argparse.Namespace) -> Any:
+    """Return this rank's batches, of an order that is the same on all ranks.
 
     If it is read several times, the order changes each time. All shares are of equal size.
     """
-    count = len(digits.labels)
-    batches = tf.data.Dataset.from_tensor_slices(tuple(digits)).shuffle(count, seed=arguments.seed + epoch)
-    batches = batches.take(share_size(digits, world_size) * world_size).shard(world_size, rank)
-    return batches.batch(arguments.batch_size)
+    images = shuffle(digits, arguments).take(share_size(digits, world_size) * world_size)
+    return images.shard(world_size, rank).batch(arguments.batch_size)
+
+
+def shuffle(digits: Digits, arguments: argparse.Namespace, epoch: int = 0) -> Any:
+    """Return single images and labels, in an order that follows from the epoch and is the same on all ranks."""
+    images = tf.data.Dataset.from_tensor_slices(tuple(digits))
+    return images.shuffle(len(digits.labels), seed=arguments.seed + epoch)
 
 
 def share_size(digits: Digits, world_size: int) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 from digits import arguments_parser, checkpoint_arguments, read_digits
-from digits_tensorflow import accuracy, make_net, save, share, share_size, use_device
+from digits_tensorflow import accuracy, make_net, save, shuffle, use_device
 
 import smdistributed.dataparallel.tensorflow as sdp
 from shoal_toolkit.checkpoint.tensorflow import Checkpoint
@@ -20,7 +20,7 @@ from smdistributed.dataparallel.tensorflow.keras import DistributedOptimizer, ca
 
 
 def main() -> None:
-    parser = checkpoint_arguments(arguments_parser(__doc__))
+    parser = checkpoint_arguments(arguments_parser(__doc__, batch_size=None))
     parser.add_argument(
         "--warmup-epochs", type=int, default=2, help="epochs in which the learning rate rises (default: 2)"
     )
@@ -32,7 +32,7 @@ def main() -> None:
     tf.keras.utils.set_random_seed(arguments.seed)
 
     training, test = read_digits(arguments.data_dir)
-    images = share_size(training, world_size) * world_size
+    images = len(training.labels)
     model = make_net()
     model.compile(
         optimizer=DistributedOptimizer(tf.keras.optimizers.Adam(arguments.lr)),
@@ -49,8 +49,8 @@ def main() -> None:
     checkpoint = Checkpoint(arguments.checkpoint_dir, model=model, every=arguments.checkpoint_every, ranks=sdp)
     start, first = time.perf_counter(), checkpoint.epoch
     for epoch in checkpoint.epochs(arguments.epochs):
-        batches = share(training, rank, world_size, arguments, epoch)
-        checkpoint.fit(batches, arguments.batch_size, callbacks=wanted, verbose=0)
+        samples = shuffle(training, arguments, epoch)
+        checkpoint.fit(samples, global_batch=arguments.global_batch, callbacks=wanted, verbose=0)
     training_seconds = time.perf_counter() - start
 
     if rank == 0:

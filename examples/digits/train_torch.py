@@ -1,11 +1,13 @@
 """Train on the digits with torch's DistributedDataParallel on the backend `smddp`; an interrupted job resumes exactly.
 
-The second-generation API: one import and one backend name. Runs unchanged under `train`, mpirun and torchrun, on
-GPUs or CPUs, and as a single process: `python train_torch.py`.
+The second-generation API: one import and one backend name. A step has the same images with any number of ranks, so a
+job can go on with fewer or more hosts. Runs unchanged under `train`, mpirun and torchrun, on GPUs or CPUs, and as a
+single process: `python train_torch.py`.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from typing import Any
@@ -13,17 +15,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from digits import arguments_parser, checkpoint_arguments
-from digits_torch import Net, accuracy, current_device, load_digits, save, train_epoch
+from digits_torch import Net, accuracy, current_device, load_digits, save
+from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
-from torch.utils.data.distributed import DistributedSampler
 
 import smdistributed.dataparallel.torch.torch_smddp  # noqa: F401 (registers the backend)
 from shoal_toolkit.checkpoint.torch import Checkpoint
 
 
 def main() -> None:
-    arguments = checkpoint_arguments(arguments_parser(__doc__)).parse_args()
+    parser = arguments_parser(__doc__, batch_size="the most images that a rank takes at once")
+    arguments = checkpoint_arguments(parser).parse_args()
     alone: dict[str, Any] = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # type: ignore[attr-defined]
     dist.init_process_group(backend="smddp", **alone)
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -32,8 +35,7 @@ def main() -> None:
 
     device = current_device()
     training, test = load_digits(arguments.data_dir)
-    sampler: DistributedSampler[object] = DistributedSampler(training, seed=arguments.seed)
-    loader = DataLoader(training, batch_size=arguments.batch_size, sampler=sampler)
+    loader = DataLoader(training, batch_size=arguments.batch_size, shuffle=True)
     model = DistributedDataParallel(Net().to(device), device_ids=[device] if device.type == "cuda" else None)
     optimizer = torch.optim.Adam(model.parameters(), lr=arguments.lr)
     totals = {"loss": torch.zeros(1, device=device)}  # of this rank, in the current epoch
@@ -45,14 +47,22 @@ def main() -> None:
         totals=totals,
     )
 
-    images, first = len(sampler) * world_size, checkpoint.epoch
+    images, first = len(training), checkpoint.epoch
+    steps = math.ceil(images / arguments.global_batch)
     training_seconds = 0.0
     for epoch in checkpoint.epochs(arguments.epochs):
         start = time.perf_counter()
-        train_epoch(model, checkpoint.batches(loader), optimizer, device, totals["loss"])
-        loss = totals.pop("loss") / len(loader)
+        for pixels, targets in checkpoint.batches(loader, global_batch=arguments.global_batch):
+            scores = model(pixels.to(device))
+            loss = functional.cross_entropy(scores, targets.to(device)) * checkpoint.weight
+            loss.backward()  # type: ignore[no-untyped-call]
+            totals["loss"] += loss.detach() / world_size
+            if checkpoint.ends_step:
+                optimizer.step()
+                optimizer.zero_grad()
+        loss = totals.pop("loss") / steps
         totals["loss"] = torch.zeros(1, device=device)
-        dist.all_reduce(loss, op=dist.ReduceOp.AVG)
+        dist.all_reduce(loss)
         seconds = time.perf_counter() - start
         training_seconds += seconds
         if rank == 0:

@@ -259,6 +259,16 @@ def test_exit_codes_decide_what_happens_next(source: Path) -> None:
     assert job_set["replicatedJobs"][0]["template"]["spec"]["backoffLimit"] == 0
 
 
+@pytest.mark.parametrize("kind", Kind)
+def test_pods_know_how_often_they_were_made_again_if_the_controller_tells(kind: Kind) -> None:
+    """JobSets have a label with that number, and a TrainJob makes a JobSet."""
+    found = variables(next(find_pods(build(make_request(None, kind=kind, hosts=2)))))
+    field = {"fieldRef": {"fieldPath": "metadata.labels['jobset.sigs.k8s.io/restart-attempt']"}}
+    assert found.get("SHOAL_RESTART") == (field if kind in (Kind.jobset, Kind.trainjob) else None)
+    request = make_request(None, kind=kind, hosts=2, environment={"SHOAL_RESTART": "4"})
+    assert variables(next(find_pods(build(request))))["SHOAL_RESTART"] == "4"
+
+
 @pytest.mark.parametrize(("retries", "final"), [(0, ("NotIn", [137, 138])), (2, ("In", [2]))])
 def test_lost_pods_are_made_again(retries: int, final: tuple[str, list[int]]) -> None:
     """Without retries, nothing else is: `train` has restarted the script as often as it may."""

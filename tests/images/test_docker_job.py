@@ -17,7 +17,9 @@ from rich.console import Console
 from shoal.jobs import docker_hosts, local_job
 from shoal.jobs.docker_hosts import SECRET_PATH, DockerHosts
 from shoal.jobs.job import SECRET, SECRET_FILE, JobRequest
+from shoal.jobs.local_hosts import LocalHosts
 from shoal.jobs.record import LOCAL, JobRecord, open_job
+from shoal.jobs.watch import HostExit
 
 
 class FakeEngine:
@@ -122,11 +124,11 @@ def test_host_that_is_made_again_is_the_same(request_: JobRequest) -> None:
 def test_local_job_has_a_secret(request_: JobRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[dict[str, str]] = []
 
-    def train(_: str, environment: dict[str, str], *__: object) -> int:
-        given.append(environment)
-        return 0
+    def start(hosts: LocalHosts, host: str) -> None:
+        given.append(dict(hosts.environment))
+        hosts.arrivals.put((host, hosts.ids[host], HostExit(0)))
 
-    monkeypatch.setattr(local_job, "_run_train", train)
+    monkeypatch.setattr(LocalHosts, "start", start)
     for name in (SECRET, SECRET_FILE):
         monkeypatch.delenv(name, raising=False)
 

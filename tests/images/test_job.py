@@ -127,7 +127,7 @@ def test_tree_is_like_sagemakers(request_: job.JobRequest, tmp_path: Path) -> No
     root = tmp_path / "ml"
     job.write_tree(root, request_, "digits-1")
     config = root / "input" / "config"
-    assert json.loads(job.encode_resource_config(request_, "algo-2")) == {
+    assert json.loads(job.encode_resource_config(request_.host_names, "algo-2")) == {
         "current_host": "algo-2",
         "hosts": ["algo-1", "algo-2"],
         "network_interface_name": "eth0",
@@ -335,6 +335,41 @@ def test_nan_metrics_become_strings(tmp_path: Path) -> None:
     write(tmp_path / "algo-1", "output/data/metrics.json", '{"loss": NaN, "accuracy": 0.5}')
     result = job.read_result("j", {"algo-1": 0}, tmp_path, {"algo-1": tmp_path / "algo-1"})
     assert result.metrics == {"loss": "NaN", "accuracy": 0.5}
+
+
+PIPELINE = {"mpi": {"enabled": True}, "smdistributed": {"modelparallel": {"enabled": True, "parameters": MP}}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"hosts": 2, "min_hosts": 4}, "Fix: --hosts 2:4"),
+        ({"max_restarts": 0}, "--hosts 2:4: a lost host would end the job. Fix: add --max-restarts N"),
+        ({"distribution": PIPELINE}, "the job is a pipeline, which needs all of its stages. Fix: --hosts 4"),
+        ({"environment": {"SHOAL_MIN_HOSTS": "2"}}, "--env SHOAL_MIN_HOSTS: shoal would not know it"),
+    ],
+)
+def test_elastic_jobs_that_are_refused(request_: job.JobRequest, changes: dict[str, Any], words: str) -> None:
+    elastic = replace(request_, hosts=4, min_hosts=2, max_restarts=3)
+    elastic.check()
+    with pytest.raises(UsageError, match=words):
+        replace(elastic, **changes).check()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"procs_per_host": 2}, "MPI takes several hosts on one machine for one"),
+        ({"distribution": {"smdistributed": {"dataparallel": {"enabled": True}}}}, "MPI takes several hosts"),
+        ({"gpus": "all"}, "the hosts would share the GPUs. Fix: leave out --gpus all"),
+        ({"hosts": 300}, "at most 254 hosts"),
+    ],
+)
+def test_hosts_of_one_machine_have_no_mpi(request_: job.JobRequest, changes: dict[str, Any], words: str) -> None:
+    elastic = replace(request_, hosts=2, min_hosts=1, procs_per_host=None, distribution={})
+    assert local_job.list_loopback_names(elastic) == ["127.0.0.1", "127.0.0.2"]
+    with pytest.raises(UsageError, match=words):
+        local_job.list_loopback_names(replace(elastic, **changes))
 
 
 def test_local_job_merges_hosts_and_prints_that(request_: job.JobRequest) -> None:

@@ -98,8 +98,16 @@ def test_interrupted_job_continues(project: Project, tmp_path: Path) -> None:
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
 
 
-LOST = """\
+KILL_TRAIN = """
 import os, pathlib, signal, sys, time
+def kill_train():
+    parent = os.getppid()
+    while pathlib.Path("/proc", str(parent), "comm").read_text() != "train\\n":
+        parent = int(pathlib.Path("/proc", str(parent), "stat").read_text().rpartition(")")[2].split()[1])
+    os.kill(parent, signal.SIGKILL)
+    time.sleep(600)
+"""
+LOST = f"""{KILL_TRAIN}
 base = pathlib.Path(os.environ["SAGEMAKER_BASE_DIR"])
 saved = base / "checkpoints" / "pid"
 print("restart", os.environ.get("SHOAL_RESTART"), os.environ.get("SHOAL_RESTART_REASON"), flush=True)
@@ -108,11 +116,7 @@ if saved.exists():
         time.sleep(0.05)
     sys.exit()
 saved.write_text(str(os.getpid()))
-parent = os.getppid()
-while pathlib.Path("/proc", str(parent), "comm").read_text() != "train\\n":
-    parent = int(pathlib.Path("/proc", str(parent), "stat").read_text().rpartition(")")[2].split()[1])
-os.kill(parent, signal.SIGKILL)
-time.sleep(600)
+kill_train()
 """
 
 
@@ -127,9 +131,39 @@ def test_train_that_is_killed_starts_again_from_its_checkpoints(
     command += ["--source", source, "--entry-point", "train.py", "--output", tmp_path, "--checkpoints", tmp_path / "ck"]
     result = subprocess.run(command, cwd=project.root, capture_output=True, text=True, check=False, timeout=120)
     assert result.returncode == code, result.stderr
-    reason = "train was lost: killed by SIGKILL"
-    assert ("restart None None" in result.stderr, f"restart 1 {reason}" in result.stderr) == (True, code == 0)
+    reason = "The first host algo-1 was lost: killed by SIGKILL"
+    assert ("restart 0 None" in result.stderr, f"restart 1 {reason}" in result.stderr) == (True, code == 0)
     document = json.loads(result.stdout)
     assert [each["reason"] for each in document["restarts"]] == [reason][:restarts]
     assert document["checkpoints"] == str(tmp_path / "ck")
     assert (tmp_path / "ck" / "pid").exists()
+
+
+ELASTIC = f"""{KILL_TRAIN}
+restart, host = int(os.environ["SHOAL_RESTART"]), os.environ["SM_CURRENT_HOST"]
+print("restart", restart, "of", os.environ["WORLD_SIZE"], os.environ["SM_HOSTS"], flush=True)
+pathlib.Path(os.environ["SAGEMAKER_BASE_DIR"], "checkpoints", host + "-" + str(restart)).touch()
+if (restart, host) == (0, "127.0.0.2"):
+    kill_train()
+if restart < 2:
+    time.sleep(600)
+"""
+
+
+def test_elastic_job_goes_on_with_one_host_and_grows_again(project: Project, tmp_path: Path) -> None:
+    source = tmp_path / "code"
+    source.mkdir()
+    (source / "train.py").write_text(ELASTIC)
+    command: list[str | Path] = [SHOAL, "run", "pytorch", "--engine", "none", "--hosts", "1:2", "--max-restarts", "1"]
+    command += ["--source", source, "--entry-point", "train.py", "--output", tmp_path / "jobs", "--json"]
+    result = subprocess.run(command, cwd=project.root, capture_output=True, text=True, check=False, timeout=120)
+    assert result.returncode == 0, result.stderr
+    assert "127.0.0.1 | " in result.stderr
+    assert "127.0.0.2 was lost (killed by SIGKILL): starting it again" in result.stderr
+    assert "127.0.0.2 | restart 0 of 2" in result.stderr
+    document = json.loads(result.stdout)
+    lost, back = (each["reason"] for each in document["restarts"])
+    assert lost.startswith("The host 127.0.0.2 was lost")
+    assert "127.0.0.2 came back" in back
+    names = {path.name for path in Path(document["checkpoints"]).iterdir()}
+    assert names >= {"127.0.0.1-0", "127.0.0.2-0", "127.0.0.1-2", "127.0.0.2-2"}, "all share one directory"

@@ -7,16 +7,15 @@ import itertools
 import queue
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from rich.console import Console
 
 from shoal.errors import DockerError
-from shoal.jobs import docker_job
-from shoal.jobs.docker_hosts import Arrival, HostExit
+from shoal.jobs import watch
 from shoal.jobs.job import JobRequest
+from shoal.jobs.watch import Arrival, HostExit
 
 RESULT, LOST, STOPPED = True, False, None
 End = tuple[int, bool | None]
@@ -28,11 +27,13 @@ class FakeHosts:
 
     first = "algo-1"
 
-    def __init__(self, ends: Mapping[str, Iterable[End]], max_restarts: int = 0) -> None:
-        self.request = JobRequest(source=Path(), entry_point="x", hosts=len(ends), max_restarts=max_restarts)
+    def __init__(self, ends: Mapping[str, Iterable[End]], max_restarts: int = 0, min_hosts: int = 0) -> None:
+        self.request = JobRequest(
+            source=Path(), entry_point="x", hosts=len(ends), max_restarts=max_restarts, min_hosts=min_hosts
+        )
         self.console = Console(file=io.StringIO(), width=200)
         self.arrivals: queue.SimpleQueue[Arrival] = queue.SimpleQueue()
-        self.by_name: dict[str, Any] = {}
+        self.ids: dict[str, str] = {}
         self.stopped: list[str] = []
         self.created: list[tuple[str, Mapping[str, str]]] = []
         self.listed: list[dict[str, Any]] = []
@@ -40,12 +41,12 @@ class FakeHosts:
         self._current: dict[str, End] = {}
         self._numbers = itertools.count()
         for host in ends:
-            self.by_name[host] = SimpleNamespace(id=f"{host} {next(self._numbers)}")
+            self.ids[host] = f"{host} {next(self._numbers)}"
         self.start(*ends)
 
     def create(self, host: str, environment: Mapping[str, str] | None = None) -> None:
         self.created.append((host, environment or {}))
-        self.by_name[host] = SimpleNamespace(id=f"{host} {next(self._numbers)}")
+        self.ids[host] = f"{host} {next(self._numbers)}"
 
     def start(self, *hosts: str) -> None:
         for host in hosts:
@@ -54,7 +55,7 @@ class FakeHosts:
                 self._end(host)
 
     def _end(self, host: str) -> None:
-        self.arrivals.put((host, self.by_name[host].id, HostExit(self._current[host][0], out_of_memory=False)))
+        self.arrivals.put((host, self.ids[host], HostExit(self._current[host][0])))
 
     def stop(self, hosts: Iterable[str]) -> None:
         for host in hosts:
@@ -70,14 +71,14 @@ class FakeHosts:
 
 
 def wait(hosts: FakeHosts) -> tuple[dict[str, int], list[dict[str, Any]]]:
-    watch = docker_job._Watch(hosts)  # type: ignore[arg-type]
-    return {host: end.exit_code for host, end in watch.wait().items()}, watch.restarts
+    watched = watch.Watch(hosts)
+    return {host: end.exit_code for host, end in watched.wait().items()}, watched.restarts
 
 
 @pytest.fixture(autouse=True)
 def _waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(docker_job, "STRAGGLER_SECONDS", 0)
-    monkeypatch.setattr(docker_job, "FAREWELL_SECONDS", 0)
+    monkeypatch.setattr(watch, "STRAGGLER_SECONDS", 0)
+    monkeypatch.setattr(watch, "FAREWELL_SECONDS", 0)
 
 
 def test_host_that_outlives_the_others_is_stopped() -> None:
@@ -152,3 +153,33 @@ def test_end_of_an_earlier_container_is_ignored() -> None:
     hosts.arrivals.put(("algo-1", "removed", DockerError("no such container")))
     hosts._end("algo-1")
     assert wait(hosts)[0] == {"algo-1": 0}
+
+
+@pytest.mark.parametrize("end", [(2, RESULT), (143, RESULT), (0, RESULT)], ids=str)
+def test_elastic_job_goes_on_without_a_host_that_cannot_be_replaced(end: End) -> None:
+    """It is not stopped, and its exit code is that of the first host."""
+    hosts = FakeHosts({"algo-1": [(0, STOPPED)], "algo-2": [end], "algo-3": [(0, STOPPED)]}, 3, min_hosts=2)
+    watched = watch.Watch(hosts)
+    watched._wait_for_one()
+    watched._wait_for_one()  # the deadline
+    assert (hosts.stopped, hosts.created, watched.deadline) == ([], [], None)
+    hosts._end("algo-1")
+    assert set(watched.wait()) == set(hosts.ids)
+    assert hosts.stopped == ["algo-3"]
+    assert watched.exit_codes() == {"algo-1": 0}
+
+
+def test_elastic_job_replaces_lost_hosts_and_fails_with_the_code_of_a_host() -> None:
+    ends: dict[str, list[End]] = {
+        "algo-1": [(1, STOPPED)],
+        "algo-2": [(137, LOST), (1, RESULT)],
+        "algo-3": [(1, STOPPED)],
+    }
+    hosts = FakeHosts(ends, 3, min_hosts=1)
+    watched = watch.Watch(hosts)
+    watched._wait_for_one()
+    assert hosts.created == [("algo-2", {})]
+    hosts._current["algo-1"] = 1, RESULT
+    hosts._end("algo-1")
+    watched.wait()
+    assert watched.exit_codes() == {"algo-1": 1, "algo-2": 1, "algo-3": 1}

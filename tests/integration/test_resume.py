@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
+import random
 import signal
 import subprocess
 import textwrap
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import docker
@@ -15,6 +19,8 @@ import pytest
 from shoal.docker_client import containers
 from shoal.matrix.spec import BuildSpec
 
+from ..images.test_random_kills import SCRIPT, curve
+from ..repeats import SEED
 from .conftest import ROOT
 from .test_run import SHOAL, command, job_objects, source
 
@@ -60,10 +66,15 @@ def image(matrix: BuildSpec) -> str:
 def start(arguments: list[str | Path], words: str, count: int) -> subprocess.Popen[str]:
     """Start a command, and wait until it has printed as many lines with these words."""
     process = subprocess.Popen(arguments, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    read_until(process, words, count)
+    return process
+
+
+def read_until(process: subprocess.Popen[str], words: str, count: int) -> None:
+    """Read the output of a command until it has printed as many lines with these words."""
     assert process.stdout is not None
     lines = (line for line in process.stdout if words in line)
     assert len(list(itertools.islice(lines, count))) == count
-    return process
 
 
 def resume(name: str, output: Path, *options: str) -> subprocess.CompletedProcess[str]:
@@ -115,6 +126,48 @@ def test_lost_host_is_started_again(
     assert "lost" in output
     assert "killed by SIGKILL" in output
     assert job_objects(client, source.name) == set()
+
+
+def test_lost_containers_and_networks_change_no_loss(
+    client: docker.DockerClient, image: str, source: Path, tmp_path: Path
+) -> None:
+    """Both ranks train on bit for bit. The other kinds of losses are in tests/images/test_random_kills.py."""
+    (source / "train.py").write_text(SCRIPT)
+    drawn = random.Random(SEED)
+
+    def run_command(name: str, epochs: int, pause: float) -> list[str | Path]:
+        options = ["--hosts", "2", "--max-restarts", "9", "--checkpoints", str(tmp_path / name)]
+        for value in (f"epochs={epochs}", f"pause={pause}", "log=/opt/ml/checkpoints"):
+            options += ["--hyperparameter", value]
+        return command(image, source, tmp_path / "jobs", *options)
+
+    process = start(run_command("killed", 10**6, 0.02), "trains", 2)
+    (job,) = (tmp_path / "jobs").iterdir()
+    ways: list[Callable[[], object]] = [
+        *(functools.partial(kill_container, client, f"{job.name}-{host}") for host in ("algo-1", "algo-2")),
+        lambda: client.networks.get(f"shoal-{job.name}").disconnect(f"{job.name}-algo-2"),
+    ]
+    drawn.shuffle(ways)
+    for way in ways:
+        time.sleep(drawn.uniform(0, 1))
+        way()
+        read_until(process, "trains", 2)
+    time.sleep(1)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 130, output
+    losses = curve(tmp_path / "killed")
+    epochs = max(int(step.partition("/")[2]) for step in losses) // 5 + 1
+    whole = subprocess.run(run_command("whole", epochs, 0), cwd=ROOT, capture_output=True, text=True, check=False)
+    assert whole.returncode == 0, whole.stdout + whole.stderr
+    expected = curve(tmp_path / "whole")
+    assert losses == {step: expected[step] for step in losses}
+    assert len(losses) > 50
+    assert job_objects(client, source.name) == set()
+
+
+def kill_container(client: docker.DockerClient, name: str) -> None:
+    client.containers.get(name).kill()
 
 
 def test_checkpoints_of_a_killed_command_are_not_lost(

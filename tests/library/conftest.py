@@ -16,6 +16,7 @@ from tests.launching import (
     mpirun,
     python,
     run,
+    start_ranks,
     two_ranks,
 )
 
@@ -29,6 +30,7 @@ __all__ = [
     "mpirun",
     "python",
     "run",
+    "start_ranks",
     "two_ranks",
 ]
 

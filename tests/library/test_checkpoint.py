@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import json
 import os
 import random
 import signal
@@ -20,14 +22,15 @@ from tests.repeats import SEED, times
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
 
 from shoal_toolkit import checkpoint as contract
 from shoal_toolkit.checkpoint.directories import CheckpointDirectory, CheckpointError
-from shoal_toolkit.checkpoint.position import batches_to_skip, share_batch
+from shoal_toolkit.checkpoint.position import Split, batches_to_skip
 from shoal_toolkit.checkpoint.torch import Checkpoint
 
 if TYPE_CHECKING:
-    from tests.launching import Alone, TwoRanks
+    from tests.launching import Alone, StartRanks, TwoRanks
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +43,7 @@ def _own_handler() -> Iterator[None]:
         setattr(contract._Stop, name, state[name])
 
 
-RESUMING = Path(__file__).parent / "ranks" / "resuming.py"
+RESUMING, ELASTIC = (Path(__file__).parent / "ranks" / name for name in ("resuming.py", "elastic.py"))
 LIMIT_S = 120
 
 
@@ -61,16 +64,16 @@ def steps_of(log: Path, rank: int) -> dict[str, str]:
 
 
 class Interrupted:
-    """Starts two ranks, and ends them in one of several ways, until a start trains to the end."""
+    """Starts ranks, and ends them in one of several ways, until a start trains to the end."""
 
-    def __init__(self, two_ranks: TwoRanks, directory: Path) -> None:
-        self.two_ranks = two_ranks
+    def __init__(self, start_ranks: TwoRanks, directory: Path, script: Path = RESUMING) -> None:
+        self.start_ranks, self.script = start_ranks, script
         self.checkpoints, self.log = directory / "checkpoints", directory / "log"
         self.seconds = 0.0
 
     def start(self, interrupt: Callable[[list[subprocess.Popen[str]]], None], *options: object) -> list[int]:
         """Return the exit codes of the ranks."""
-        with self.two_ranks(new_port(), RESUMING, self.checkpoints, self.log, *options) as ranks:
+        with self.start_ranks(new_port(), self.script, self.checkpoints, self.log, *options) as ranks:
             began = time.monotonic()
             interrupt(ranks)
             codes = [rank.wait(LIMIT_S) for rank in ranks]
@@ -148,28 +151,67 @@ def test_a_stopped_training_goes_on_with_another_number_of_ranks(
     check_samples([*two, one])
 
 
+def test_the_steps_are_the_same_with_4_ranks_then_3_then_4(
+    start_ranks: StartRanks, alone: Alone, tmp_path: Path
+) -> None:
+    """As those of one rank. 14 samples a step, 3 at most in a batch: 4 ranks have 4, 4, 3 and 3, and 3 have 5, 5, 4."""
+    for count, pause in ((4, 0.1), (3, 0.1), (4, 0)):
+        job = Interrupted(functools.partial(start_ranks, count), tmp_path, ELASTIC)
+        job.log = tmp_path / f"log-{count}-{pause}"
+        job.checkpoints.mkdir(exist_ok=True)
+        codes = job.start(job.stop_after_a_save if pause else lambda ranks: None, pause)
+        assert codes == [contract.STOPPED if pause else 0] * count
+    one = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(new_port()), "RANK": "0", "WORLD_SIZE": "1"}
+    alone(ELASTIC, tmp_path / "one", tmp_path / "alone", **one)
+    expected, found = (elastic_steps(*tmp_path.glob(pattern)) for pattern in ("alone-*", "log-*"))
+    assert list(expected) == list(found)
+    for step, (loss, samples) in expected.items():
+        assert found[step][0] == pytest.approx(loss, rel=1e-5), step
+        assert found[step][1] == samples, step
+
+
+def elastic_steps(*logs: Path) -> dict[str, tuple[float, list[int]]]:
+    """Return the loss and the samples of each step, over all ranks."""
+    steps: dict[str, tuple[float, list[int]]] = {}
+    for step, loss, samples in sorted(line.split(maxsplit=2) for log in logs for line in log.read_text().splitlines()):
+        before = (0.0, []) if step in ("total", "weights") else steps.get(step, (0.0, []))
+        steps[step] = before[0] + float(loss), sorted([*before[1], *json.loads(samples)])
+    return steps
+
+
 class KilledError(Exception):
     """Ends a training in this process as a kill would: nothing is saved."""
 
 
 def train(
-    directory: Path | None, loader: Any, kill_at: int | None = None, accumulate: int = 1
+    directory: Path | None,
+    loader: Any,
+    kill_at: int | None = None,
+    accumulate: int = 1,
+    global_batch: int | None = None,
+    scaler: Any = None,
 ) -> list[tuple[int, str]]:
     """Train in this process; return the epoch and the loss of each batch."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    checkpoint = Checkpoint(directory, every=2, model=model, optimizer=optimizer)
+    more = {"scaler": scaler} if scaler else {}
+    checkpoint = Checkpoint(directory, every=2, model=model, optimizer=optimizer, **more)
     losses: list[tuple[int, str]] = []
     try:
         for epoch in checkpoint.epochs(2):
-            for number, (values,) in enumerate(checkpoint.batches(loader, accumulate), 1):
+            for number, (values,) in enumerate(checkpoint.batches(loader, accumulate, global_batch), 1):
                 if len(losses) == kill_at:
                     raise KilledError
-                loss = model(values).square().mean() / accumulate
-                loss.backward()
-                if number % accumulate == 0 or len(values) < 3:  # the last one of an epoch
-                    optimizer.step()
+                loss = model(values).square().mean() * (checkpoint.weight if global_batch else 1 / accumulate)
+                (scaler.scale(loss) if scaler else loss).backward()
+                last = number % accumulate == 0 or len(values) < 3  # the last one of an epoch
+                if checkpoint.ends_step if global_batch else last:
+                    if scaler:
+                        scaler.step(optimizer)
+                        scaler.update()
+                    else:
+                        optimizer.step()
                     optimizer.zero_grad()
                 losses.append((epoch, loss.item().hex()))
     except KilledError:
@@ -195,19 +237,42 @@ LOADERS: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize(
-    ("name", "accumulate"), [*((name, 1) for name in LOADERS), ("shuffled", 2), ("persistent workers", 2)]
+    ("name", "steps"),
+    [
+        *((name, {}) for name in LOADERS),
+        *((name, {"accumulate": 2}) for name in ("shuffled", "persistent workers")),
+        *((name, {"global_batch": 6}) for name in ("shuffled", "generator", "persistent workers")),
+    ],
 )
-def test_every_loader_goes_on_exactly(tmp_path: Path, name: str, accumulate: int) -> None:
+def test_every_loader_goes_on_exactly(tmp_path: Path, name: str, steps: dict[str, int]) -> None:
     """Killed at each of some batches, also of the second epoch, and started again."""
-    whole = train(None, LOADERS[name](), accumulate=accumulate)
+    check_exact(tmp_path, lambda directory, kill_at: train(directory, LOADERS[name](), kill_at, **steps))
+
+
+@pytest.mark.once  # the oldest torch has scalers for CUDA only
+def test_a_scaler_goes_on_exactly(tmp_path: Path) -> None:
+    """Its scale grows each 3 steps, and falls when gradients overflow."""
+    scales: list[float] = []
+
+    def train_scaled(directory: Path | None, kill_at: int | None) -> list[tuple[int, str]]:
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**125, growth_interval=3)
+        losses = train(directory, LOADERS["shuffled"](), kill_at, scaler=scaler)
+        scales.append(scaler.get_scale())
+        return losses
+
+    check_exact(tmp_path, train_scaled)
+    assert scales[0] not in (2.0**125, scales[1]) and set(scales[2::2]) == {scales[0]}
+
+
+def check_exact(directory: Path, train: Callable[[Path | None, int | None], list[tuple[int, str]]]) -> None:
+    whole = train(None, None)
     assert len(whole) == 14
     for kill_at in (1, 5, 7, 10):
-        directory = tmp_path / str(kill_at)
-        before = train(directory, LOADERS[name](), kill_at, accumulate=accumulate)
+        before = train(directory / str(kill_at), kill_at)
         assert before == whole[:kill_at]
-        after = train(directory, LOADERS[name](), accumulate=accumulate)
+        after = train(directory / str(kill_at), None)
         assert after == whole[14 - len(after) :], kill_at
-        assert 14 - len(after) <= kill_at and kill_at - (14 - len(after)) < 2 * accumulate + 1
+        assert 0 <= kill_at - (14 - len(after)) < 5, "more than two steps of two batches are trained again"
 
 
 def contents(directory: Path) -> dict[str, str]:
@@ -417,7 +482,46 @@ def test_another_loader_is_refused() -> None:
         checkpoint.batches([1, 2])
 
 
-SAVED = {"batches": 6, "unit": 32, "world_size": 4, "epoch": 1}
+@pytest.mark.parametrize(
+    ("loader", "given", "error", "message"),
+    [
+        (DataLoader(Stream(), 3), {"global_batch": 6}, TypeError, "samples cannot be shared.*Fix: give the DataLoader"),
+        (DataLoader(DATA, sampler=DistributedSampler(DATA, 2, 0)), {"global_batch": 6}, TypeError, "not a Distributed"),
+        (DataLoader(DATA, 3), {"global_batch": 0}, ValueError, "global_batch=0: the number of samples.*1 or more"),
+        (DataLoader(DATA, 3), {"global_batch": 6, "accumulate": 2}, ValueError, "exclude each other"),
+    ],
+)
+def test_a_loader_that_cannot_be_shared_is_refused(
+    loader: Any, given: dict[str, int], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        Checkpoint(None, model=model()).batches(loader, **given)
+
+
+def test_a_weight_needs_a_global_batch() -> None:
+    checkpoint = Checkpoint(None, model=model())
+    for _ in checkpoint.batches(DataLoader(DATA, 3)):
+        with pytest.raises(ValueError, match=r"Fix: loop over batches\(loader, global_batch=\.\.\.\)"):
+            checkpoint.weight  # noqa: B018
+
+
+def test_an_epoch_ends_with_the_order_in_which_it_began(tmp_path: Path) -> None:
+    for name, before, after in (("a", {}, {"global_batch": 6}), ("b", {"global_batch": 6}, {})):
+        train(tmp_path / name, LOADERS["shuffled"](), 5, **before)
+        with pytest.raises(CheckpointError, match=r"epoch 0, which began with.* global_batch: its order of samples is"):
+            train(tmp_path / name, LOADERS["shuffled"](), **after)
+
+
+def test_a_place_where_no_batch_begins_is_refused(tmp_path: Path) -> None:
+    """As with another number of ranks, whose batches together have another size. Nothing is overwritten."""
+    train(tmp_path, DataLoader(DATA, 3), 5)
+    before = contents(tmp_path)
+    with pytest.raises(CheckpointError, match=r"after 4 batches of epoch 0 .*, which are 12 samples.* Fix: use"):
+        train(tmp_path, DataLoader(DATA, 5))
+    assert contents(tmp_path) == before
+
+
+SAVED = {"batches": 6, "unit": 32, "world_size": 4, "epoch": 1, "samples": None}
 
 
 def test_the_place_in_an_epoch_with_other_ranks() -> None:
@@ -432,10 +536,24 @@ def test_the_place_in_an_epoch_with_other_ranks() -> None:
         batches_to_skip(SAVED, None, 3, 1000)
 
 
-def test_a_constant_global_batch_is_shared() -> None:
-    assert [share_batch(48, ranks, 8) for ranks in (1, 2, 3, 4, 6)] == [(8, 6), (8, 3), (8, 2), (6, 2), (8, 1)]
-    with pytest.raises(ValueError, match=r"48 samples cannot be shared equally by 5 ranks.*: 1, 2, 3, 4, 6, 8$"):
-        share_batch(48, 5, 8)
+@pytest.mark.parametrize("most", [None, 1, 2, 16])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5])
+def test_a_constant_global_batch_is_shared(world_size: int, most: int | None) -> None:
+    """23 samples in steps of 7. The last has 2, which are fewer than 3 ranks."""
+    ranks = [list(Split(0, 23, 7, rank, world_size, most)) for rank in range(world_size)]
+    assert len({tuple(part.trained for part in parts) for parts in ranks}) == 1, "all have equal numbers of batches"
+    steps: dict[int, list[float]] = {}
+    for part in (part for parts in ranks for part in parts):
+        factors = steps.setdefault(part.trained, [0.0] * 23)
+        size = part.end - part.begin
+        assert 1 <= size <= (most or 7)
+        for place in range(part.begin, part.end):
+            factors[place] += part.weight / size / world_size
+    assert list(steps) == [7, 14, 21, 23]
+    for begin, end in ((0, 7), (7, 14), (14, 21), (21, 23)):
+        mean = [1 / (end - begin) if begin <= place < end else 0.0 for place in range(23)]
+        assert steps[end] == pytest.approx(mean)
+    assert list(Split(14, 23, 7, 0, world_size, most)) == [part for part in ranks[0] if part.begin >= 14]
 
 
 def test_what_a_script_can_ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

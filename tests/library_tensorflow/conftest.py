@@ -5,9 +5,9 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 import pytest
-from tests.launching import alone, free_port, mpirun, python, two_ranks
+from tests.launching import alone, free_port, mpirun, python, start_ranks, two_ranks
 
-__all__ = ["alone", "free_port", "mpirun", "python", "two_ranks"]
+__all__ = ["alone", "free_port", "mpirun", "python", "start_ranks", "two_ranks"]
 
 if find_spec("tensorflow") is None:  # nothing here can run, and the integration tests run all of it
     collect_ignore_glob = ["test_*.py"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -22,24 +23,26 @@ from shoal_toolkit.checkpoint.tensorflow import Checkpoint, CheckpointError
 if TYPE_CHECKING:
     from tests.launching import Alone, TwoRanks
 
-RESUMING = Path(__file__).parent / "ranks" / "resuming.py"
+RESUMING, ELASTIC = (Path(__file__).parent / "ranks" / name for name in ("resuming.py", "elastic.py"))
 
 
 def steps_of(log: Path, rank: int) -> set[str]:
     return set(Path(f"{log}-{rank}").read_text().splitlines())
 
 
-def start(two_ranks: TwoRanks, way: str, directory: Path, seconds: float | None, number: int) -> list[int]:
-    """Train on two ranks; after some seconds, or in a save if they are 0, send them the signal."""
+def start(
+    two_ranks: TwoRanks, way: str, directory: Path, after: float | str | None, number: int, script: Path = RESUMING
+) -> list[int]:
+    """Train on two ranks; after some seconds, or when a file of this name is there, send them the signal."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
     checkpoints = directory / "checkpoints"
     checkpoints.mkdir(parents=True, exist_ok=True)
-    with two_ranks(port, RESUMING, way, checkpoints, directory / "log") as ranks:
-        if seconds is not None:
-            ends = time.monotonic() + seconds
-            while time.monotonic() < ends if seconds else not list(checkpoints.glob("*.partial")):
+    with two_ranks(port, script, way, checkpoints, directory / "log") as ranks:
+        if after is not None:
+            began = time.monotonic()
+            while not list(checkpoints.glob(after)) if isinstance(after, str) else time.monotonic() < began + after:
                 if any(rank.poll() is not None for rank in ranks):
                     break
                 time.sleep(0.001)
@@ -58,9 +61,10 @@ def test_killed_at_random_moments_it_trains_as_if_it_had_not_been(
     began = time.monotonic()
     start(two_ranks, way, tmp_path / "whole", None, signal.SIGKILL)
     seconds, drawn = time.monotonic() - began, random.Random(SEED)
-    ways = [(0.0, signal.SIGKILL), (0.0, signal.SIGTERM)]
+    ways: list[tuple[float | str, int]] = [("*.partial", signal.SIGKILL), ("*.partial", signal.SIGTERM)]
     ways += [(drawn.uniform(0.1, seconds), signal.SIGKILL) for _ in range(times(2, 30))]
     drawn.shuffle(ways)
+    ways.insert(0, ("step-00000008", signal.SIGKILL))  # in the second epoch
     for after, number in ways:
         start(two_ranks, way, tmp_path / "killed", after, number)
     assert start(two_ranks, way, tmp_path / "killed", None, signal.SIGKILL) == [0, 0]
@@ -70,11 +74,25 @@ def test_killed_at_random_moments_it_trains_as_if_it_had_not_been(
 
 def test_it_goes_on_with_another_number_of_ranks(two_ranks: TwoRanks, alone: Alone, tmp_path: Path) -> None:
     """One rank goes on at the step of two ranks, and trains to the end."""
-    start(two_ranks, "loop", tmp_path, 0.0, signal.SIGKILL)
+    start(two_ranks, "loop", tmp_path, "*.partial", signal.SIGKILL)
     (step,) = CheckpointDirectory(tmp_path / "checkpoints").steps()[-1:] or [0]
     alone(RESUMING, "loop", tmp_path / "checkpoints", tmp_path / "one")
     lines = Path(f"{tmp_path}/one-0").read_text().splitlines()
     assert int(lines[0].split()[0]) == step and lines[-1].startswith("weights")
+
+
+@pytest.mark.parametrize("way", ["fit", "loop"])
+def test_the_steps_are_the_same_with_2_ranks_then_1(
+    two_ranks: TwoRanks, alone: Alone, tmp_path: Path, way: str
+) -> None:
+    """Killed in an epoch. A step of a single sample leaves the other rank without one."""
+    start(two_ranks, way, tmp_path, "step-00000004", signal.SIGKILL, ELASTIC)
+    alone(ELASTIC, way, tmp_path / "checkpoints", tmp_path / "resumed")
+    alone(ELASTIC, way, tmp_path / "own", tmp_path / "one")
+    assert start(two_ranks, way, tmp_path / "two", None, 0, ELASTIC) == [0, 0]
+    expected = json.loads((tmp_path / "one").read_text())
+    for name in ("resumed", "two/log"):
+        assert json.loads((tmp_path / name).read_text()) == pytest.approx(expected, abs=1e-5), name
 
 
 def make(width: int = 2, optimizer: str = "Adam") -> Any:
@@ -107,9 +125,11 @@ def truncate(path: Path) -> None:
 def test_a_damaged_checkpoint_is_refused(tmp_path: Path, damage: Callable[[Path], Any], message: str) -> None:
     newest = saved_at(tmp_path, 1, 2)
     damage(newest)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     with pytest.raises(CheckpointError, match=message) as raised:
         Checkpoint(tmp_path, model=make())
     assert str(raised.value).endswith(f"Fix: move {newest} away, and the job goes on from step-00000001")
+    assert before == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -51,6 +52,10 @@ _RESUME_HELP = (
     " JOB is the name of its directory in --output."
 )
 _RESTARTS_HELP = "How often to start again after a lost rank or host, from the last checkpoint. Default: 0."
+_HOSTS_HELP = (
+    "Number of hosts (one container each). Default: 1. 2:4 starts 4 hosts, and the job goes on with at least 2 of them"
+    " while lost ones are replaced."
+)
 _PLAN_HELP = "--mp-parameters JSON, --devices N, --memory GIB, --optimizer sgd|momentum|adam."
 
 
@@ -72,7 +77,7 @@ class RunOptions:
     image: OptionalImage = None
     source: Annotated[Path | None, typer.Option(help="Directory with the script.")] = None
     entry_point: Annotated[str | None, typer.Option(help="Script, relative to --source.")] = None
-    hosts: Annotated[int | None, typer.Option(min=1, help="Number of hosts (one container each). Default: 1.")] = None
+    hosts: Annotated[str | None, typer.Option(metavar="N|MIN:MAX", help=_HOSTS_HELP)] = None
     procs_per_host: Annotated[int | None, typer.Option(min=1, help="MPI ranks per host.")] = None
     channel: Annotated[
         list[str] | None, typer.Option(metavar="NAME=DIR", help="Directory with input data. Repeatable.")
@@ -124,6 +129,8 @@ class RunOptions:
         record.request.check()
         if record.engine == LOCAL:
             _refuse_limits({"--shm-size": record.request.shm_size, "--memory": record.request.memory})
+            if record.request.min_hosts:
+                local_job.list_loopback_names(record.request)
         return record
 
     def _read_fields(self) -> dict[str, Any]:
@@ -132,7 +139,7 @@ class RunOptions:
         return {
             "source": self.source,
             "entry_point": self.entry_point,
-            "hosts": self.hosts,
+            **({} if self.hosts is None else _parse_hosts(self.hosts)),
             "procs_per_host": self.procs_per_host,
             "channels": {name: Path(value) for name, value in channels.items()},
             "hyperparameters": parse_pairs("--hyperparameter", self.hyperparameter),
@@ -145,6 +152,15 @@ class RunOptions:
             "checkpoints": self.checkpoints,
             "max_restarts": self.max_restarts,
         }
+
+
+def _parse_hosts(text: str) -> dict[str, int]:
+    """Return the number of hosts, and the least number, of `N` or `MIN:MAX`. Raises `UsageError`."""
+    least, colon, most = text.rpartition(":")
+    numbers = [int(word) if re.fullmatch("[0-9]{1,6}", word) else 0 for word in ([least, most] if colon else [most])]
+    if not all(numbers):
+        raise UsageError(f"--hosts {text}: expected a number from 1 on, or MIN:MAX. Examples: --hosts 4, --hosts 2:4")
+    return {"hosts": numbers[-1], "min_hosts": numbers[0] if colon else 0}
 
 
 @app.command("run")

@@ -23,6 +23,8 @@ GPU = "nvidia.com/gpu"
 _INDEX = {Kind.mpijob: "HOST_INDEX"}
 """The variable with the index of a host. Jobs, and so JobSets, set JOB_COMPLETION_INDEX."""
 _REPLICA_INDEX = "metadata.labels['training.kubeflow.org/replica-index']"
+_ATTEMPT = "metadata.labels['jobset.sigs.k8s.io/restart-attempt']"
+"""How often the JobSet controller has made the pods again. Jobs and MPIJobs tell their pods no such number."""
 
 Object = dict[str, Any]
 """An object of Kubernetes, or a part of one."""
@@ -103,9 +105,18 @@ def _build_environment(request: KubernetesRequest) -> list[Object]:
     values |= {key: value for key, value in request.environment.items() if key != job.SECRET}
     # Kubernetes replaces $(NAME) in values; $$ stands for $.
     variables: list[Object] = [{"name": key, "value": value.replace("$", "$$")} for key, value in values.items()]
+    fields = _find_fields(request).items()
+    return variables + [{"name": key, "valueFrom": {"fieldRef": {"fieldPath": path}}} for key, path in fields]
+
+
+def _find_fields(request: KubernetesRequest) -> dict[str, str]:
+    """Return the variables with the value of a field of the pod, which only its controller knows."""
+    fields = {}
     if request.results and (index := _INDEX.get(request.kind)):
-        variables.append({"name": index, "valueFrom": {"fieldRef": {"fieldPath": _REPLICA_INDEX}}})
-    return variables
+        fields[index] = _REPLICA_INDEX
+    if request.kind in (Kind.jobset, Kind.trainjob) and restarts.RESTART not in request.environment:
+        fields[restarts.RESTART] = _ATTEMPT
+    return fields
 
 
 def list_hosts(request: KubernetesRequest) -> str:

@@ -84,6 +84,14 @@ def set_processes_per_host(distribution: Mapping[str, Any], count: int | None) -
     return {**distribution, "mpi": mpi}
 
 
+def has_stages(distribution: Mapping[str, Any]) -> bool:
+    """Return whether model parallelism divides the model into stages, or into a number that is not known yet."""
+    options = distribution.get("smdistributed", {}).get("modelparallel", {})
+    parameters = options.get("parameters", {})
+    stages = parameters.get("pipeline_parallel_degree", parameters.get("partitions", 1))
+    return bool(options.get("enabled")) and stages != 1
+
+
 def _is_enabled(options: Mapping[str, Any]) -> bool:
     """Return whether these options select a launcher. Model parallelism is none: it runs under MPI."""
     return bool(options.get("enabled") or options.get("dataparallel", {}).get("enabled"))

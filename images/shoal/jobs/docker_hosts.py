@@ -28,26 +28,12 @@ from shoal import docker_client
 from shoal.docker_client import archive, containers
 from shoal.errors import DockerError, UsageError
 from shoal.jobs import checkpoints, gpus, job, restarts
+from shoal.jobs.watch import STOP_SECONDS, Arrival, HostExit
 
-STOP_SECONDS = 30
-"""How long the script may take to end after an interrupt."""
 _STOP_MARGIN = 5
 SECRET_PATH = "run/shoal-job-secret"
 """The file with the job's secret, relative to the container's root. `docker inspect` would show an environment."""
 _CHECKPOINTS = f"opt/ml/{checkpoints.CONTENT}"
-
-
-@dataclass(frozen=True)
-class HostExit:
-    """How a host's container ended."""
-
-    exit_code: int
-    out_of_memory: bool
-    """Whether the kernel's out-of-memory killer ended it."""
-
-
-Arrival = tuple[str, str, HostExit | Exception]
-"""A host, the ID of its container, and its exit or the error of Docker."""
 
 
 @dataclass
@@ -72,6 +58,11 @@ class DockerHosts:
     """Containers that have ended."""
     readers: list[threading.Thread] = field(default_factory=list)
     """The threads that print logs."""
+
+    @property
+    def ids(self) -> dict[str, str]:
+        """The ID of each host's container."""
+        return {host: str(container.id) for host, container in self.by_name.items()}
 
     @property
     def first(self) -> str:
@@ -101,7 +92,7 @@ class DockerHosts:
             self.by_name[host] = container
         self.tree.seek(0)
         container.put_archive("/", self.tree)
-        config = job.encode_resource_config(self.request, host)
+        config = job.encode_resource_config(self.request.host_names, host)
         container.put_archive("/", archive.pack_file("opt/ml/" + job.RESOURCE_CONFIG, config))
         if self.secret:
             container.put_archive("/", archive.pack_file(SECRET_PATH, self.secret.encode(), 0o600))
@@ -279,7 +270,7 @@ def _container_settings(request: job.JobRequest, name: str, network: str) -> dic
             "SAGEMAKER_SUBMIT_DIRECTORY": "/opt/ml/code",
             **request.script_variables,
             job.SECRET_FILE: f"/{SECRET_PATH}",
-            **restarts.limit_variables(request.max_restarts),
+            **restarts.limit_variables(request.max_restarts, request.min_hosts),
             **own,
             "TRAINING_JOB_NAME": name,
         },

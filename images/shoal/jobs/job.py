@@ -60,6 +60,8 @@ class JobRequest:
     """The directory from which /opt/ml/checkpoints is filled, and to which it is collected; None: in the job's own."""
     max_restarts: int = 0
     """How often the job may restart after a lost rank or host."""
+    min_hosts: int = 0
+    """The number of hosts with which an elastic job goes on; 0: the job needs all hosts."""
 
     def check(self) -> None:
         """Raise `UsageError` if the job cannot run: a path, size, channel, GPU, secret or the distribution is wrong."""
@@ -73,6 +75,9 @@ class JobRequest:
         self._check_checkpoints()
         if restarts.MAX_RESTARTS in self.environment:
             raise UsageError(f"--env {restarts.MAX_RESTARTS}: hosts would not be replaced. Fix: --max-restarts N")
+        if restarts.MIN_HOSTS in self.environment:
+            raise UsageError(f"--env {restarts.MIN_HOSTS}: shoal would not know it. Fix: --hosts MIN:MAX")
+        self._check_elastic()
         gpus.check_gpus_option(self.gpus, self.hosts)
         check_secret(self.environment)
         self.encode_hyperparameters("")
@@ -88,6 +93,23 @@ class JobRequest:
                     f"--checkpoints {self.checkpoints}: contains {option} ({place}), and the job replaces it as a"
                     " whole. Fix: name a directory only for checkpoints"
                 )
+
+    def _check_elastic(self) -> None:
+        """Raise `UsageError` if a job with a range of hosts cannot go on with fewer."""
+        if not self.min_hosts:
+            return
+        option = f"--hosts {self.min_hosts}:{self.hosts}"
+        if self.min_hosts > self.hosts:
+            raise UsageError(
+                f"{option}: the least number of hosts is first. Fix: --hosts {self.hosts}:{self.min_hosts}"
+            )
+        if not self.max_restarts:
+            raise UsageError(f"{option}: a lost host would end the job. Fix: add --max-restarts N, such as 10")
+        if distribution.has_stages(self.distribution):
+            raise UsageError(
+                f"{option}: the job is a pipeline, which needs all of its stages. Fix: --hosts {self.hosts}, and"
+                " --max-restarts replaces lost hosts"
+            )
 
     @property
     def host_names(self) -> list[str]:
@@ -277,12 +299,12 @@ def write_tree(root: Path, request: JobRequest, job_name: str) -> None:
     (config / "inputdataconfig.json").write_text(json.dumps(describe_channels(request.channels)))
 
 
-def encode_resource_config(request: JobRequest, current_host: str) -> bytes:
+def encode_resource_config(hosts: Sequence[str], current_host: str, interface: str = "eth0") -> bytes:
     """Return the content of resourceconfig.json for the host `current_host`."""
     document = {
         "current_host": current_host,
-        "hosts": request.host_names,
-        "network_interface_name": "eth0",
+        "hosts": list(hosts),
+        "network_interface_name": interface,
         "current_instance_type": "local",
     }
     return json.dumps(document).encode()

@@ -2,31 +2,33 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import shutil
-import signal
-import subprocess
+import socket
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
 from shoal.docker_client import containers
-from shoal.errors import DockerError
+from shoal.errors import DockerError, UsageError
 from shoal.jobs import checkpoints, distribution, gpus, job, restarts
-from shoal.jobs.record import OpenJob, collect_tree
+from shoal.jobs.local_hosts import LocalHosts
+from shoal.jobs.record import OpenJob, collect_tree, remove_checkpoints
+from shoal.jobs.watch import STOP_SECONDS, Watch
 
-_PR_SET_CHILD_SUBREAPER = 36  # of Linux
+_MOST_HOSTS = 254
 
 
 def run_job_locally(opened: OpenJob, console: Console) -> job.JobResult:
     """Run a job on this machine to its end. All ranks run on one host, so the world size is as requested.
 
-    Its /opt/ml tree stays in the job's directory, without the copy of the code. Checkpoints move from it to their own
-    directory, also if the job fails. An interrupt ends `train`, which ends its ranks.
+    With a range of hosts, each is a `train` of its own, on a loopback address and without GPUs.
+
+    Each host's /opt/ml tree stays in the job's directory, without the copy of the code. Checkpoints move from it to
+    their own directory, also if the job fails. An interrupt ends `train`, which ends its ranks, and is raised again. A
+    second interrupt kills both.
 
     Args:
         opened: The job, which the caller has checked.
@@ -34,72 +36,99 @@ def run_job_locally(opened: OpenJob, console: Console) -> job.JobResult:
 
     Raises:
         DockerError: If this Python environment has no `train`, or the machine lacks the requested GPUs.
-        UsageError: If the source cannot be copied.
+        UsageError: If the source cannot be copied, or MPI would start ranks on several hosts of this machine.
     """
-    request = opened.record.request
+    hosts = _create_hosts(opened, console)
+    watch = Watch(hosts)
+    shared = hosts.trees[hosts.first]
+    opened.update(uncollected=True)
+    try:
+        hosts.start(*hosts.trees)
+        watch.wait()
+    finally:
+        with containers.delay_interrupts():
+            hosts.kill()  # those that a second interrupt did not wait for
+            collect_tree(shared, opened.checkpoints)
+            opened.update(uncollected=False)  # before they are removed
+        for tree in hosts.trees.values():
+            remove_checkpoints(tree)
+            shutil.rmtree(tree / "code")
+    result = job.read_result(opened.name, watch.exit_codes(), opened.directory, hosts.trees)
+    return replace(result, restarts=[*watch.restarts, *result.restarts])
+
+
+def _create_hosts(opened: OpenJob, console: Console) -> LocalHosts:
+    """Make the tree of each host, and return hosts that are ready to start. They share one directory of checkpoints."""
     train = Path(sys.executable).with_name("train")
     if not train.exists():
         raise DockerError(f"`train` is not installed next to {sys.executable}. Fix: pip install ./toolkit")
-    merged = merge_hosts(request, console)
-    (host,) = merged.host_names
-    tree = opened.directory / host
-    job.write_tree(tree, merged, opened.name)
-    opened.checkpoints.copy_to(tree / checkpoints.CONTENT)
-    (tree / job.RESOURCE_CONFIG).write_bytes(job.encode_resource_config(merged, host))
-    for channel, path in request.channels.items():
-        (tree / "input" / "data" / channel).symlink_to(path.resolve(), target_is_directory=True)
+    request = opened.record.request
+    merged = request if request.min_hosts else merge_hosts(request, console)
+    names = list_loopback_names(request) if request.min_hosts else merged.host_names
+    trees = {name: opened.directory / name for name in names}
+    shared = trees[names[0]] / checkpoints.CONTENT
+    for name, tree in trees.items():
+        job.write_tree(tree, merged, opened.name)
+        config = job.encode_resource_config(names, name, "lo" if request.min_hosts else "eth0")
+        (tree / job.RESOURCE_CONFIG).write_bytes(config)
+        for channel, path in request.channels.items():
+            (tree / "input" / "data" / channel).symlink_to(path.resolve(), target_is_directory=True)
+        if tree != trees[names[0]]:
+            (tree / checkpoints.CONTENT).rmdir()
+            (tree / checkpoints.CONTENT).symlink_to(shared, target_is_directory=True)
+    opened.checkpoints.copy_to(shared)
+    environment = {**_make_environment(request, opened.name), "PATH": _extend_path(train.parent)}
+    hosts = LocalHosts(request, console, train, environment, trees, opened.checkpoints.lock)
+    for name in names:
+        hosts.create(name)
+    return hosts
+
+
+def _make_environment(request: job.JobRequest, name: str) -> dict[str, str]:
+    """Return the variables that all hosts share. Several hosts get a free port, so that jobs can run side by side."""
     environment = {
+        "SHOAL_STOP_GRACE": str(STOP_SECONDS),
         **os.environ,
         **_gpu_environment(request.gpus),
         **request.script_variables,
-        **restarts.limit_variables(request.max_restarts),
+        **restarts.limit_variables(request.max_restarts, request.min_hosts),
         **request.environment,
-        "SAGEMAKER_BASE_DIR": str(tree),
-        "SAGEMAKER_SUBMIT_DIRECTORY": str(tree / "code"),
-        "TRAINING_JOB_NAME": opened.name,
-        "PATH": f"{train.parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
+        "TRAINING_JOB_NAME": name,
     }
+    if request.min_hosts:
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+        with socket.create_server(("", 0)) as probe:
+            environment.setdefault("SHOAL_AGENT_PORT", str(probe.getsockname()[1]))
     if job.SECRET_FILE not in environment and (secret := job.make_secret(request.environment)):
         environment.setdefault(job.SECRET, secret)
-    opened.update(uncollected=True)
-    try:
-        code, restarted = _run_with_restarts(str(train), environment, request.max_restarts, opened, tree, console)
-    finally:
-        with containers.delay_interrupts():
-            collect_tree(tree, opened.checkpoints)
-            opened.update(uncollected=False)  # before they are removed
-        for part in (checkpoints.CONTENT, "code"):
-            shutil.rmtree(tree / part)
-    result = job.read_result(opened.name, {host: code}, opened.directory, {host: tree})
-    return replace(result, restarts=[*restarted, *result.restarts])
+    return environment
 
 
-def _run_with_restarts(
-    train: str, environment: dict[str, str], most: int, opened: OpenJob, tree: Path, console: Console
-) -> tuple[int, list[dict[str, Any]]]:
-    """Run `train`, again if it ended without a result. Return its exit code, and restarts that job.json does not list.
+def _extend_path(directory: Path) -> str:
+    """Return PATH with a directory before the others."""
+    return f"{directory}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
 
-    `train` itself restarts lost ranks. An end without a result means that `train` was killed.
+
+def list_loopback_names(request: job.JobRequest) -> list[str]:
+    """Return the addresses that are the names of several hosts on this machine.
+
+    Raises `UsageError` if the job needs MPI or GPUs: mpirun takes these hosts for one, and they would share the GPUs.
     """
-    restarted: list[dict[str, Any]] = []
-    while True:
-        code = _run_train(train, environment, opened.checkpoints.lock, console)
-        output = tree / "output"
-        if restarts.is_final(code) or any((output / name).exists() for name in ("success", "failure")):
-            return code, restarted
-        report = output / "job.json"
-        listed = restarts.parse_restarts(report.read_bytes() if report.is_file() else b"")
-        if len(restarted) + len(listed) >= most:
-            return code, restarted
-        reason = f"train was lost: {restarts.describe_exit(code)}"
-        console.print(f"shoal | {reason}. Starting it again", markup=False, highlight=False, soft_wrap=True)
-        entry = restarts.describe_restart(len(restarted) + len(listed) + 1, reason, tree.name)
-        restarted += [*listed, {**entry, "seconds": None}]
-        environment |= restarts.restart_variables(entry)
-        for part in ("model", "output/data"):
-            shutil.rmtree(tree / part, ignore_errors=True)
-            (tree / part).mkdir(parents=True)
-        report.unlink(missing_ok=True)
+    launch = distribution.convert_distribution(
+        distribution.set_processes_per_host(request.distribution, request.procs_per_host)
+    )
+    uses_mpi = launch.get("sagemaker_mpi_enabled") or launch.get("sagemaker_distributed_dataparallel_enabled")
+    for option, problem in {
+        f"{request.hosts} hosts": request.hosts > _MOST_HOSTS and f"at most {_MOST_HOSTS} hosts fit on one machine",
+        "--procs-per-host or --distribution": uses_mpi and "MPI takes several hosts on one machine for one",
+        f"--gpus {request.gpus}": request.gpus not in (None, gpus.NONE) and "the hosts would share the GPUs",
+    }.items():
+        if problem:
+            raise UsageError(
+                f"--hosts {request.min_hosts}:{request.hosts} --engine none: {problem}. Fix: leave out {option}, or"
+                " --engine none"
+            )
+    return [f"127.0.0.{number}" for number in range(1, request.hosts + 1)]
 
 
 def merge_hosts(request: job.JobRequest, console: Console) -> job.JobRequest:
@@ -131,37 +160,3 @@ def _gpu_environment(option: str | None, devices: Path = Path("/dev")) -> dict[s
     if option != gpus.NONE and not list(devices.glob("nvidia[0-9]*")):
         raise DockerError(f"--gpus {option}: this machine has no NVIDIA GPU. Fix: leave out --gpus, or use --gpus none")
     return {} if option == gpus.ALL else {"CUDA_VISIBLE_DEVICES": "" if option == gpus.NONE else option}
-
-
-def _run_train(command: str, environment: dict[str, str], lock: int, console: Console) -> int:
-    """Run `train` and return its exit code. An interrupt terminates it, waits for it and is raised again.
-
-    A second interrupt kills it. If it is killed, its ranks are killed too: they would still write checkpoints. It
-    inherits the lock of the checkpoints, so that they stay locked while it runs, also if this process is killed.
-    """
-    adopt_orphans = getattr(ctypes.CDLL(None), "prctl", lambda *_: None)
-    adopt_orphans(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    process = subprocess.Popen([command], env=environment, stdout=console.file, pass_fds=[lock])
-    try:
-        code = process.wait()
-    except BaseException:
-        process.terminate()
-        try:
-            process.wait()
-        finally:
-            process.kill()
-            process.wait()
-            _kill_orphans()
-        raise
-    if code < 0:
-        _kill_orphans()
-        return 128 - code
-    return code
-
-
-def _kill_orphans() -> None:
-    """Kill the processes that `train` has left, which have become children of this one, and wait for them."""
-    while pids := [pid for file in Path("/proc/self/task").glob("*/children") for pid in file.read_text().split()]:
-        for pid in map(int, pids):
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)

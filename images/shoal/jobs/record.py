@@ -139,8 +139,8 @@ def _prepare_resume(directory: Path, record: JobRecord, opened: checkpoints.Chec
         raise UsageError(f"{option}: the job has succeeded, so nothing is left to do. Fix: start a new job")
     is_uncollected = last.uncollected
     if is_uncollected and last.engine == LOCAL:
-        if (directory / "algo-1" / checkpoints.CONTENT).is_dir():
-            collect_tree(directory / "algo-1", opened)
+        for tree in _find_trees(directory):
+            collect_tree(tree, opened)
         _write_record(directory, replace(last, uncollected=False))
         is_uncollected = False
     elif is_uncollected and record.engine != DOCKER:
@@ -158,12 +158,28 @@ def collect_tree(tree: Path, directory: checkpoints.CheckpointDirectory) -> None
         checkpoints.copy_tree(tree / checkpoints.CONTENT, scratch / checkpoints.CONTENT, link=True)
 
 
+def _find_trees(directory: Path) -> list[Path]:
+    """Return the tree with the checkpoints of a job without Docker that was killed; none for another job."""
+    found = (path for path in directory.glob(f"[!.]*/{checkpoints.CONTENT}") if path.is_dir() and not path.is_symlink())
+    return [path.parent for path in found]
+
+
+def remove_checkpoints(tree: Path) -> None:
+    """Remove the checkpoints in a host's tree, or the link to those in the tree of the first host."""
+    place = tree / checkpoints.CONTENT
+    if place.is_symlink():
+        place.unlink()
+    else:
+        shutil.rmtree(place, ignore_errors=True)
+
+
 def _move_results(directory: Path) -> None:
     """Move the files of the last command in the directory of a job to attempt-N."""
     number = 1 + len(list(directory.glob(f"{_EARLIER}*")))
     target = directory / f"{_EARLIER}{number}"
     target.mkdir()
-    shutil.rmtree(directory / "algo-1" / checkpoints.CONTENT, ignore_errors=True)  # of a job without Docker
+    for tree in _find_trees(directory):
+        remove_checkpoints(tree)
     for path in list(directory.iterdir()):
         if not path.name.startswith((_EARLIER, ".")) and path.name not in (RECORD, checkpoints.CONTENT):
             path.rename(target / path.name)

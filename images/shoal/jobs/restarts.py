@@ -12,15 +12,17 @@ MAX_RESTARTS, RESTART, RESTART_REASON = "SHOAL_MAX_RESTARTS", "SHOAL_RESTART", "
 """How often a job may restart, the number of restarts so far, and the reason of the last one in one line.
 
 `train` reads all three, and sets the last two for the script."""
+MIN_HOSTS = "SHOAL_MIN_HOSTS"
+"""The number of hosts with which an elastic job goes on. Default of `train`: all."""
 RETRY_CODE = 138
 """The exit code of `train` on a host that has lost the others: a new start may succeed."""
 _FINAL = (0, 2, 143)
 """Exit codes after which a new start is wrong: success, wrong configuration, SIGTERM from outside."""
 
 
-def limit_variables(most: int) -> dict[str, str]:
-    """Return the variable with the limit of restarts; none for 0, the default of `train`."""
-    return {MAX_RESTARTS: str(most)} if most else {}
+def limit_variables(most: int, least_hosts: int = 0) -> dict[str, str]:
+    """Return the variables with the limit of restarts and the least number of hosts; none for 0, `train`'s default."""
+    return {name: str(value) for name, value in ((MAX_RESTARTS, most), (MIN_HOSTS, least_hosts)) if value}
 
 
 def is_final(exit_code: int) -> bool:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from shoal_toolkit.checkpoint.directories import CheckpointError
 
@@ -25,6 +26,11 @@ def batches_to_skip(saved: Mapping[str, Any], unit: int | None, world_size: int,
         CheckpointError: If no batch begins there now.
     """
     batches: int = saved["batches"]
+    if saved["samples"]:
+        raise CheckpointError(
+            f"the checkpoint is in epoch {saved['epoch']}, which began with global_batch: its order of samples is "
+            "another one. Fix: end that epoch with global_batch"
+        )
     if unit == saved["unit"] and (unit is not None or world_size == saved["world_size"]):
         return batches
     place = f"the checkpoint is after {batches} batches of epoch {saved['epoch']} on {saved['world_size']} ranks"
@@ -33,14 +39,14 @@ def batches_to_skip(saved: Mapping[str, Any], unit: int | None, world_size: int,
             f"{place}. Their number of samples is unknown, because the batch_size is not given, so {world_size} ranks "
             f"cannot go on there. Fix: start {saved['world_size']} ranks, or give the batch_size"
         )
-    samples = batches * saved["unit"]
+    samples: int = batches * saved["unit"]
     if samples % unit and (length is None or samples < length):
         raise CheckpointError(
             f"{place}, which are {samples} samples. Now a batch of all ranks has {unit} samples, {unit // world_size} "
             f"on each of {world_size} ranks, and no batch begins there. Fix: use a batch_size with which "
             f"{world_size} × batch_size divides {samples}, such as {_fitting(samples, unit // world_size, world_size)}"
         )
-    return math.ceil(samples / int(unit))
+    return math.ceil(samples / unit)
 
 
 def _fitting(samples: int, batch_size: int, world_size: int) -> int | str:
@@ -49,26 +55,79 @@ def _fitting(samples: int, batch_size: int, world_size: int) -> int | str:
     return next(fitting, "none: start a number of ranks that divides it")
 
 
-def share_batch(global_batch: int, world_size: int, most: int) -> tuple[int, int]:
-    """Return a rank's batch size and the number of batches that it accumulates, for a constant global batch.
+class Part(NamedTuple):
+    """A batch of a rank: places in the order of an epoch's samples, and what they are for in a step."""
+
+    begin: int
+    end: int
+    weight: float
+    ends_step: bool
+    trained: int  # samples of the epoch that all ranks have trained when this step has ended
+
+
+@dataclass(frozen=True)
+class Split:
+    """A rank's batches of an epoch. The steps are the same with any number of ranks.
+
+    All ranks have equal numbers of batches in a step. A batch that would be empty has a sample of another one, with
+    weight 0.
 
     Args:
-        global_batch: The number of samples in a step of all ranks.
+        first: The number of samples of the epoch that are trained already.
+        count: The number of samples of the epoch.
+        global_batch: The number of samples in a step of all ranks. The last step of an epoch can have fewer.
+        rank: The rank.
         world_size: The number of ranks.
-        most: The greatest batch size of a rank, which its memory allows.
+        most: The greatest number of samples in a batch of a rank. None: it takes its share of a step at once.
+    """
 
-    Returns:
-        Two numbers with batch size × accumulated batches × world_size = global_batch, and the greatest such batch size.
+    first: int
+    count: int
+    global_batch: int
+    rank: int
+    world_size: int
+    most: int | None = None
+
+    def __iter__(self) -> Iterator[Part]:
+        """Yield the batches.
+
+        A batch's weight is for its mean loss. The mean over ranks of the sums of weighted gradients is then the mean
+        gradient of the step's samples.
+        """
+        for begin in range(self.first, self.count, self.global_batch):
+            samples = min(self.global_batch, self.count - begin)
+            batches = math.ceil(math.ceil(samples / self.world_size) / self.most) if self.most else 1
+            share, at = _share(samples, self.world_size, self.rank)
+            for number in range(batches):
+                size, offset = _share(share, batches, number)
+                place = begin + at + offset if size else begin
+                weight = size * self.world_size / samples
+                yield Part(place, place + max(size, 1), weight, number == batches - 1, begin + samples)
+
+
+def _share(count: int, parts: int, number: int) -> tuple[int, int]:
+    """Return the size of a part of `count` things, and how many are before it. Sizes differ by one at most."""
+    size, more = divmod(count, parts)
+    return size + (number < more), number * size + min(number, more)
+
+
+def samples_to_skip(saved: Mapping[str, Any]) -> int:
+    """Return how many samples of an epoch all ranks have trained, for a constant global batch.
 
     Raises:
-        ValueError: If the ranks cannot have equal shares.
+        CheckpointError: If the training before had another order of samples.
     """
-    if global_batch % world_size:
-        near = [size for size in range(1, global_batch + 1) if global_batch % size == 0 and size <= 2 * world_size]
-        raise ValueError(
-            f"a global batch of {global_batch} samples cannot be shared equally by {world_size} ranks. "
-            f"Fix: use a multiple of {world_size}, or one of these numbers of ranks: {', '.join(map(str, near))}"
+    if saved["batches"] and saved["samples"] is None:
+        raise CheckpointError(
+            f"the checkpoint is in epoch {saved['epoch']}, which began without global_batch: its order of samples is "
+            "another one. Fix: end that epoch without global_batch"
         )
-    share = global_batch // world_size
-    batch_size = next(size for size in range(min(share, most), 0, -1) if share % size == 0)
-    return batch_size, share // batch_size
+    return saved["samples"] or 0
+
+
+def check_global_batch(global_batch: int) -> None:
+    """Raise ValueError unless the number of samples of a step is positive."""
+    if global_batch < 1:
+        raise ValueError(
+            f"global_batch={global_batch}: the number of samples in a step of all ranks. Allowed: 1 or more"
+        )

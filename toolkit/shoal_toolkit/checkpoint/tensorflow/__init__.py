@@ -19,7 +19,7 @@ import tensorflow as tf
 
 from shoal_toolkit.checkpoint import STOPPED, position, seconds_left
 from shoal_toolkit.checkpoint.directories import CheckpointDirectory, CheckpointError
-from shoal_toolkit.checkpoint.tensorflow import storage
+from shoal_toolkit.checkpoint.tensorflow import split, storage
 from shoal_toolkit.checkpoint.tensorflow.random_states import RandomStates
 from shoal_toolkit.checkpoint.tensorflow.ranks import Ranks
 
@@ -68,6 +68,8 @@ class Checkpoint:
         """The current epoch, from 0."""
         self.step = 0
         """The number of steps that the training has ended, of all epochs."""
+        self.weight = 1.0
+        """The factor for the mean loss of the current batch, with `global_batch`. 1 with equal shares."""
         self._every = every
         self._model = model
         self._ranks = Ranks(ranks)
@@ -101,33 +103,65 @@ class Checkpoint:
             self._due = self._due or self._every is None or self.epoch >= count
             self.save_if_due()
 
-    def batches(self, dataset: Any, batch_size: int | None = None) -> Iterator[Any]:
+    def batches(self, dataset: Any, batch_size: int | None = None, global_batch: int | None = None) -> Iterator[Any]:
         """Yield this epoch's batches that are still to be trained. Saves between two batches.
 
         Args:
             dataset: A tf.data.Dataset of the epoch's batches. Its order must follow from the epoch: shuffle it with
-                `seed=seed + epoch`.
+                `seed=seed + epoch`. With `global_batch`: single samples, all of them on each rank in the same order.
             batch_size: The number of samples in a batch of this rank. Needed to go on with another number of ranks.
+            global_batch: The number of samples in a step, which all ranks share. So the steps are the same with any
+                number of ranks. Multiply the mean loss of each batch by `weight`.
 
         Raises:
             CheckpointError: If the checkpoint is at a place in the epoch where now no batch begins.
         """
-        for batch in self.rest_of(dataset, batch_size):
+        unit = self._samples_per_step(batch_size, global_batch)
+        if global_batch is None:
+            yield from self._save_between(self._rest_of(dataset, unit))
+            return
+        shares = split.share(dataset, global_batch, self._ranks.rank, self._ranks.size)
+        for batch, weight in self._save_between(self._rest_of(shares, unit)):
+            self.weight = float(weight)
+            yield batch
+
+    def _save_between(self, batches: Any) -> Iterator[Any]:
+        for batch in batches:
             self.save_if_due()
             yield batch
             self.end_step(self._batches + 1)
 
-    def rest_of(self, dataset: Any, batch_size: int | None = None) -> Any:
-        """Return the batches of an epoch's dataset that are still to be trained. See `batches`."""
-        self._unit = None if batch_size is None else batch_size * self._ranks.size
+    def _samples_per_step(self, batch_size: int | None, global_batch: int | None) -> int | None:
+        if global_batch is None:
+            return None if batch_size is None else batch_size * self._ranks.size
+        if batch_size is not None:
+            raise ValueError("batch_size and global_batch exclude each other. Fix: give global_batch alone")
+        position.check_global_batch(global_batch)
+        return global_batch
+
+    def _rest_of(self, dataset: Any, unit: int | None) -> Any:
+        """Return the batches that are still to be trained, of all batches of an epoch.
+
+        Args:
+            dataset: The batches.
+            unit: The number of samples in a batch of all ranks; None if it is unknown.
+        """
+        self._unit = unit
         resumed, self._resumed = self._resumed, None
         if resumed is None or not resumed["batches"]:
             return dataset
-        length = len(dataset) * self._unit if self._unit is not None and int(dataset.cardinality()) >= 0 else None
-        self._batches = position.batches_to_skip(resumed, self._unit, self._ranks.size, length)
+        length = len(dataset) * unit if unit is not None and int(dataset.cardinality()) >= 0 else None
+        self._batches = position.batches_to_skip(resumed, unit, self._ranks.size, length)
         return dataset.skip(self._batches)
 
-    def fit(self, dataset: Any, batch_size: int | None = None, callbacks: Sequence[Any] = (), **given: Any) -> Any:
+    def fit(
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        callbacks: Sequence[Any] = (),
+        global_batch: int | None = None,
+        **given: Any,
+    ) -> Any:
         """Call `Model.fit` for the rest of this epoch, and save in it.
 
         Callbacks get the numbers of epochs and batches, and the epoch's metrics, as in an uninterrupted run.
@@ -136,6 +170,7 @@ class Checkpoint:
             dataset: See `batches`.
             batch_size: See `batches`.
             callbacks: Keras callbacks.
+            global_batch: See `batches`. The weights are passed as sample weights, so the loss needs no factor.
             given: Other arguments of `Model.fit`, except `epochs` and `initial_epoch`.
 
         Returns:
@@ -143,8 +178,12 @@ class Checkpoint:
         """
         from shoal_toolkit.checkpoint.tensorflow.callback import SavingCallback
 
+        unit = self._samples_per_step(batch_size, global_batch)
+        if global_batch is not None:
+            shares = split.share(dataset, global_batch, self._ranks.rank, self._ranks.size)
+            dataset = shares.map(split.weigh_samples)
         metrics = (self._resumed or {}).get("metrics") or []
-        rest = self.rest_of(dataset, batch_size)
+        rest = self._rest_of(dataset, unit)
         if self._batches and int(dataset.cardinality()) >= 0:
             rest = rest.apply(tf.data.experimental.assert_cardinality(int(dataset.cardinality())))
         saving = SavingCallback(self, self._batches, metrics)
@@ -185,15 +224,16 @@ class Checkpoint:
         """
         if self._directory is None or self._saved_step == self.step:
             return
-        random_states = self._ranks.gather(self._random.read())
+        of_ranks = self._ranks.gather(
+            {"random": self._random.read(), "metrics": storage.read_metrics(self._model) if self._batches else []}
+        )
         self._saved_step = self.step
         if self._ranks.rank != 0:
             return
         own = {
             "position": {"epoch": self.epoch, "step": self.step, "batches": self._batches, "unit": self._unit},
             "layout": storage.layout(self._objects),
-            "metrics": storage.read_metrics(self._model) if self._batches else [],
-            "random": random_states,
+            "ranks": of_ranks,
         }
         try:
             storage.write(self._objects, own, self._directory.begin(self.step))
@@ -222,12 +262,12 @@ class Checkpoint:
         storage.build(self._objects)
         for each in storage.variables(self._objects):
             self._ranks.broadcast_variables(each)
-        saved, rank, size = own["random"], self._ranks.rank, self._ranks.size
+        saved, rank, size = own["ranks"], self._ranks.rank, self._ranks.size
         place = own["position"]
         self.epoch, self.step, self._batches = (int(place[name]) for name in ("epoch", "step", "batches"))
         self._saved_step = self.step
-        self._resumed = {**place, "world_size": len(saved), "metrics": own["metrics"]}
-        self._resumed["random"] = saved[rank] if rank < len(saved) else self._random.derive(saved[0], rank)
+        mine = saved[rank] if rank < len(saved) else {"random": self._random.derive(saved[0]["random"], rank)}
+        self._resumed = {**place, "samples": None, "world_size": len(saved), **mine}
         if rank == 0:
             ends = "" if len(saved) == size else f"; saved by {len(saved)} ranks, loaded by {size}"
             print(

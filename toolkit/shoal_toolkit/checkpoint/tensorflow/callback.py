@@ -23,8 +23,13 @@ class SavingCallback(tf.keras.callbacks.Callback):  # type: ignore[misc]
         self._checkpoint, self._skipped, self._metrics = checkpoint, skipped, metrics
 
     def make_metrics(self, model: Any, dataset: Any) -> None:
-        """Make the variables of the compiled metrics, which they have only after a batch."""
-        inputs, targets, *weights = next(iter(dataset.take(1)))
+        """Make the variables of the compiled metrics, which they have only after a batch: here one of zeros.
+
+        Reading the dataset would change its order: `shuffle` has another one each time that it is read.
+        """
+        inputs, targets, *weights = tf.nest.map_structure(
+            lambda spec: tf.zeros([size or 1 for size in spec.shape], spec.dtype), dataset.element_spec
+        )
         outputs = model(inputs, training=False)
         model.compute_loss(inputs, targets, outputs, *weights)
         model.compute_metrics(inputs, targets, outputs, *(weights or [None]))

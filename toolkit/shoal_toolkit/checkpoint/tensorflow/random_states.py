@@ -35,10 +35,10 @@ class RandomStates:
     def read(self) -> dict[str, Any]:
         """Return the states."""
         version, words, gauss = random.getstate()
-        name, keys, place, has_gauss, cached = np.random.get_state()
+        name, keys, *rest = np.random.get_state()
         return {
             "python": [version, list(words), gauss],
-            "numpy": [name, keys.tolist(), int(place), int(has_gauss), float(cached)],
+            "numpy": [name, np.asarray(keys).tolist(), *rest],
             "tensorflow": [each.state.numpy().tolist() for each in self._generators()],
         }
 

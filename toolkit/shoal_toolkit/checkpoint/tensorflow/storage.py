@@ -71,7 +71,7 @@ def read(objects: Mapping[str, Any], path: Path) -> dict[str, Any]:
     """Set the objects to the state of a checkpoint, if it fits.
 
     Returns:
-        The rest of it: `position`, `random`, `metrics`.
+        The rest of it: `position`, and of each of the `ranks` its `random` states and `metrics`.
 
     Raises:
         CheckpointError: If a file is missing, truncated or unreadable, or is of something else. The message has no fix.

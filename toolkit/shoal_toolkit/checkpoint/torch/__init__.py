@@ -14,6 +14,7 @@ import functools
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,9 @@ class Checkpoint:
         self._loader: ExactLoader | None = None
         self._batches = 0  # of this epoch, that the training has consumed on this rank
         self._unit: int | None = None  # samples of a batch of all ranks; None: unknown
+        self._samples: int | None = None  # of this epoch, that all ranks have trained, with a global batch
+        self._part: position.Part | None = None  # the batch that the training has now, with a global batch
+        self._replicas = [each for each in state.values() if hasattr(each, "no_sync")]
         self._saved_step: int | None = None
         self._due = self._stopping = False  # save, and stop, before the next batch
         self._resumed: dict[str, Any] | None = None  # of this rank; until the first batches() has used it
@@ -96,67 +100,87 @@ class Checkpoint:
         while self.epoch < count:
             yield self.epoch
             self.epoch += 1
-            self._batches, self._began = 0, None
+            self._batches, self._samples, self._began = 0, None, None
             self._due = self._due or self._every is None or self.epoch >= count
             self._save_if_due()
         self._wait()
 
-    def batches(self, loader: Any, accumulate: int = 1) -> Iterator[Any]:
+    def batches(self, loader: Any, accumulate: int = 1, global_batch: int | None = None) -> Iterator[Any]:
         """Yield this epoch's batches that are still to be trained. Saves between two batches.
 
         Sets the epoch of samplers that have one, such as DistributedSampler. In workers of the loader, random numbers
-        follow from a seed for each batch.
+        follow from a seed for each batch, and with `global_batch` for each sample.
 
         Args:
             loader: A torch.utils.data.DataLoader. Its order must follow from the epoch and the random states. Each
                 epoch has one loop over `batches`.
             accumulate: The number of batches of a step, if you accumulate gradients. Saves are between steps only.
+            global_batch: The number of samples in a step, which all ranks share. So the steps are the same with any
+                number of ranks. Then the loader is the same on all ranks, without a DistributedSampler, and its
+                batch_size is the most that a rank takes at once. Multiply the mean loss of each batch by `weight`. Call
+                `optimizer.step()` and `optimizer.zero_grad()` if `ends_step`. Models with `no_sync`, such as
+                DistributedDataParallel, exchange gradients in the last batch of a step only.
 
         Raises:
             CheckpointError: If this loader has no boundary of batches at the checkpoint's place in the epoch.
-            TypeError: If the loader is not torch's DataLoader.
+            TypeError: If the loader is not torch's DataLoader, or its samples cannot be shared.
         """
         if self._began is not None:
             raise ValueError(f"epoch {self.epoch}: a second loop over batches(). Fix: have one in each epoch")
+        if global_batch is not None and accumulate != 1:
+            raise ValueError("accumulate and global_batch exclude each other. Fix: give global_batch alone")
         if id(loader) not in self._loaders:
             self._loaders[id(loader)] = ExactLoader(loader)
         self._loader = self._loaders[id(loader)]
         self._loader.set_epoch(self.epoch)
-        batches = self._resume_batches(self._loader) if self._resumed else self._start_batches(self._loader)
-        return self._count(batches, accumulate)
-
-    def _start_batches(self, loader: ExactLoader) -> Iterator[Any]:
-        self._began, self._unit = self._read_random_states(), loader.samples_per_batch(ranks.world_size())
-        return loader.start(0)
-
-    def _resume_batches(self, loader: ExactLoader) -> Iterator[Any]:
         resumed, self._resumed = self._resumed, None
-        assert resumed is not None
-        began, now = resumed["began"], resumed["now"]
-        loader.set_generators((began or now)["generators"])
-        if began is None:
-            return self._start_batches(loader)
-        self._unit = loader.samples_per_batch(ranks.world_size())
-        self._batches = position.batches_to_skip(resumed["position"], self._unit, ranks.world_size(), loader.length)
-        self._began = began
-        set_random_states(began["random"])
-        batches = loader.start(self._batches)
-        set_random_states(now["random"])
+        if resumed is not None:
+            self._loader.set_generators((resumed["began"] or resumed["now"])["generators"])
+            if resumed["began"] is None:
+                resumed = None  # the epoch has not begun
+        split = None
+        if global_batch is not None:
+            self._samples = 0 if resumed is None else position.samples_to_skip(resumed["position"])
+            split = self._loader.split(self._samples, global_batch)
+        batches = self._start_batches(self._loader, split, resumed)
+        return self._count(batches, accumulate) if split is None else self._count_parts(batches, split)
+
+    @property
+    def weight(self) -> float:
+        """The factor for the mean loss of the current batch, with `global_batch`. With equal shares 1 / batches."""
+        return self._current_part.weight
+
+    @property
+    def ends_step(self) -> bool:
+        """Whether the current batch is the last of a step, with `global_batch`."""
+        return self._current_part.ends_step
+
+    @property
+    def _current_part(self) -> position.Part:
+        if self._part is None:
+            raise ValueError("weight and ends_step are of a batch. Fix: loop over batches(loader, global_batch=...)")
+        return self._part
+
+    def _start_batches(
+        self, loader: ExactLoader, split: position.Split | None, resumed: dict[str, Any] | None
+    ) -> Iterator[Any]:
+        """Start the loader at the beginning of the epoch, or at the place at which a checkpoint was saved in it."""
+        self._unit = loader.samples_per_batch(ranks.world_size()) if split is None else None
+        if resumed is None:
+            self._began = self._read_random_states()
+            return loader.start(0, split)
+        if split is None:
+            self._batches = position.batches_to_skip(resumed["position"], self._unit, ranks.world_size(), loader.length)
+        self._began = resumed["began"]
+        set_random_states(self._began["random"])
+        batches = loader.start(self._batches if split is None else 0, split)
+        set_random_states(resumed["now"]["random"])
         return batches
 
     def _count(self, batches: Iterator[Any], accumulate: int) -> Iterator[Any]:
-        """Yield the batches. The code after a yield runs when the script asks for the next batch.
-
-        A save waits until there is a next batch, so that no checkpoint is between the last batch and the epoch's end.
-        """
+        """Yield the batches. The code after a yield runs when the script asks for the next batch."""
         open_batches = 0  # of a step that has not ended
-        while True:
-            before = self._read_random_states() if self._due else None  # loading a batch can draw, too
-            try:
-                batch = next(batches)
-            except StopIteration:
-                break
-            self._save_if_due(before)
+        for batch in self._save_between(batches):
             yield batch
             self._batches += 1
             open_batches = (open_batches + 1) % accumulate
@@ -164,6 +188,34 @@ class Checkpoint:
                 self._end_step()
         if open_batches:
             self._end_step()
+
+    def _count_parts(self, batches: Iterator[Any], split: position.Split) -> Iterator[Any]:
+        """Yield the batches of a split."""
+        for batch, part in zip(self._save_between(batches), split):
+            self._part = part
+            with ExitStack() as local:
+                for each in () if part.ends_step else self._replicas:
+                    local.enter_context(each.no_sync())
+                yield batch
+            self._batches += 1
+            if part.ends_step:
+                self._samples = part.trained
+                self._end_step()
+        self._part = None
+
+    def _save_between(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yield the batches, and save if it is due.
+
+        A save waits until there is a next batch, so that no checkpoint is between the last batch and the epoch's end.
+        """
+        while True:
+            before = self._read_random_states() if self._due else None  # loading a batch can draw, too
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            self._save_if_due(before)
+            yield batch
 
     def _end_step(self) -> None:
         self.step += 1
@@ -202,7 +254,13 @@ class Checkpoint:
         if ranks.rank() == 0:
             shared = {
                 "kinds": parts.kinds(self._state),
-                "position": {"epoch": self.epoch, "step": self.step, "batches": self._batches, "unit": self._unit},
+                "position": {
+                    "epoch": self.epoch,
+                    "step": self.step,
+                    "batches": self._batches,
+                    "unit": self._unit,
+                    "samples": self._samples,
+                },
                 "ranks": of_ranks,
             }
             tensors = storage.flatten({**parts.read_shared(self._state), "shoal": shared})
@@ -248,6 +306,8 @@ class Checkpoint:
             parts.load_dicts(self._state, own["dicts"])
         else:
             own = _derive(saved[0], rank)
+        for gone in saved[world_size:] if rank == 0 else ():
+            parts.add_dicts(self._state, gone["dicts"])
         self._resumed = {**own, "position": {**shared["position"], "world_size": len(saved)}}
         if rank == 0:
             place = f"epoch {self.epoch}, {self._batches} batches of it done"

@@ -13,20 +13,49 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, get_worker_info
 
+from shoal_toolkit.checkpoint.position import Split, check_global_batch
+from shoal_toolkit.checkpoint.torch import ranks
 from shoal_toolkit.checkpoint.torch.random_states import read_random_states, seed_all, set_random_states
 
 
 class SeededIndices(list):  # type: ignore[type-arg]
-    """The indices of a batch. Seeds the random number generators of a worker when it begins to load them."""
+    """The indices of a batch. Seeds the random number generators of a worker when it begins to load them.
 
-    def __init__(self, indices: Any, seed: int) -> None:
+    Args:
+        indices: The indices.
+        seed: The seed.
+        each: Seed them for each sample, with a number that is greater by one.
+    """
+
+    def __init__(self, indices: Any, seed: int, each: bool) -> None:
         super().__init__(indices)
-        self.seed = seed
+        self.seed, self.each = seed, each
 
     def __iter__(self) -> Iterator[Any]:
-        if get_worker_info() is not None:
-            seed_all(self.seed)
-        return super().__iter__()
+        for number, index in enumerate(super().__iter__()):
+            if get_worker_info() is not None and (self.each or not number):
+                seed_all((self.seed + number) % 2**63)
+            yield index
+
+
+class _Share(list):  # type: ignore[type-arg]
+    """The indices of a batch, and the place of the first in the order of all ranks."""
+
+    place = 0
+
+
+class Shares:
+    """A rank's batches of a sampler's order, which is the same on all ranks."""
+
+    def __init__(self, sampler: Any, split: Split) -> None:
+        self._sampler, self._split = sampler, split
+
+    def __iter__(self) -> Iterator[_Share]:
+        order = list(self._sampler)
+        for part in self._split:
+            share = _Share(order[part.begin : part.end])
+            share.place = part.begin
+            yield share
 
 
 class _Indices:
@@ -55,7 +84,9 @@ class _Indices:
         number, self._number = self._number, self._number + 1
         if self._seed is None or not isinstance(indices, (list, tuple)):
             return indices
-        return SeededIndices(indices, (self._seed + number) % 2**63)
+        if isinstance(indices, _Share):
+            return SeededIndices(indices, self._seed + indices.place, each=True)
+        return SeededIndices(indices, self._seed + number, each=False)
 
     def _enter(self) -> None:
         """Set the random states of the sampler. The first time, draw the indices that are skipped."""
@@ -77,13 +108,13 @@ class BatchIndices:
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
-        self.start: tuple[int, int | None, Callable[[], None]] = (0, None, lambda: None)
+        self.start: tuple[Any, int, int | None, Callable[[], None]] = (inner, 0, None, lambda: None)
 
     def __len__(self) -> int:
         return len(self.inner)
 
     def __iter__(self) -> Iterator[Any]:
-        return _Indices(self.inner, *self.start)
+        return _Indices(*self.start)
 
 
 class ExactLoader:
@@ -119,6 +150,25 @@ class ExactLoader:
         """Return the number of samples in a batch of all ranks. None if the loader has batches of its own making."""
         return None if self.loader.batch_size is None else self.loader.batch_size * world_size
 
+    def split(self, first: int, global_batch: int) -> Split:
+        """Return this rank's batches, of which all ranks together have a global batch in each step.
+
+        Raises:
+            TypeError: If the loader's samples cannot be shared by the ranks.
+        """
+        check_global_batch(global_batch)
+        sampler, size = self.loader.sampler, self.loader.batch_size
+        if self.is_iterable or size is None or hasattr(sampler, "num_replicas"):
+            raise TypeError(
+                f"global_batch={global_batch}: this loader's samples cannot be shared by the ranks. Fix: give the "
+                "DataLoader a dataset with indices, a batch_size, and shuffle or a sampler of all samples, not a "
+                "DistributedSampler or a batch_sampler"
+            )
+        count = len(sampler)
+        if self.loader.drop_last:
+            count -= count % global_batch
+        return Split(first, count, global_batch, ranks.rank(), ranks.world_size(), size)
+
     def read_generators(self) -> list[torch.Tensor]:
         """Return the states of the random number generators that the loader and its samplers have for themselves."""
         return [each.get_state() for each in self._generators()]
@@ -137,21 +187,23 @@ class ExactLoader:
         found = self.loader.sampler, batch_sampler, getattr(batch_sampler, "sampler", None)
         return [each for each in found if each is not None]
 
-    def start(self, skip: int) -> Iterator[Any]:
-        """Return an iterator over an epoch's batches without the first `skip`.
+    def start(self, skip: int, split: Split | None = None) -> Iterator[Any]:
+        """Return an iterator over an epoch's batches without the first `skip`, or over the batches of a split.
 
         Draws one seed from torch's generator and each of the loader's, however many the loader draws. The samples of
-        the skipped batches are not loaded, unless the dataset is an IterableDataset.
+        the skipped batches are not loaded, unless the dataset is an IterableDataset. With a split, it is a collective
+        call, in which all ranks get the seeds of rank 0.
         """
-        seed = _draw(None)
-        seeds = [(generator, _draw(generator)) for generator in self._generators()]
+        drawn = [_draw(each) for each in (None, *self._generators())]
+        seed, *own = drawn if split is None else ranks.from_first_rank(lambda: drawn)
+        inner = self._indices.inner if split is None else Shares(self.loader.sampler, split)
         before = read_random_states()
         try:
-            return self._iterate(skip, seed, seeds)
+            return self._iterate(inner, skip, seed, list(zip(self._generators(), own)))
         finally:
             set_random_states(before)
 
-    def _iterate(self, skip: int, seed: int, seeds: list[tuple[torch.Generator, int]]) -> Iterator[Any]:
+    def _iterate(self, inner: Any, skip: int, seed: int, seeds: list[tuple[torch.Generator, int]]) -> Iterator[Any]:
         if self.is_iterable:
             batches: Iterator[Any] = iter(self.loader)
             for _ in islice(batches, skip):
@@ -163,7 +215,7 @@ class ExactLoader:
             for generator, own in seeds:
                 generator.manual_seed(own)
 
-        self._indices.start = skip, seed if self.loader.num_workers else None, begin
+        self._indices.start = inner, skip, seed if self.loader.num_workers else None, begin
         attributes = vars(self.loader)  # a DataLoader refuses to set them in the ordinary way
         attributes[self._attribute] = self._indices
         try:

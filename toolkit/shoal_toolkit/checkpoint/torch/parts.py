@@ -98,6 +98,15 @@ def load_dicts(parts: Mapping[str, Any], saved: Mapping[str, dict[str, Any]]) ->
         part.update({key: value.to(devices[key]) if key in devices else value for key, value in values.items()})
 
 
+def add_dicts(parts: Mapping[str, Any], gone: Mapping[str, dict[str, Any]]) -> None:
+    """Add the numbers and tensors in the dicts of a rank that is gone: they are running sums."""
+    for name, values in gone.items():
+        part = parts[name]
+        for key, value in values.items():
+            if isinstance(value, (int, float, torch.Tensor)) and not isinstance(value, bool) and key in part:
+                part[key] = part[key] + (value.to(part[key].device) if isinstance(value, torch.Tensor) else value)
+
+
 def _names(names: Mapping[str, Any]) -> str:
     return ", ".join(sorted(names)) or "nothing"
 

@@ -1,0 +1,156 @@
+"""The hosts of a job without Docker: one `train` for each, on this machine. Names of several are loopback addresses."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import itertools
+import os
+import queue
+import shutil
+import signal
+import subprocess
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from rich.console import Console
+
+from shoal.docker_client import containers
+from shoal.jobs import job, restarts
+from shoal.jobs.watch import Arrival, HostExit
+
+_PR_SET_CHILD_SUBREAPER = 36  # of Linux
+_BASE = "SAGEMAKER_BASE_DIR"
+
+
+@dataclass
+class LocalHosts:
+    """The processes of a job's hosts. Each can be started again in its tree, which then has new output directories.
+
+    All inherit the lock of the checkpoints, so that they stay locked while a host runs, also if this process is killed.
+    """
+
+    request: job.JobRequest
+    console: Console
+    """The console for the output of the hosts."""
+    train: Path
+    environment: Mapping[str, str]
+    """The variables that all hosts share."""
+    trees: Mapping[str, Path]
+    """The directory of each host that stands for its /opt/ml."""
+    lock: int
+    """A file descriptor."""
+    arrivals: queue.SimpleQueue[Arrival] = field(default_factory=queue.SimpleQueue)
+    """Hosts that have ended."""
+    ids: dict[str, str] = field(default_factory=dict)
+    """The number of each host's last start."""
+    _variables: dict[str, Mapping[str, str]] = field(default_factory=dict)
+    _running: dict[str, tuple[subprocess.Popen[bytes], threading.Thread]] = field(default_factory=dict)
+    _numbers: Iterator[int] = field(default_factory=itertools.count)
+
+    @property
+    def first(self) -> str:
+        """The name of the host that decides for all."""
+        return next(iter(self.trees))
+
+    def create(self, host: str, environment: Mapping[str, str] | None = None) -> None:
+        """Prepare a host for a start, with more variables than the job's own. Files of an earlier start are removed."""
+        tree = self.trees[host]
+        if host in self.ids:
+            for part in ("model", "output"):
+                shutil.rmtree(tree / part, ignore_errors=True)
+            for part in ("model", "output/data"):
+                (tree / part).mkdir(parents=True)
+        self._variables[host] = environment or {}
+        self.ids[host] = str(next(self._numbers))
+
+    def start(self, *hosts: str) -> None:
+        """Start `train` of hosts, and threads that put their exits into `arrivals`. Several hosts' output has names.
+
+        Processes that a killed `train` leaves become children of this one from now on.
+        """
+        adopt_orphans = getattr(ctypes.CDLL(None), "prctl", lambda *_: None)
+        adopt_orphans(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        streams: dict[str, Any] = {"stdout": self.console.file}
+        if len(self.trees) > 1:
+            streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        for host in hosts:
+            environment = {**self.environment, _BASE: str(self.trees[host]), **self._variables[host]}
+            environment["SAGEMAKER_SUBMIT_DIRECTORY"] = str(self.trees[host] / "code")
+            process = subprocess.Popen([self.train], env=environment, pass_fds=[self.lock], **streams)
+            thread = threading.Thread(target=self._await_end, args=(host, self.ids[host], process), daemon=True)
+            self._running[host] = process, thread
+            thread.start()
+
+    def _await_end(self, host: str, number: str, process: subprocess.Popen[bytes]) -> None:
+        """Body of a thread: print the output of a host, and put its exit into `arrivals`.
+
+        The processes that a killed `train` has left are killed before: they would still write checkpoints.
+        """
+        printer = threading.Thread(target=self._print_output, args=(host, process.stdout), daemon=True)
+        if process.stdout is not None:
+            printer.start()
+        code = process.wait()
+        if code < 0:
+            kill_orphans(self.trees[host])
+        if process.stdout is not None:
+            printer.join(timeout=10)  # a process of the script may live on, with this stream
+        self.arrivals.put((host, number, HostExit(128 - code if code < 0 else code)))
+
+    def _print_output(self, host: str, stream: IO[bytes]) -> None:
+        """Body of a thread: print lines with the name of a host."""
+        for line in containers.split_lines(iter(lambda: os.read(stream.fileno(), 1 << 16), b"")):
+            self.console.print(f"{host} | {line}", markup=False, highlight=False, soft_wrap=True)
+
+    def stop(self, hosts: Iterable[str]) -> None:
+        """Stop hosts, all at the same time, and wait for them; an interrupt ends the wait."""
+        stopping = [self._running[host] for host in hosts]
+        for process, _ in stopping:
+            process.terminate()
+        for _, thread in stopping:
+            thread.join()
+
+    def kill(self) -> None:
+        """Kill all hosts that still run, with their processes."""
+        for process, _ in self._running.values():
+            process.kill()
+        for _, thread in self._running.values():
+            thread.join()
+
+    def has_result(self, host: str) -> bool:
+        """Return whether `train` has written a result on a host."""
+        return any((self.trees[host] / "output" / name).exists() for name in ("success", "failure"))
+
+    def read_restarts(self, host: str) -> list[dict[str, Any]]:
+        """Return the restarts that `train` has listed in job.json on a host; none if it has not."""
+        try:
+            return restarts.parse_restarts((self.trees[host] / "output" / "job.json").read_bytes())
+        except FileNotFoundError:
+            return []
+
+
+def kill_orphans(tree: Path) -> None:
+    """Kill the processes of a host's tree that `train` has left, which have become children of this one.
+
+    Others of this host become children when their parents end, and are killed then.
+    """
+    mark = f"{_BASE}={tree}\0".encode()
+    while orphans := [pid for pid in _list_children() if mark in _read_environment(pid)]:
+        for pid in orphans:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+
+def _list_children() -> list[int]:
+    files = Path("/proc/self/task").glob("*/children")
+    return [int(pid) for file in files for pid in file.read_text().split()]
+
+
+def _read_environment(pid: int) -> bytes:
+    """Return the environment that a process was started with; empty if it has ended."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/environ").read_bytes() + b"\0"
+    return b""

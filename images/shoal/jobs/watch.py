@@ -1,0 +1,199 @@
+"""Waits for the hosts of a job until all have ended, and replaces lost ones: containers, or local processes."""
+
+from __future__ import annotations
+
+import queue
+import sys
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from rich.console import Console
+
+from shoal.errors import DockerError
+from shoal.jobs import job, restarts
+
+STRAGGLER_SECONDS = 60
+"""How long the other hosts may run after one has ended. All hosts of a job end with one result."""
+FAREWELL_SECONDS = 10
+"""How long the first host may run after another has ended with a result: `train` ends there within 5 s. If it runs on,
+it waits for that host to come back."""
+STOP_SECONDS = 30
+"""How long the script may take to end after an interrupt."""
+
+
+@dataclass(frozen=True)
+class HostExit:
+    """How a host ended."""
+
+    exit_code: int
+    out_of_memory: bool = False
+    """Whether the kernel's out-of-memory killer ended its container."""
+
+
+Arrival = tuple[str, str, HostExit | Exception]
+"""A host, the ID of its start, and its exit or the error of Docker."""
+
+
+class Hosts(Protocol):
+    """The hosts of a job. Each can be started again under its name."""
+
+    request: job.JobRequest
+    console: Console
+    arrivals: queue.SimpleQueue[Arrival]
+    """Hosts that have ended."""
+
+    @property
+    def ids(self) -> Mapping[str, str]:
+        """The ID of each host's last start."""
+
+    @property
+    def first(self) -> str:
+        """The name of the host that decides for all."""
+
+    def create(self, host: str, environment: Mapping[str, str] | None = None) -> None:
+        """Prepare a host for a new start, with more variables than the job's own."""
+
+    def start(self, *hosts: str) -> None:
+        """Start hosts. Their exits are put into `arrivals`."""
+
+    def stop(self, hosts: Iterable[str]) -> None:
+        """Stop hosts, all at the same time, and wait for them; an interrupt ends the wait."""
+
+    def has_result(self, host: str) -> bool:
+        """Return whether `train` has written a result on a host."""
+
+    def read_restarts(self, host: str) -> list[dict[str, Any]]:
+        """Return the restarts that `train` has listed in job.json on a host; none if it has not."""
+
+
+@dataclass
+class Watch:
+    """Waits for the hosts of a job, and replaces lost ones."""
+
+    hosts: Hosts
+    exits: dict[str, HostExit] = field(default_factory=dict)
+    restarts: list[dict[str, Any]] = field(default_factory=list)
+    """Restarts that the job.json of the last start does not list."""
+    lost: int = 0
+    """How many hosts were lost."""
+    deadline: float | None = None
+    """When to replace or stop hosts, because others have ended."""
+
+    def wait(self) -> dict[str, HostExit]:
+        """Wait until all hosts have ended, and return how.
+
+        A lost host is replaced, `max_restarts` times; if the first host is lost, all are. `STRAGGLER_SECONDS` after the
+        last one that ended, stop the others. An interrupt, or the loss of the connection to Docker, prints a message
+        and stops all hosts. It is raised, the loss as `DockerError`.
+        """
+        try:
+            while len(self.exits) < len(self.hosts.ids):
+                self._wait_for_one()
+        except BaseException:
+            print(
+                f"shoal: stopping; the script has {STOP_SECONDS} s to end (interrupt again to stop at once)",
+                file=sys.stderr,
+            )
+            self.hosts.stop(self.hosts.ids)
+            raise
+        return self.exits
+
+    def exit_codes(self) -> dict[str, int]:
+        """Return the exit code of each host. If an elastic job has succeeded, only the first host counts.
+
+        The others may have been lost shortly before, or have come back too late.
+        """
+        first = self.hosts.first
+        if self._is_elastic and self.exits[first].exit_code == 0:
+            return {first: 0}
+        return {host: self.exits[host].exit_code for host in self.hosts.ids}
+
+    @property
+    def _is_elastic(self) -> bool:
+        return 0 < self.hosts.request.min_hosts < self.hosts.request.hosts
+
+    def _wait_for_one(self) -> None:
+        """Wait until a host ends, and replace it if it was lost. At the deadline, replace or stop hosts."""
+        timeout = None if self.deadline is None else max(0.0, self.deadline - time.monotonic())
+        try:
+            host, container_id, end = self.hosts.arrivals.get(timeout=timeout)
+        except queue.Empty:
+            self._end_wait()
+            return
+        if container_id != self.hosts.ids[host]:  # replaced meanwhile
+            return
+        if isinstance(end, Exception):
+            raise DockerError(f"lost the connection to Docker while {host} ran: {end}") from end
+        self.exits[host] = end
+        self.deadline = time.monotonic() + STRAGGLER_SECONDS
+        if host == self.hosts.first:
+            self._on_first_ended(end)
+        elif self._can_restart and self.hosts.first not in self.exits and not restarts.is_final(end.exit_code):
+            if self.hosts.has_result(host):
+                self.deadline = time.monotonic() + FAREWELL_SECONDS
+            else:
+                self._replace(host)
+
+    def _on_first_ended(self, end: HostExit) -> None:
+        """Start all hosts again if the first one was lost. Otherwise the others end soon."""
+        if self._can_restart_all(end):
+            self._restart_all(end)
+        elif self.lost:  # a replacement that came too late would wait for it
+            self.deadline = time.monotonic() + FAREWELL_SECONDS
+
+    @property
+    def _can_restart(self) -> bool:
+        return self.lost < self.hosts.request.max_restarts
+
+    def _can_restart_all(self, end: HostExit) -> bool:
+        """Return whether all hosts start again after the end of the first one: it was lost, or gave up on another."""
+        if not self._can_restart or restarts.is_final(end.exit_code):
+            return False
+        first = self.hosts.first
+        if end.exit_code != restarts.RETRY_CODE and self.hosts.has_result(first):
+            return False
+        return len(self.restarts) + len(self.hosts.read_restarts(first)) < self.hosts.request.max_restarts
+
+    def _end_wait(self) -> None:
+        """Replace the hosts that have ended if the first one waits for them, otherwise stop the others.
+
+        An elastic job goes on without hosts that cannot be replaced: `train` decides when there are too few.
+        """
+        self.deadline = None
+        failed = [host for host, end in self.exits.items() if not restarts.is_final(end.exit_code)]
+        if failed and self._can_restart and self.hosts.first not in self.exits:
+            for host in failed:
+                self._replace(host)
+        elif not (self._is_elastic and self.hosts.first not in self.exits):
+            self.hosts.stop(host for host in self.hosts.ids if host not in self.exits)
+
+    def _replace(self, host: str) -> None:
+        """Start a new container for a lost host. The others keep theirs: `train` there waits for it."""
+        end = self.exits.pop(host)
+        self.lost += 1
+        self._say(f"{host} was lost ({restarts.describe_exit(end.exit_code, end.out_of_memory)}): starting it again")
+        self.hosts.create(host)
+        self.hosts.start(host)
+        self.deadline = None
+
+    def _restart_all(self, end: HostExit) -> None:
+        """Start new containers for all hosts, because the first one, which decides for all, was lost."""
+        started = time.monotonic()
+        first = self.hosts.first
+        reason = f"The first host {first} was lost: {restarts.describe_exit(end.exit_code, end.out_of_memory)}"
+        self._say(f"{reason}. Starting all hosts again")
+        self.lost += 1
+        self.restarts += self.hosts.read_restarts(first)
+        self.hosts.stop(host for host in self.hosts.ids if host not in self.exits)
+        entry = restarts.describe_restart(len(self.restarts) + 1, reason, first)
+        for host in self.hosts.ids:
+            self.hosts.create(host, restarts.restart_variables(entry))
+        self.exits.clear()
+        self.hosts.start(*self.hosts.ids)
+        self.restarts.append({**entry, "seconds": round(time.monotonic() - started, 1)})
+        self.deadline = None
+
+    def _say(self, text: str) -> None:
+        self.hosts.console.print(f"shoal | {text}", markup=False, highlight=False, soft_wrap=True)

@@ -16,7 +16,7 @@ Both have been training for some seconds before a failure. Figures are medians o
 The parts of our restart are `rank-killed-...`: until the script runs again, imports, loading, and the first step.
 
 The rival's rendezvous has the best settings that we found: the first host, which survives, serves it. Lost hosts are
-noticed after 2 s instead of 15 s, and it waits 1 s instead of 30 s for more hosts. Ranks do not share the agents' store
+noticed after 3 s instead of 15 s, and it waits 1 s instead of 30 s for more hosts. Ranks do not share the agents' store
 (TORCH_DISABLE_SHARE_RDZV_TCP_STORE): with it, a replaced agent and the others look for one another under the numbers of
 their own restarts, until they fail. A job that has not gone on after 90 s counts as 90 s.
 """
@@ -52,7 +52,7 @@ LIMIT_SECONDS = 90.0
 START_SECONDS = 300.0
 FOREVER = "1000000000"
 HOSTS = ("127.0.0.1", "127.0.0.2", "127.0.0.3", "127.0.0.4")
-RENDEZVOUS = "join_timeout=60,last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=2"
+RENDEZVOUS = "join_timeout=60,last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3"
 
 
 Start = Callable[[Path, int, int], "subprocess.Popen[bytes]"]

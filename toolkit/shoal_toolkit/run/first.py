@@ -616,7 +616,7 @@ class FirstHost(Host):
             self._finish_growth()
 
     def _finish_growth(self) -> None:
-        """Starts all ranks again, on all hosts that are ready. It is in the report, but is no failure."""
+        """Starts all ranks again, on all hosts that are ready. It is in the report, but not as a failure."""
         assert self._restarts is not None
         hosts, count = self._members.newcomers, len(self._members.current) + len(self._members.newcomers)
         if hosts:

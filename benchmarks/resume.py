@@ -17,8 +17,8 @@ The parts of our restart are `rank-killed-...`: until the script runs again, imp
 
 The rival's rendezvous has the best settings that we found: the first host, which survives, serves it. Lost hosts are
 noticed after 3 s instead of 15 s, and it waits 1 s instead of 30 s for more hosts. Ranks do not share the agents' store
-(TORCH_DISABLE_SHARE_RDZV_TCP_STORE). In that store, agents use the numbers of their own restarts, so that a replaced agent
-never finds the others. A job that has not gone on after 90 s counts as 90 s.
+(TORCH_DISABLE_SHARE_RDZV_TCP_STORE). In that store, agents use the numbers of their own restarts, so that a replaced
+agent never finds the others. A job that has not gone on after 90 s counts as 90 s.
 """
 
 from __future__ import annotations
@@ -274,7 +274,7 @@ def lose_and_return(start: Start) -> tuple[float, float]:
 
 
 def recovery(run: Run, since: float, world_size: int | None = None) -> float:
-    """Return the seconds until a step of restarted ranks, of this number if given. If the job does not go on, the limit."""
+    """Return the seconds until a step of restarted ranks. If the job does not go on, return the limit."""
     try:
         return run.await_recovery(since, world_size).time - since
     except NotRecoveredError as error:

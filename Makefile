@@ -8,6 +8,7 @@ HOSTS ?= 2
 PROCS_PER_HOST ?= 2
 IMAGE ?= $(FRAMEWORK)
 WORKERS ?= 3
+TESTS_WITH_DOCKER := tests/integration tests/conformance tests/faults
 
 BIN := .venv/bin
 SHOAL := $(BIN)/shoal
@@ -21,7 +22,7 @@ SCRIPT := $(if $(findstring tensorflow,$(IMAGE)),train_tensorflow.py,train.py)
 # Some machines set it. Without bytecode, each start of our commands compiles them again, and pytest compiles all tests.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup doctor engine known-image image images train test test-fast test-integration conformance faults sagemaker soak cluster-demo check docs render lock bench-faults bench-launch bench-logs bench-resume bench-dataparallel bench-link bench-scale bench-cluster bench-gpu bench-modelparallel bench-tensorflow bench-images clean
+.PHONY: check-and-test-fast help setup doctor engine known-image image images train test test-fast test-integration conformance faults sagemaker soak cluster-demo check docs render lock bench-faults bench-launch bench-logs bench-resume bench-dataparallel bench-link bench-scale bench-cluster bench-gpu bench-modelparallel bench-tensorflow bench-images clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -64,10 +65,17 @@ test: check ## run all checks and tests; CHANGED=1 or CHANGED=<revision>: only t
 	if grep -qE '^tests/(integration|conformance|faults)/' <<<"$$files"; then $(MAKE) --no-print-directory images || exit; fi; \
 	$(PYTEST) $$files
 else
-# The first steps of the images wait for downloads. The checks compute meanwhile.
+# Builds wait for downloads and the disk, and the checks compute meanwhile. On a machine without images, builds take as long
+# as half of the tests. The tests without Docker run beside them too.
 test: setup engine
-	@$(MAKE) --no-print-directory -j 2 check images
-	@$(PYTEST) tests
+	@if [ -n "$$(docker image ls -q '*-training')" ]; then \
+	    $(MAKE) --no-print-directory -j 2 check images && $(PYTEST) tests; \
+	else \
+	    $(MAKE) --no-print-directory -j 2 check-and-test-fast images && $(PYTEST) $(TESTS_WITH_DOCKER); \
+	fi
+
+check-and-test-fast: check
+	@$(MAKE) --no-print-directory test-fast
 endif
 
 check: setup ## run ruff, mypy, the docstring and prose rules; check that Dockerfiles and docs/api are fresh
@@ -80,7 +88,7 @@ check: setup ## run ruff, mypy, the docstring and prose rules; check that Docker
 	@$(BIN)/python scripts/prose.py
 
 test-fast: setup ## run the tests that need no Docker
-	@$(PYTEST) tests --ignore tests/integration --ignore tests/conformance --ignore tests/faults
+	@$(PYTEST) tests $(TESTS_WITH_DOCKER:%=--ignore %)
 
 test-integration: images ## run the tests with real containers
 	@$(PYTEST) tests/integration

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import random
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from shoal_toolkit.cli import plan_host
+from shoal_toolkit.discovery.host_list import HostList, Registration
+from shoal_toolkit.errors import ContractError
+from shoal_toolkit.job.contract import Paths, read_cluster
+from shoal_toolkit.job.settings import take_settings
+from shoal_toolkit.plan.elastic import refuse_registration
+from shoal_toolkit.plan.plan import LaunchPlan
 from shoal_toolkit.run.members import Members
 
+from ..repeats import SEED, times
+from .conftest import Tree
 from .netns import UNAVAILABLE, Host, many_hosts, running
+from .test_restarts import until
 
 NAMES = ("algo-1", "algo-2", "algo-3")
 A, B, C = NAMES
@@ -103,6 +115,74 @@ def test_a_job_that_is_not_elastic_waits_for_all_hosts() -> None:
     members.begin(1)
     ready(members, A, B)
     assert (members.are_ready, members.are_short, members.needs(B)) == (False, True, True)
+
+
+# Plans
+
+
+def planned(tree: Tree, settings: dict[str, str], hosts: Sequence[str] = NAMES) -> tuple[LaunchPlan, Any]:
+    """The plan of the last host, with the function that plans a start with some hosts."""
+    tree.script("")
+    tree.hosts(hosts[-1], *hosts)
+    environ = {"SAGEMAKER_PROGRAM": "train.py", **settings}
+    found, problem = take_settings(environ)
+    assert problem is None
+    paths = Paths(str(tree.base))
+    return plan_host(paths, read_cluster(paths, "box"), environ, (), found)
+
+
+def test_a_start_with_some_hosts_is_planned_as_a_job_of_them(tree: Tree) -> None:
+    tree.hyperparameters(sagemaker_torch_distributed_enabled=True)
+    whole, plan_with = planned(tree, {"SHOAL_MIN_HOSTS": "1"})
+    pair = plan_with((B, C))
+    assert (whole.hosts, whole.ranks, pair.hosts, pair.ranks) == (NAMES, dict.fromkeys(NAMES, 1), (B, C), {B: 1, C: 1})
+    assert (pair.env["SM_HOSTS"], pair.env["SM_HOST_COUNT"], pair.env["MASTER_ADDR"]) == ('["algo-2","algo-3"]', "2", B)
+    assert pair.command[pair.command.index("--node_rank") + 1] == "1"
+    alone = plan_with((C,))
+    assert (alone.env["SM_HOSTS"], alone.env["MASTER_ADDR"], alone.world_size) == ('["algo-3"]', "127.0.0.1", 1)
+
+
+def test_instance_groups_keep_the_hosts_of_the_start(tree: Tree) -> None:
+    groups = [{"instance_group_name": "group", "instance_type": "ml.c5.xlarge", "hosts": list(NAMES)}]
+    tree.script("")
+    tree.hosts(C, *NAMES, instance_groups=groups, current_group_name="group")
+    paths = Paths(str(tree.base))
+    settings = take_settings({})[0]
+    _, plan_with = plan_host(paths, read_cluster(paths, "box"), {"SAGEMAKER_PROGRAM": "train.py"}, (), settings)
+    assert plan_with((A, C)).env["SM_CURRENT_INSTANCE_GROUP_HOSTS"] == '["algo-1","algo-3"]'
+
+
+@pytest.mark.parametrize(
+    ("hyperparameters", "least", "problem"),
+    [
+        ({}, "4", "SHOAL_MIN_HOSTS is 4, and the job has 3 hosts"),
+        ({"sagemaker_mpi_enabled": True, "mp_parameters": {"partitions": 2}}, "2", "modelparallel"),
+        ({"sagemaker_mpi_enabled": True, "sagemaker_mpi_num_processes": 2}, "2", "a fixed number of ranks"),
+    ],
+)
+def test_jobs_that_cannot_be_elastic(tree: Tree, hyperparameters: dict[str, Any], least: str, problem: str) -> None:
+    tree.hyperparameters(**hyperparameters)
+    with pytest.raises(ContractError, match=problem):
+        planned(tree, {"SHOAL_MIN_HOSTS": least})
+
+
+def test_hosts_that_register_cannot_come_back() -> None:
+    with pytest.raises(ContractError, match="get one another's addresses only once"):
+        refuse_registration(HostList("AWS Batch", (A, B), 0, "", registration=Registration("", "job")))
+
+
+@pytest.mark.parametrize("least", ["0", "x", "4097"])
+def test_a_number_that_is_none_is_an_error(least: str) -> None:
+    _, problem = take_settings({"SHOAL_MIN_HOSTS": least})
+    assert "SHOAL_MIN_HOSTS" in str(problem)
+
+
+def test_notes_on_an_elastic_job(tree: Tree) -> None:
+    plan, _ = planned(tree, {"SHOAL_MIN_HOSTS": "2"})
+    assert "this job is elastic: it needs at least 2 of its 3 hosts (SHOAL_MIN_HOSTS)" in plan.notes
+    assert any("SHOAL_MAX_RESTARTS is not set" in note for note in plan.notes)
+    plan, _ = planned(tree, {"SHOAL_MIN_HOSTS": "3"})
+    assert not any("this job is elastic" in note for note in plan.notes)
 
 
 # Jobs
@@ -203,3 +283,45 @@ def test_a_job_begins_with_the_hosts_that_have_come(hosts: list[Host], undo: Exi
     job.start(B)
     assert job.wait() == [0, 0, 0], job.read(A)
     assert "runs 2 algo-2 1 of 3" in job.read(B)
+
+
+# Runs until the file of the test exists, and saves for a moment when it is to end.
+ENDLESS = """\
+import os, signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.2), sys.exit(143)))
+print("runs", os.environ["SHOAL_RESTART"], os.environ["RANK"], "of", os.environ["WORLD_SIZE"], flush=True)
+with open("world", "w") as file:
+    file.write(os.environ["WORLD_SIZE"])
+while not os.path.exists({!r}):
+    time.sleep(0.02)
+"""
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("launcher", ["process", pytest.param("mpirun", marks=pytest.mark.mpi)])
+def test_hosts_lost_at_random_moments(hosts: list[Host], undo: ExitStack, tmp_path: Path, launcher: str) -> None:
+    """Also during restarts and growths, and while they set up. The job goes on each time, and ends on all hosts."""
+    for host in hosts:
+        host.tree.script(ENDLESS.format(str(tmp_path / "end")))
+        host.tree.hyperparameters(sagemaker_mpi_enabled=launcher == "mpirun")
+    job = Job(hosts, undo, SHOAL_MIN_HOSTS="1", SHOAL_MAX_RESTARTS="999")
+    job.start(*NAMES)
+    job.wait_for(A, "runs 0")
+    chance = random.Random(SEED)
+    while len(hosts[0].tree.report["restarts"]) < times(5, 100):
+        name = chance.choice((B, C))
+        job.lose(name)
+        (job.hosts[name].tree.code / "world").unlink(missing_ok=True)
+        time.sleep(chance.choice((0, 0.1, 0.4, 0.8)))
+        job.start(name)
+        time.sleep(chance.choice((0, 0.2, 0.5, 0.9, 2)))
+        assert job.trains[A].poll() is None, job.read(A)
+    until(job.hosts[B].tree.code / "world", "3")
+    until(job.hosts[C].tree.code / "world", "3")
+    (tmp_path / "end").touch()
+    assert job.wait() == [0, 0, 0], job.read(A)
+    assert [host.tree.outcome() for host in hosts] == [{"success"}] * 3
+    restarts = hosts[0].tree.report["restarts"]
+    assert [restart["number"] for restart in restarts] == list(range(1, len(restarts) + 1))
+    reasons = [restart["reason"] for restart in restarts]
+    assert [reason for reason in reasons if "came back" not in reason and "was lost" not in reason] == []

@@ -345,7 +345,7 @@ def test_a_worker_starts_once_and_what_is_in_its_plan(
     hosts: list[Host], guarded: subprocess.Popen[bytes], when: str, starts: int
 ) -> None:
     said = claim_to_be_first(hosts, hosts[0].address, "right", when)
-    assert hosts[1].finished(guarded).code == 1
+    assert hosts[1].finished(guarded).code == RETRY_CODE
     assert said["lost"]
     assert len(started(hosts[1])) <= starts
     why = {"twice": "a start for the second time", "script": "a start of something that is not in this host's plan"}[

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from shoal_toolkit.light_typing import Any, NamedTuple
 from shoal_toolkit.system.loop import STOP_SIGNALS
 
-VERSION = 8
+VERSION = 7
 
 _HEXADECIMAL = frozenset("0123456789abcdef")
 _MAX_DIGITS = 20  # of a number of 64 bits

@@ -55,7 +55,7 @@ class Members:
         self._present.add(host)
 
     def remove(self, host: str) -> None:
-        """Notes a host whose connection was lost."""
+        """Notes that the connection to a host was lost."""
         self._present.discard(host)
         self._ready.discard(host)
 

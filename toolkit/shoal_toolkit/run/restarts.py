@@ -66,7 +66,7 @@ class Restarts:
 
         Args:
             reason: A line that names the hosts.
-            since: time.monotonic() when the ranks were told to end.
+            since: time.monotonic() when the ranks got SIGTERM.
 
         Returns:
             The variables of the contract for the script.

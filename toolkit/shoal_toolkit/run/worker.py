@@ -160,7 +160,7 @@ class Worker(Host):
     def _plan_with(self, hosts: Sequence[str]) -> None:
         """Plans the next start with some hosts of the job. Reports an error. Raises ProtocolError for other hosts."""
         if self.name not in hosts or not set(hosts) <= set(self.task.hosts):
-            raise messages.ProtocolError("hosts that are not those of this job")
+            raise messages.ProtocolError("hosts that are not in this job")
         try:
             if self.has_plan:
                 self.plan_with(hosts)

@@ -45,6 +45,7 @@ class Loop:
     def __init__(self) -> None:
         self._poll = select.poll()
         self._watched: dict[int, dict[int, Callable[[], None]]] = {}
+        self._new: set[int] = set()  # descriptors that are watched since the last poll
         self._timers: list[Timer] = []
         self._children: dict[int, Callable[[int], None]] = {}
         self._signals: dict[int, Callable[[int], None]] = {}
@@ -69,7 +70,10 @@ class Loop:
 
         Replaces an earlier callback.
         """
-        self._watched.setdefault(fd, {})[event] = callback
+        if fd not in self._watched:
+            self._watched[fd] = {}
+            self._new.add(fd)
+        self._watched[fd][event] = callback
         self._register(fd)
 
     def unwatch(self, fd: int, event: int) -> None:
@@ -112,9 +116,11 @@ class Loop:
 
     def step(self) -> None:
         """Waits, without a time limit, for the next event or timer, and calls back for all that are due."""
+        self._new.clear()
         for fd, event in self._poll.poll(self._wait_ms()):
             for wanted in (READ, WRITE):
-                # Looked up now, because an earlier callback may have closed this descriptor.
+                if fd in self._new:
+                    break  # an earlier callback closed this descriptor, and its number belongs to another now
                 callback = self._watched.get(fd, {}).get(wanted)
                 if callback and event & (wanted | _GONE):
                     callback()

@@ -120,7 +120,7 @@ lock: setup ## resolve the requirements of all images to lock files with hashes
 bench-launch: image ## measure how fast `train` launches, in containers of the image
 	@$(BIN)/python benchmarks/launch.py --image $(IMAGE)
 
-bench-resume: setup ## measure restarts after a killed rank and a killed host, against torchrun
+bench-resume: setup ## measure restarts, elastic jobs, goodput and saves, against torchrun
 	@$(BIN)/python benchmarks/resume.py
 
 bench-logs: setup ## measure logging: 1,000,000 lines through `train` against `cat`

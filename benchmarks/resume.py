@@ -5,8 +5,8 @@ Both run the same script on this machine (resume_train.py: gloo, a checkpoint ev
 - `rank`: rank 1 of 2 gets SIGKILL, until rank 0 has completed the next step. Rival: `torchrun --max-restarts`.
 - `host`: 2 hosts with a rank each. The second host is killed with its rank, and started again at once. Rival: torchrun
   with a rendezvous (c10d) and `--nnodes=1:2`. Its next step counts even if it is of one rank.
-- `elastic`: 4 hosts with a rank each. The last is killed, until the next step of 3 ranks. Then it is started again,
-  until the next step of 4 ranks. Rival: torchrun `--nnodes=3:4`.
+- `elastic`: 4 hosts with a rank each, in network namespaces, which need root. The last is killed, until the next step
+  of 3 ranks. Then it is started again, until the next step of 4 ranks. Rival: torchrun `--nnodes=3:4`.
 - `goodput`: with a killed rank every 15 s, for `--seconds`. Goodput is the number of the last step, times the median
   time of a step without failures, divided by the time since the first step. `lost-share` is 1 - goodput.
 - `save`: how long a save of 100 M parameters stops the training (resume_save.py), against
@@ -16,9 +16,9 @@ Both have been training for some seconds before a failure. Figures are medians o
 The parts of our restart are `rank-killed-...`: until the script runs again, imports, loading, and the first step.
 
 The rival's rendezvous has the best settings that we found: the first host, which survives, serves it. Lost hosts are
-noticed after 2 s instead of 15 s, and it waits 1 s instead of 30 s for more hosts. Ranks do not share the agents' store
-(TORCH_DISABLE_SHARE_RDZV_TCP_STORE): with it, a replaced agent and the others look for one another under the numbers of
-their own restarts, until they fail. A job that has not gone on after 90 s counts as 90 s.
+noticed after 3 s instead of 15 s, and it waits 1 s instead of 30 s for more hosts. Ranks do not share the agents' store
+(TORCH_DISABLE_SHARE_RDZV_TCP_STORE). In that store, agents use the numbers of their own restarts, so that a replaced
+agent never finds the others. A job that has not gone on after 90 s counts as 90 s.
 """
 
 from __future__ import annotations
@@ -34,11 +34,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 import resume_save
+from hosts import INTERFACE, switched_hosts
 from report import Figure, finish, make_parser, print_machine
 
 SCRIPT = Path(__file__).with_name("resume_train.py")
@@ -51,12 +52,20 @@ GOODPUT_SECONDS = 180
 LIMIT_SECONDS = 90.0
 START_SECONDS = 300.0
 FOREVER = "1000000000"
-HOSTS = ("127.0.0.1", "127.0.0.2", "127.0.0.3", "127.0.0.4")
-RENDEZVOUS = "join_timeout=60,last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=2"
+RENDEZVOUS = "join_timeout=60,last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3"
 
 
-Start = Callable[[Path, int, int], "subprocess.Popen[bytes]"]
-"""Starts a host, of a job in a directory, by its number; the last argument is the number of hosts."""
+class Place(NamedTuple):
+    """Where a host runs: its address, interface, and the words before its command."""
+
+    address: str
+    interface: str = "lo"
+    prefix: tuple[str, ...] = ()
+
+
+HERE = (Place("127.0.0.1"), Place("127.0.0.2"))
+Start = Callable[[Path, int, Sequence[Place]], "subprocess.Popen[bytes]"]
+"""Starts a host, of a job in a directory, by its number; the last argument has all hosts."""
 
 
 class Mark(NamedTuple):
@@ -77,15 +86,15 @@ class NotRecoveredError(Exception):
 class Run:
     """A job that trains in a directory; `start` starts one of its hosts, which `hosts` lists."""
 
-    def __init__(self, directory: Path, hosts: int, start: Start) -> None:
+    def __init__(self, directory: Path, places: Sequence[Place], start: Start) -> None:
         self.directory = directory
         self.start = start
-        self._count = hosts
+        self._places = places
         self.hosts: list[subprocess.Popen[bytes]] = []
 
     def begin(self) -> None:
         """Starts all hosts, and waits until they have trained for some seconds."""
-        self.hosts = [self.start(self.directory, number, self._count) for number in range(self._count)]
+        self.hosts = [self.start(self.directory, number, self._places) for number in range(len(self._places))]
         self.await_step(lambda _: True, START_SECONDS)
         time.sleep(WARM_SECONDS if self.start is start_train else RIVAL_WARM_SECONDS)
 
@@ -143,7 +152,7 @@ class Run:
     def start_host(self, number: int) -> float:
         """Starts a lost host again; returns when."""
         now = time.time()
-        self.hosts[number] = self.start(self.directory, number, self._count)
+        self.hosts[number] = self.start(self.directory, number, self._places)
         return now
 
     def end(self) -> None:
@@ -208,12 +217,12 @@ def measure_lost_ranks(rounds: int) -> Iterator[Figure]:
     rival: list[float] = []
     parts: list[dict[str, float]] = []
     for _ in range(rounds):
-        with running(1, start_train) as run:
+        with running(HERE[:1], start_train) as run:
             killed_at = run.kill_rank(1)
             step = run.await_recovery(killed_at)
             ours.append(step.time - killed_at)
             parts.append(split(run, killed_at, step.pid))
-        with running(1, start_torchrun) as run:
+        with running(HERE[:1], start_torchrun) as run:
             killed_at = run.kill_rank(1)
             rival.append(run.await_recovery(killed_at).time - killed_at)
     yield compare("rank-killed", ours, rival, 3.0, 0.3)
@@ -228,10 +237,10 @@ def compare(name: str, ours: Sequence[float], rival: Sequence[float], goal: floa
 
 
 @contextmanager
-def running(hosts: int, start: Start) -> Iterator[Run]:
+def running(places: Sequence[Place], start: Start) -> Iterator[Run]:
     """Start a job that has trained for some seconds, and end it in any case."""
     with tempfile.TemporaryDirectory() as directory:
-        run = Run(Path(directory), hosts, start)
+        run = Run(Path(directory), places, start)
         try:
             run.begin()
             yield run
@@ -248,7 +257,7 @@ def split(run: Run, killed_at: float, pid: int) -> dict[str, float]:
 
 def replace_host(start: Start) -> float:
     """Return the seconds from the loss of the second host until the next step, if it is started again at once."""
-    with running(2, start) as run:
+    with running(HERE, start) as run:
         killed_at = run.lose_host(1)
         run.start_host(1)
         return recovery(run, killed_at)
@@ -256,14 +265,16 @@ def replace_host(start: Start) -> float:
 
 def lose_and_return(start: Start) -> tuple[float, float]:
     """Return the seconds until the next step of 3 hosts when one of 4 is lost, and of 4 when it is started again."""
-    with running(4, start) as run:
+    with ExitStack() as undo:
+        hosts = undo.enter_context(switched_hosts(4))
+        run = undo.enter_context(running([Place(each.address, INTERFACE, (*each.command(),)) for each in hosts], start))
         lost = recovery(run, run.lose_host(3), 3)
         time.sleep(WARM_SECONDS)
         return lost, recovery(run, run.start_host(3), 4)
 
 
 def recovery(run: Run, since: float, world_size: int | None = None) -> float:
-    """Return the seconds until a step of restarted ranks, of so many if given. If the job does not go on, the limit."""
+    """Return the seconds until a step of restarted ranks. If the job does not go on, return the limit."""
     try:
         return run.await_recovery(since, world_size).time - since
     except NotRecoveredError as error:
@@ -273,7 +284,7 @@ def recovery(run: Run, since: float, world_size: int | None = None) -> float:
 
 def lose_share(start: Start, seconds: int) -> float:
     """Return the share of the time that is lost with a killed rank every 15 s."""
-    with running(1, start) as run:
+    with running(HERE[:1], start) as run:
         began = run.marks("step")[0]
         steady = [mark.time for mark in run.marks("step") if mark.rank == 0]
         usual = statistics.median(after - before for before, after in itertools.pairwise(steady))
@@ -290,9 +301,10 @@ def lose_share(start: Start, seconds: int) -> float:
     return 1 - goodput
 
 
-def start_train(directory: Path, number: int, hosts: int) -> subprocess.Popen[bytes]:
-    """Start `train` on a host of a job, each a loopback address."""
-    base = directory / HOSTS[number]
+def start_train(directory: Path, number: int, places: Sequence[Place]) -> subprocess.Popen[bytes]:
+    """Start `train` on a host of a job."""
+    place, hosts = places[number], len(places)
+    base = directory / place.address
     (base / "code").mkdir(parents=True, exist_ok=True)
     (base / "code" / "train.py").write_bytes(SCRIPT.read_bytes())
     config = base / "input" / "config"
@@ -302,7 +314,8 @@ def start_train(directory: Path, number: int, hosts: int) -> subprocess.Popen[by
         "sagemaker_mpi_num_of_processes_per_host": max(2 // hosts, 1),
     }
     (config / "hyperparameters.json").write_text(json.dumps({key: json.dumps(value) for key, value in values.items()}))
-    resources = {"current_host": HOSTS[number], "hosts": HOSTS[:hosts], "network_interface_name": "lo"}
+    names = [each.address for each in places]
+    resources = {"current_host": place.address, "hosts": names, "network_interface_name": place.interface}
     (config / "resourceconfig.json").write_text(json.dumps(resources))
     variables = {
         "SAGEMAKER_BASE_DIR": str(base),
@@ -312,24 +325,27 @@ def start_train(directory: Path, number: int, hosts: int) -> subprocess.Popen[by
         "MASTER_PORT": str(port_of(directory, "master")),
         **({"SHOAL_MIN_HOSTS": "3"} if hosts == 4 else {}),
     }
-    return start_process([sys.executable, "-m", "shoal_toolkit"], directory, variables)
+    return start_process([*place.prefix, sys.executable, "-m", "shoal_toolkit"], directory, variables)
 
 
-def start_torchrun(directory: Path, number: int, hosts: int) -> subprocess.Popen[bytes]:
+def start_torchrun(directory: Path, number: int, places: Sequence[Place]) -> subprocess.Popen[bytes]:
     """Start torchrun on one host."""
     options = ["--standalone", "--nproc-per-node=2", "--max-restarts=1000", "--monitor-interval=0.1"]
     return start_process([sys.executable, "-m", "torch.distributed.run", *options, str(SCRIPT)], directory, {})
 
 
-def start_elastic(directory: Path, number: int, hosts: int) -> subprocess.Popen[bytes]:
+def start_elastic(directory: Path, number: int, places: Sequence[Place]) -> subprocess.Popen[bytes]:
     """Start torchrun with a rendezvous on one of the hosts; the first serves it."""
-    endpoint = f"127.0.0.1:{port_of(directory, 'rendezvous')}"
+    place, hosts = places[number], len(places)
+    endpoint = f"{places[0].address}:{port_of(directory, 'rendezvous')}"
     conf = f"--rdzv-conf=is_host={int(number == 0)},{RENDEZVOUS}"
     rendezvous = ["--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}", "--rdzv-id=bench", conf]
+    rendezvous.append(f"--local-addr={place.address}")
     least = 1 if hosts == 2 else 3
     options = [f"--nnodes={least}:{hosts}", "--nproc-per-node=1", "--max-restarts=1000", "--monitor-interval=0.1"]
-    command = [sys.executable, "-m", "torch.distributed.run", *options, *rendezvous, str(SCRIPT)]
-    return start_process(command, directory, {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
+    command = [*place.prefix, sys.executable, "-m", "torch.distributed.run", *options, *rendezvous, str(SCRIPT)]
+    variables = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "GLOO_SOCKET_IFNAME": place.interface}
+    return start_process(command, directory, variables)
 
 
 def start_process(command: Sequence[str], directory: Path, variables: Mapping[str, str]) -> subprocess.Popen[bytes]:

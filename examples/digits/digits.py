@@ -34,7 +34,7 @@ def arguments_parser(
     """Return a parser of hyperparameters, which arrive as `--name value`. Paths default to SM_* variables.
 
     Args:
-        description: What the script does.
+        description: The help of the script.
         batch_size: The meaning of `--batch-size`. None: the script has no such option.
     """
     parser = argparse.ArgumentParser(description=description)

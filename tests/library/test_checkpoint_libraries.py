@@ -1,4 +1,4 @@
-"""Libraries with checkpoints of their own: what docs/checkpoints.md says of resuming with them."""
+"""Libraries with checkpoints of their own resume as docs/checkpoints.md says."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def main(checkpoints: str, log: str, pause: str = "0") -> None:
     model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(WIDTH, 32), torch.nn.Linear(32, 1)))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     totals = {"loss": 0.0}
-    torch.manual_seed(dist.get_rank())  # the order of the samples is that of rank 0
+    torch.manual_seed(dist.get_rank())  # all ranks get the order of rank 0
     checkpoint = Checkpoint(checkpoints, every=EVERY, model=model, optimizer=optimizer, totals=totals)
     loader = DataLoader(Samples(), MOST, shuffle=True, num_workers=1)
     with Path(f"{log}-{os.environ['RANK']}").open("a", buffering=1) as file:

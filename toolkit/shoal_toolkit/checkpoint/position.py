@@ -56,7 +56,7 @@ def _fitting(samples: int, batch_size: int, world_size: int) -> int | str:
 
 
 class Part(NamedTuple):
-    """A batch of a rank: places in the order of an epoch's samples, and what they are for in a step."""
+    """A batch of a rank: places in the order of an epoch's samples, and their part in a step."""
 
     begin: int
     end: int

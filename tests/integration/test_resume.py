@@ -128,6 +128,7 @@ def test_lost_host_is_started_again(
     assert job_objects(client, source.name) == set()
 
 
+@pytest.mark.long
 def test_lost_containers_and_networks_change_no_loss(
     client: docker.DockerClient, image: str, source: Path, tmp_path: Path
 ) -> None:

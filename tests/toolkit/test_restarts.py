@@ -112,7 +112,8 @@ def test_a_reason_is_one_line_without_secrets(restarts: Restarts) -> None:
 
 @pytest.mark.mpi
 def test_a_killed_rank_starts_all_ranks_again(tree: Tree, run: Run) -> None:
-    tree.script(DIE_ONCE)
+    met = "open('up.' + RANK, 'w').close()\nwhile not os.path.exists('up.0'): time.sleep(0.01)\n"
+    tree.script(DIE_ONCE.replace(TALK, TALK + met))
     tree.hyperparameters(sagemaker_mpi_enabled=True, sagemaker_mpi_num_of_processes_per_host=2)
     segments = set(Path("/dev/shm").iterdir())
     done = run(SAGEMAKER_PROGRAM="train.py", SHOAL_MAX_RESTARTS="2")

@@ -23,23 +23,20 @@ from shoal_toolkit.light_typing import TYPE_CHECKING, Any
 from shoal_toolkit.log import STDERR, STDOUT, write_log
 from shoal_toolkit.plan.launcher import SEVERAL_RANKS
 from shoal_toolkit.result.result import RETRY_CODE, Failure, Result, remove_script_failure
+from shoal_toolkit.run.gathering import Gathering
 from shoal_toolkit.run.host import Host, Task, describe_sidecar_end
-from shoal_toolkit.run.members import Members
 from shoal_toolkit.run.rank_table import RankTable, explain
-from shoal_toolkit.system.loop import Timer
 
 if TYPE_CHECKING:  # imported when needed: sockets and hashes take too long for a job of one host
-    from shoal_toolkit.hosts.connect import WorkerSearch
     from shoal_toolkit.hosts.daemons import DaemonRequests, SendExitCode
     from shoal_toolkit.hosts.messages import CommandEnded, HostFailed, Ready
     from shoal_toolkit.hosts.wire import Channel
     from shoal_toolkit.output.mpirun_log import MpirunLog
     from shoal_toolkit.run.preflight import Preflight
     from shoal_toolkit.run.restarts import Restarts
+    from shoal_toolkit.system.loop import Timer
 
 _FAREWELL_SECONDS = 5.0  # for the workers' last output after the end of mpirun, and to confirm the result
-_PROGRESS_SECONDS = 15.0
-_MIN_SEARCH_SECONDS = 1.0
 _DELIVERY_SECONDS = 30  # for hosts that start later than a failure before the launch
 
 
@@ -50,14 +47,14 @@ class FirstHost(Host):
 
     def __init__(self, task: Task) -> None:
         super().__init__(task)
-        self._search: WorkerSearch | None = None
         self._requests: DaemonRequests | None = None
         self._channels: dict[str, Channel] = {}
         self._daemons: dict[str, SendExitCode] = {}  # hosts on which a daemon of mpirun runs
         self._mpirun_log: MpirunLog | None = None
         self._failed_rank: int | None = None  # as the daemon of a worker logged
         self._pending: set[str] = set()  # hosts with a command of their own that has not ended
-        self._members = Members(task.hosts, task.least_hosts)
+        self._gathering = Gathering(self.loop, task, self._on_found, self._on_search_limit)
+        self._members = self._gathering.members
         self._launched = False
         self._first_start = 0.0
         self._early: Result | None = None  # a failure before the launch, to be sent to all hosts
@@ -67,8 +64,6 @@ class FirstHost(Host):
         self._preflight: Preflight | None = None  # for several hosts
         self._farewell: Timer | None = None  # for the daemons of a mpirun that has ended
         self._restarts: Restarts | None = None
-        self._began = monotonic()
-        self._progress = Timer(0, lambda: None)
         self._growing_since = 0.0  # time.monotonic(), while ranks end so that more hosts can take part
         if task.may_restart:
             from shoal_toolkit.run.restarts import Restarts
@@ -85,7 +80,7 @@ class FirstHost(Host):
         """
         task = self.task
         if len(task.hosts) > 1:
-            self._search_workers()
+            self._gathering.search()
             if self.has_plan:
                 from shoal_toolkit.run.preflight import Preflight
 
@@ -95,38 +90,6 @@ class FirstHost(Host):
             self._fail_early(Result.from_error(task.plan))
         elif self.processes is not None:
             self.processes.set_up(task.settings.setup_timeout, self._on_set_up)
-
-    def _search_workers(self) -> None:
-        """Starts to connect to the workers without a connection.
-
-        There is a time limit if the next start needs one of them.
-        """
-        from shoal_toolkit.hosts.connect import WorkerSearch
-
-        missing, settings = self._members.missing, self.task.settings
-        if self._search is not None and self._search.missing:
-            self._search.add(missing)
-        elif missing:
-            args = (self.loop, self.task.hosts, settings.port, settings.secret, self._on_found, self._on_search_limit)
-            self._search = WorkerSearch(*args, self._search_seconds, missing)
-        if not self._members.are_short:
-            self._limit_search(None)
-        elif self._search is not None and not self._search.is_limited:
-            self._limit_search(self._search_seconds)
-        self._progress.cancel()
-        self._progress = self.loop.call_later(_PROGRESS_SECONDS, self._log_setup_progress)
-
-    @property
-    def _search_seconds(self) -> float:
-        """The time limit of a search that begins now. Before the first launch, all searches have one limit."""
-        seconds = self.task.settings.hosts_timeout
-        if self._members.current or self._search is None:
-            return seconds
-        return max(_MIN_SEARCH_SECONDS, self._began + seconds - monotonic())
-
-    def _limit_search(self, seconds: float | None) -> None:
-        if self._search is not None:
-            self._search.set_limit(seconds)
 
     def _on_search_limit(self, reason: str) -> None:
         """Begins an elastic job with the hosts that have come, if they are enough. Otherwise the job fails."""
@@ -161,16 +124,6 @@ class FirstHost(Host):
             except TrainError as error:
                 self.set_result(Result.from_error(error))
 
-    def _log_setup_progress(self) -> None:
-        """Logs which connected hosts still set up, every 15 s until all are ready."""
-        waiting = [host for host in self._members.waiting_for if host != self.name]
-        if waiting:
-            more = f" and {len(waiting) - 10} more" if len(waiting) > 10 else ""
-            limit = self.task.settings.setup_timeout
-            write_log(f"{', '.join(waiting[:10])}{more} still set up, for at most {limit} s (SHOAL_SETUP_TIMEOUT)")
-        if not self._launched:
-            self._progress = self.loop.call_later(_PROGRESS_SECONDS, self._log_setup_progress)
-
     def _fail_early(self, result: Result) -> None:
         """Fails the job. Hosts that are still missing have 30 s to connect, so that no host waits out its timeout.
 
@@ -178,11 +131,11 @@ class FirstHost(Host):
         """
         if self.result is not None:
             return
-        if self._search is None or not self._search.missing or self._members.current:
+        if not self._gathering.is_searching or self._members.current:
             self.set_result(result)
         elif self._early is None:
             self._early = result
-            self._search.announce_limit(_DELIVERY_SECONDS)
+            self._gathering.announce_limit(_DELIVERY_SECONDS)
             write_log(
                 f"{result.message}\nWaiting for the other hosts, to report this to them, at most {_DELIVERY_SECONDS} s."
             )
@@ -197,13 +150,10 @@ class FirstHost(Host):
         channel.on_lost = partial(self._on_lost, host)
         self._channels[host] = channel
         self.flow.add(channel)
-        self._members.add(host)
         if self._members.current:
             write_log(f"{host} has come back")
             self._send_restart(channel)
-        if self._members.are_elastic and not self._members.are_short:
-            self._limit_search(None)
-        if self._search is not None and not self._search.missing and self.result is None and self._early is not None:
+        if not self._gathering.is_searching and self.result is None and self._early is not None:
             self.set_result(self._early)
 
     # Launching
@@ -390,9 +340,9 @@ class FirstHost(Host):
 
     def _search_without_restart(self) -> None:
         """Looks for a lost host that takes no part in the job so far."""
-        if self._search is not None and self._search.missing and not self._search.is_limited:
+        if self._gathering.is_past_limit:
             self._members.expect_present()
-        self._search_workers()
+        self._gathering.search()
         self._launch_if_ready()
 
     def _dismiss(self, host: str, result: Result) -> None:
@@ -570,9 +520,9 @@ class FirstHost(Host):
         self._forget_launch()
         for channel in self._channels.values():
             self._send_restart(channel)
-        self._limit_search(None)
+        self._gathering.remove_limit()
         if self._members.missing:
-            self._search_workers()
+            self._gathering.search()
         self.processes.prepare_restart(variables, self.task.settings.standby)
         self.processes.end(self._on_set_up)
 
@@ -704,8 +654,7 @@ class FirstHost(Host):
 
         They confirm it by closing the connection, so that they end after the launcher. Hosts that did not are logged.
         """
-        if self._search is not None:
-            self._search.close()
+        self._gathering.close()
         if not self._channels:
             return
         from shoal_toolkit.hosts.messages import JobResult
@@ -719,8 +668,7 @@ class FirstHost(Host):
 
     def close(self) -> None:
         """Closes the search for workers, the socket of requests, and the connections to workers."""
-        if self._search is not None:
-            self._search.close()
+        self._gathering.close()
         if self._preflight is not None:
             self._preflight.close()
         if self._requests is not None:

@@ -16,6 +16,7 @@ from rich.console import Console
 
 from shoal.docker_client import containers
 from shoal.errors import DockerError
+from shoal.matrix import project
 from shoal.jobs import checkpoints, distribution, gpus, job, restarts
 from shoal.jobs.record import OpenJob, collect_tree
 
@@ -39,7 +40,10 @@ def run_job_locally(opened: OpenJob, console: Console) -> job.JobResult:
     request = opened.record.request
     train = Path(sys.executable).with_name("train")
     if not train.exists():
-        raise DockerError(f"`train` is not installed next to {sys.executable}. Fix: pip install ./toolkit")
+        toolkit = project.find(Path.cwd()).part("toolkit")
+        raise DockerError(
+            f"`train` is not installed next to {sys.executable}. Fix: {sys.executable} -m pip install {toolkit}"
+        )
     merged = merge_hosts(request, console)
     (host,) = merged.host_names
     tree = opened.directory / host

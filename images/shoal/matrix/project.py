@@ -45,10 +45,10 @@ class Project:
             return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shoal"
         return self.root / ".cache" / "shoal"
 
-    def package(self, name: str) -> Path:
-        """Return the directory of one of our packages, such as `toolkit`: the project's own, or else the shipped one."""
+    def part(self, name: str) -> Path:
+        """Return a file or directory such as `toolkit`: the project's own, or else the one that `shoal` comes with."""
         own = self.root / name
-        return own if own.is_dir() else find_shipped().root / name
+        return own if own.exists() else find_shipped().root / name
 
     def schema(self, name: str) -> Path:
         return self.templates / "schema" / f"{name}.json"

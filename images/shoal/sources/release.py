@@ -12,8 +12,10 @@ from shoal.sources import packages, provenance
 
 PUBLISHED = ("images", *packages.PACKAGES)
 """The packages that `make wheels` builds: directories of the checkout."""
-_SHOAL = ("pyproject.toml", "README.md")
-_DEFINITIONS = (".gitignore", "LICENSE", "buildspec.yml", "dockerfiles", *packages.PACKAGES)
+_SHOAL = ("images/pyproject.toml", "images/README.md")
+_BUNDLE = ("LICENSE", "requirements/dev.txt", *_SHOAL)
+"""With these, an installed `shoal bundle` makes a wheel of `shoal`."""
+_DEFINITIONS = (".gitignore", "buildspec.yml", "dockerfiles", "scripts/engine.sh", *packages.PACKAGES)
 
 
 def write_source_tree(project: Project, package: str, directory: Path, url: str = "") -> None:
@@ -30,7 +32,7 @@ def write_source_tree(project: Project, package: str, directory: Path, url: str 
     directory.mkdir(parents=True)
     if package == "images":
         for name in _SHOAL:
-            shutil.copy(project.root / "images" / name, directory)
+            shutil.copy(project.root / name, directory)
         code = Path(shoal.__file__).parent
         for path in code.rglob("*"):
             if path.is_file() and "__pycache__" not in path.parts and INSTALLED not in path.parents:
@@ -47,8 +49,7 @@ def write_source_tree(project: Project, package: str, directory: Path, url: str 
 
 def _write_definitions(project: Project, directory: Path) -> None:
     """Write the image definitions, all that builds read, with the commit that they are from if it is known."""
-    shoal_files = [f"images/{name}" for name in _SHOAL]  # with these, `shoal bundle` makes a wheel of `shoal`
-    for path in _list_files(project, *_DEFINITIONS, *shoal_files):
+    for path in _list_files(project, *_DEFINITIONS, *_BUNDLE):
         _copy(path, directory / path.relative_to(project.root))
     if revision := provenance.find_revision(project.root):
         (directory / provenance.REVISION).write_text(f"{revision}\n")

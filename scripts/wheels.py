@@ -25,7 +25,7 @@ BIN = Path(sys.executable).parent
 
 
 def build_all(url: str, output: Path) -> list[Path]:
-    """Build all packages and return the files. Earlier files of ours in `output` are removed."""
+    """Build all packages and return the files. Files of an earlier build in `output` are removed."""
     output.mkdir(parents=True, exist_ok=True)
     for path in output.glob("shoal*"):
         path.unlink()

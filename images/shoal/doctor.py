@@ -85,7 +85,7 @@ class Site:
 
     @property
     def project(self) -> project.Project:
-        """The project around `start`, or the definitions that `shoal` comes with. Raises `UsageError` if there is neither."""
+        """The project around `start`, or the definitions that `shoal` comes with. Raises `UsageError` without both."""
         return project.find(self.start)
 
     @property

@@ -182,7 +182,7 @@ def test_a_build_has_the_context_and_layers_of_a_checkout(
     assert (installed.home / ".cache" / "shoal" / "installed").is_dir()
 
 
-def test_an_installed_shoal_makes_its_own_wheel_for_bundles(installed: Installation, dist: Path, tmp_path: Path) -> None:
+def test_an_installed_shoal_makes_its_wheel_for_bundles(installed: Installation, dist: Path, tmp_path: Path) -> None:
     program = """if True:
         import sys, pathlib
         from shoal.matrix.project import find_shipped

@@ -13,9 +13,7 @@ from shoal.matrix.spec import BuildSpec
 from .conftest import ROOT
 
 
-def test_shoal_is_installed_without_a_network(
-    client: docker.DockerClient, matrix: BuildSpec, tmp_path: Path
-) -> None:
+def test_shoal_is_installed_without_a_network(client: docker.DockerClient, matrix: BuildSpec, tmp_path: Path) -> None:
     """In a container, for it has no network and Debian's Python, of the version that runs this."""
     bundle.add_shoal(tmp_path, tmp_path / "wheels")
     image = matrix.select("pytorch-*-cpu-*-debian12")

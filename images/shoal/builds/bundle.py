@@ -113,10 +113,11 @@ def _add_system(
 
 
 def add_shoal(scratch_parent: Path, target: Path) -> None:
-    """Add the wheels of `shoal` (with image definitions) and its dependencies, for hosts with this Python and processor but no network.
+    """Add the wheels of `shoal` and its dependencies, for hosts with this Python and processor but no network.
 
-    Versions are pinned as for the project's tests, if they are pinned there. Like `build_wheel`, it sets variables of
-    this process, and changes its working directory meanwhile. Raises `BuildError` with pip's words, or `DiskError`.
+    The wheel of `shoal` has the image definitions that it comes with. Versions are pinned as for the project's tests,
+    if they are pinned there. Like `build_wheel`, it sets variables of this process, and changes its working directory
+    meanwhile. Raises `BuildError` with pip's words, or `DiskError`.
     """
     target.mkdir(parents=True, exist_ok=True)
     shipped = find_shipped()

@@ -16,9 +16,9 @@ from rich.console import Console
 
 from shoal.docker_client import containers
 from shoal.errors import DockerError
-from shoal.matrix import project
 from shoal.jobs import checkpoints, distribution, gpus, job, restarts
 from shoal.jobs.record import OpenJob, collect_tree
+from shoal.matrix import project
 
 _PR_SET_CHILD_SUBREAPER = 36  # of Linux
 

@@ -71,7 +71,7 @@ def find(start: Path) -> Project:
 
 
 def find_editable(start: Path) -> Project:
-    """Return the project that contains `start`, for a command that writes to it. Raises `UsageError` if there is none."""
+    """Return the project that contains `start`, for a command that writes to it. Raises `UsageError` without one."""
     if found := _find_above(start):
         return found
     raise UsageError(
@@ -88,7 +88,9 @@ def find_shipped() -> Project:
     for root in (INSTALLED, _PACKAGE.parents[1]):
         if (root / "buildspec.yml").is_file():
             return Project(root)
-    raise UsageError("this installation of shoal has no image definitions. Fix: install a wheel that `make wheels` built")
+    raise UsageError(
+        "this installation of shoal has no image definitions. Fix: install a wheel that `make wheels` built"
+    )
 
 
 def _find_above(start: Path) -> Project | None:

@@ -6,7 +6,6 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-import shoal
 from shoal.matrix.project import INSTALLED, Project
 from shoal.sources import packages, provenance
 
@@ -33,7 +32,7 @@ def write_source_tree(project: Project, package: str, directory: Path, url: str 
     if package == "images":
         for name in _SHOAL:
             shutil.copy(project.root / name, directory)
-        code = Path(shoal.__file__).parent
+        code = INSTALLED.parent
         for path in code.rglob("*"):
             if path.is_file() and "__pycache__" not in path.parts and INSTALLED not in path.parents:
                 _copy(path, directory / "shoal" / path.relative_to(code))

@@ -79,7 +79,7 @@ def tracked(project: Project, *paths: str) -> set[str]:
 def test_each_package_has_a_wheel_and_an_sdist_with_metadata(dist: Path, project: Project) -> None:
     wheels = {path.name.partition("-")[0]: path for path in dist.glob("*.whl")}
     sdists = {path.name.partition("-")[0]: path for path in dist.glob("*.tar.gz")}
-    assert (wheels.keys(), sdists.keys()) == (NAMES, NAMES)
+    assert {*wheels} == {*sdists} == NAMES
     for wheel in wheels.values():
         found = metadata(wheel)
         assert found["License-Expression"] == "Apache-2.0"

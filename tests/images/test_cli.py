@@ -440,8 +440,8 @@ def test_other_shells_are_offered_tags(project: Project, shell: str, colon: str)
     assert f"pytorch-training{colon}2.0.1-gpu-py311-cu117-debian12" in result.stdout
 
 
-def test_nothing_is_offered_without_a_valid_buildspec(tmp_path: Path) -> None:
-    assert complete(tmp_path, "build", "") == []
+def test_the_shipped_images_are_offered_outside_a_project_and_nothing_with_a_wrong_buildspec(tmp_path: Path) -> None:
+    assert "pytorch" in complete(tmp_path, "build", "")
     (tmp_path / "buildspec.yml").write_text("images: []\n")
     assert complete(tmp_path, "build", "") == []
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -94,6 +95,18 @@ def test_each_package_has_a_wheel_and_an_sdist_with_metadata(dist: Path, project
     assert "-manylinux_2_" in wheels["shoal_smdistributed"].name
     for sdist in sdists.values():
         assert not [name for name in sdist_files(sdist) if name.endswith((".so", ".o", ".pyc", ".stamp"))]
+
+
+def test_no_text_advises_to_install_our_names_from_an_index(project: Project) -> None:
+    """Nobody has published them, so somebody else could. Paths are fine, and so is --no-index."""
+    name = r"(?:.*[ '\"])?(?:shoal|smdistributed)(?!.*\.whl)"
+    advice = re.compile(rf"(?:pip|uv) (?:pip )?install (?!.*--no-index){name}")
+        r"(?:pip|uv) (?:pip )?install (?!.*--no-index)(?:.*[ '\"])?(?:shoal|smdistributed)(?!.*\.whl)[\w-]*"
+    )
+    texts = {name: (project.root / name).read_bytes().decode(errors="replace") for name in tracked(project)}
+    found = {name for name, text in texts.items() if not name.startswith("tests/") and advice.search(text)}
+    assert found == set()
+    assert advice.search("run pip install 'shoal-toolkit[s3]'")
 
 
 def test_no_wheel_depends_on_another_of_ours(dist: Path) -> None:

@@ -37,9 +37,9 @@ def read_provenance(project: Project) -> Provenance:
 def find_revision(root: Path) -> str:
     """Return the last commit that changed an input, so that other commits leave images as they are.
 
-    Installed definitions have it in a file. Empty if an input has changed since then, if none is committed, or if there
-    is no git. Empty also in a shallow clone that does not contain that commit: git would name the oldest commit that it
-    has.
+    Installed definitions have it in a file. Empty if an input has changed since then, if none is committed, or
+    without git. Empty also in a shallow clone that does not contain that commit: git would name the oldest commit that
+    it has.
     """
     if (recorded := root / REVISION).is_file():
         return recorded.read_text().strip()

@@ -97,7 +97,7 @@ class Site:
 Check = Callable[[Site], Result]
 
 
-def check_checkout(site: Site) -> Result:
+def check_definitions(site: Site) -> Result:
     """Check that buildspec.yml and versions.yml can be read."""
     try:
         return Result("ok", f"{site.project.buildspec}: {len(site.matrix.images)} images")
@@ -318,7 +318,7 @@ def _check_base_image(site: Site, system: spec.System) -> Result:
 
 
 CHECKS: Mapping[str, Check] = {
-    "checkout": check_checkout,
+    "definitions": check_definitions,
     "docker": check_docker,
     "builder": check_builder,
     "disk": check_disk,

@@ -428,11 +428,11 @@ def test_loopback(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_checkout(site: Site, tmp_path: Path) -> None:
-    assert doctor.check_checkout(site).state == "ok"
-    outside = doctor.check_checkout(replace(site, start=tmp_path))
-    assert outside == doctor.check_checkout(site)  # of the definitions that shoal comes with
+    assert doctor.check_definitions(site).state == "ok"
+    outside = doctor.check_definitions(replace(site, start=tmp_path))
+    assert outside == doctor.check_definitions(site)  # of the definitions that shoal comes with
     (tmp_path / "buildspec.yml").write_text("images: []\n")
-    state, found, _ = doctor.check_checkout(replace(site, start=tmp_path))
+    state, found, _ = doctor.check_definitions(replace(site, start=tmp_path))
     assert (state, "buildspec.yml:1: mpi: required, but missing" in found) == ("failed", True)
     (disk,) = doctor.run_checks(replace(site, start=tmp_path), {"disk": doctor.check_disk})
     assert (disk.state, disk.found) == ("remark", "not checked: needs a readable buildspec.yml")

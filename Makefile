@@ -22,7 +22,7 @@ SCRIPT := $(if $(findstring tensorflow,$(IMAGE)),train_tensorflow.py,train.py)
 # Some machines set it. Without bytecode, each start of our commands compiles them again, and pytest compiles all tests.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: check-and-test-fast help setup doctor engine known-image image images train test test-fast test-integration conformance faults sagemaker soak cluster-demo check docs render lock bench-faults bench-launch bench-logs bench-resume bench-dataparallel bench-link bench-scale bench-cluster bench-gpu bench-modelparallel bench-tensorflow bench-images clean
+.PHONY: check-and-test-fast help setup doctor engine known-image image images train test test-fast test-integration conformance faults sagemaker soak cluster-demo check docs wheels render lock bench-faults bench-launch bench-logs bench-resume bench-dataparallel bench-link bench-scale bench-cluster bench-gpu bench-modelparallel bench-tensorflow bench-images clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -119,6 +119,9 @@ bench-faults: image ## measure how long each fault takes to end, without other l
 docs: setup ## write docs/api from the library's docstrings
 	@$(BIN)/python scripts/api_docs.py
 
+wheels: setup ## build wheels and sdists of all packages into dist/ and check them; URL=https://…: the project URL
+	@$(BIN)/python scripts/wheels.py $(if $(URL),--url $(URL))
+
 render: setup ## render the Dockerfiles from the templates
 	@$(SHOAL) render
 
@@ -160,4 +163,4 @@ bench-images: image ## measure image sizes, and builds against docker build; QUI
 	@$(BIN)/python benchmarks/images.py --image $(IMAGE) $(if $(QUICK),--quick) $(if $(MATRIX),--matrix)
 
 clean: ## remove .venv, caches and job directories (for images: docker image rm)
-	rm -rf .venv .cache jobs .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .cache dist jobs .pytest_cache .mypy_cache .ruff_cache

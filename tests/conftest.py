@@ -6,6 +6,7 @@ import hashlib
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from shoal.matrix.spec import BuildSpec, load
 from .repeats import SEED
 
 pytest_plugins = ["tests.durations"]
+PROJECT_URL = "https://example.org/team/shoal"
+"""The URL in the metadata of the tests' wheels."""
 
 
 def pytest_report_header() -> str:
@@ -64,6 +67,16 @@ def project() -> Project:
 @pytest.fixture(scope="session")
 def matrix(project: Project) -> BuildSpec:
     return load(project.buildspec)
+
+
+@pytest.fixture(scope="session")
+def dist(tmp_path_factory: pytest.TempPathFactory, project: Project) -> Path:
+    """A directory with the sdists and wheels of `make wheels`, which twine has checked."""
+    output = tmp_path_factory.mktemp("dist")
+    command = [sys.executable, "scripts/wheels.py", "--url", PROJECT_URL, "--output", str(output)]
+    ended = subprocess.run(command, cwd=project.root, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return output
 
 
 @pytest.fixture

@@ -85,25 +85,25 @@ class Site:
 
     @property
     def project(self) -> project.Project:
-        """The checkout around `start`. Raises `UsageError` if there is none."""
+        """The project around `start`, or the definitions that `shoal` comes with. Raises `UsageError` without both."""
         return project.find(self.start)
 
     @property
     def matrix(self) -> spec.BuildSpec:
-        """The matrix of the checkout, read again each time. Raises `ShoalError`."""
+        """The matrix of the project, read again each time. Raises `ShoalError`."""
         return spec.load(self.project.buildspec)
 
 
 Check = Callable[[Site], Result]
 
 
-def check_checkout(site: Site) -> Result:
+def check_definitions(site: Site) -> Result:
     """Check that buildspec.yml and versions.yml can be read."""
     try:
         return Result("ok", f"{site.project.buildspec}: {len(site.matrix.images)} images")
     except ShoalError as error:
         problem, fix = error.split_fix()
-        return Result("failed", problem, fix or "correct the file, or run this in a checkout of the project")
+        return Result("failed", problem, fix or "correct the file")
 
 
 def check_docker(site: Site) -> Result:
@@ -318,7 +318,7 @@ def _check_base_image(site: Site, system: spec.System) -> Result:
 
 
 CHECKS: Mapping[str, Check] = {
-    "checkout": check_checkout,
+    "definitions": check_definitions,
     "docker": check_docker,
     "builder": check_builder,
     "disk": check_disk,
@@ -382,14 +382,14 @@ def _wait(threads: Iterable[threading.Thread]) -> None:
 def _run_check(name: str, check: Check, site: Site) -> Finding:
     """Run a check. Body of a thread: every error becomes a finding.
 
-    An expected error is a remark, that the check needs Docker or a checkout; any other is a failure.
+    An expected error is a remark, that the check needs Docker or image definitions; any other is a failure.
     """
     try:
         return Finding(name, *check(site))
     except DockerError:  # the check of Docker reports it
         return Finding(name, "remark", "not checked: needs Docker")
     except ShoalError:
-        return Finding(name, "remark", "not checked: needs a checkout")
+        return Finding(name, "remark", "not checked: needs a readable buildspec.yml")
     except Exception as error:
         fix = "check Docker's log; if Docker did not refuse a request, please report this error"
         return Finding(name, "failed", f"{type(error).__name__}: {_one_line(error)}", fix)
@@ -404,7 +404,7 @@ def _start_docker(site: Site) -> str:
 
     The script prints to standard error, and may take any time.
     """
-    script = site.project.root / "scripts" / "engine.sh"
+    script = site.project.part("scripts/engine.sh")
     result = subprocess.run(
         [script], stdout=sys.stderr, check=False
     )  # without a timeout: apt-get must not be interrupted

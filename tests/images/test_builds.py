@@ -59,6 +59,7 @@ class FakeEngine(ThreadingMixIn, UnixStreamServer):
         self.hanging: tuple[str, ...] = ()
         self.under_way: set[str] = set()
         self.asked: list[str] = []
+        self.contexts: dict[str, bytes] = {}
         self.most = 0
         self.expected = 1  # so many builds wait for each other
         self.component = "Engine"
@@ -86,8 +87,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         options = {name: values[0] for name, values in parse_qs(urlsplit(self.path).query).items()}
-        self.rfile.read(int(self.headers["Content-Length"]))
         tag = options["t"]
+        self.server.contexts[tag] = self.rfile.read(int(self.headers["Content-Length"]))
         self.server.under_way.add(tag)
         self.server.most = max(self.server.most, len(self.server.under_way))
         if self.server.most >= self.server.expected:

@@ -67,10 +67,22 @@ def test_docker_not_answering_exits_4_with_a_fix(project: Project) -> None:
     assert "Traceback" not in result.stderr
 
 
-def test_outside_a_checkout_exits_2(tmp_path: Path) -> None:
-    result = shoal("list", cwd=tmp_path)
-    assert result.returncode == 2
-    assert "no buildspec.yml" in result.stderr
+def test_outside_a_project_the_shipped_definitions_count_and_stay_unchanged(project: Project, tmp_path: Path) -> None:
+    assert shoal("list", cwd=tmp_path, **NO_ENGINE).stdout == shoal("list", cwd=project.root, **NO_ENGINE).stdout
+    for command in (["render"], ["lock", "pytorch"], ["lock", "--bases"]):
+        result = shoal(*command, cwd=tmp_path)
+        assert result.returncode == 2
+        assert f"no buildspec.yml in {tmp_path} or above it" in result.stderr
+        assert "Fix: shoal init DIRECTORY" in result.stderr
+
+
+def test_init_refuses_to_overwrite(tmp_path: Path) -> None:
+    (tmp_path / "dockerfiles").mkdir()
+    (tmp_path / "file").touch()
+    for directory, words in ((tmp_path, "has dockerfiles already"), (tmp_path / "file", "is a file")):
+        result = shoal("init", str(directory), cwd=tmp_path)
+        assert (result.returncode, words in result.stderr) == (2, True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dockerfiles", "file"]
 
 
 def test_a_malformed_buildspec_exits_3(tmp_path: Path) -> None:
@@ -428,8 +440,8 @@ def test_other_shells_are_offered_tags(project: Project, shell: str, colon: str)
     assert f"pytorch-training{colon}2.0.1-gpu-py311-cu117-debian12" in result.stdout
 
 
-def test_nothing_is_offered_without_a_valid_buildspec(tmp_path: Path) -> None:
-    assert complete(tmp_path, "build", "") == []
+def test_the_shipped_images_are_offered_outside_a_project_and_nothing_with_a_wrong_buildspec(tmp_path: Path) -> None:
+    assert "pytorch" in complete(tmp_path, "build", "")
     (tmp_path / "buildspec.yml").write_text("images: []\n")
     assert complete(tmp_path, "build", "") == []
 

@@ -428,13 +428,14 @@ def test_loopback(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_checkout(site: Site, tmp_path: Path) -> None:
-    assert doctor.check_checkout(site).state == "ok"
-    assert doctor.check_checkout(replace(site, start=tmp_path)).found.startswith(f"no buildspec.yml in {tmp_path}")
+    assert doctor.check_definitions(site).state == "ok"
+    outside = doctor.check_definitions(replace(site, start=tmp_path))
+    assert outside == doctor.check_definitions(site)  # of the definitions that shoal comes with
     (tmp_path / "buildspec.yml").write_text("images: []\n")
-    state, found, _ = doctor.check_checkout(replace(site, start=tmp_path))
+    state, found, _ = doctor.check_definitions(replace(site, start=tmp_path))
     assert (state, "buildspec.yml:1: mpi: required, but missing" in found) == ("failed", True)
     (disk,) = doctor.run_checks(replace(site, start=tmp_path), {"disk": doctor.check_disk})
-    assert (disk.state, disk.found) == ("remark", "not checked: needs a checkout")
+    assert (disk.state, disk.found) == ("remark", "not checked: needs a readable buildspec.yml")
 
 
 # All of them
@@ -511,7 +512,7 @@ def test_fix_starts_docker_with_the_script(tmp_path: Path, fake: FakeEngine) -> 
     assert result.returncode == 10  # the buildspec is still wrong
 
 
-def test_fix_does_nothing_outside_a_checkout(tmp_path: Path) -> None:
+def test_fix_leaves_the_docker_of_docker_host_alone(tmp_path: Path) -> None:
     result = run(["--fix"], tmp_path, DOCKER_HOST="unix:///nonexistent/docker.sock")
     assert result.returncode == 10
-    assert "shoal: --fix: docker: nothing done: no buildspec.yml" in result.stderr
+    assert "shoal: --fix: docker: scripts/engine.sh could not start it" in result.stderr

@@ -129,6 +129,11 @@ def test_without_git_there_is_no_revision(checkout: Path, monkeypatch: pytest.Mo
     assert provenance.find_revision(checkout) == ""
 
 
+def test_installed_definitions_have_the_commit_of_their_wheel(tmp_path: Path) -> None:
+    (tmp_path / provenance.REVISION).write_text("ab\n")
+    assert provenance.find_revision(tmp_path) == "ab"
+
+
 def test_the_source_is_what_a_package_declares(tmp_path: Path) -> None:
     (tmp_path / "toolkit").mkdir()
     declared = tmp_path / "toolkit" / "pyproject.toml"

@@ -24,7 +24,7 @@ def test_a_machine_in_order_has_no_failed_check_and_nothing_is_left(
     findings = {finding["name"]: finding for finding in json.loads(result.stdout)}
     assert result.returncode == 0, result.stdout + result.stderr
     assert list(findings) == list(doctor.CHECKS)
-    for name in ("checkout", "docker", "memory", "base image", "networks", "loopback"):
+    for name in ("definitions", "docker", "memory", "base image", "networks", "loopback"):
         assert findings[name]["state"] == "ok", findings[name]
     assert not [finding for finding in findings.values() if finding["found"].startswith("not checked: needs")]
     assert job_objects(client, "shoal-doctor") == set()

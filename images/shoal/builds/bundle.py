@@ -26,10 +26,10 @@ from shoal.builds.base_image import Say
 from shoal.builds.bundled import BASE, DEBS, INDEX, SUMS, WHEELS
 from shoal.docker_client import archive, containers
 from shoal.errors import BuildError, BundleError, DiskError, UsageError, is_disk_full
-from shoal.matrix.project import Project
+from shoal.matrix.project import Project, find_shipped
 from shoal.matrix.spec import BuildSpec, ImageSpec, System
 from shoal.network.settings import read_network_settings
-from shoal.sources import debian, lock, packages, pins, wheels
+from shoal.sources import debian, lock, packages, pins, release, wheels
 
 INSTALL = "python3 -m venv .venv && .venv/bin/pip install --no-index --find-links {directory} shoal"
 """The command that installs `shoal` from a bundle, for users to type."""
@@ -89,7 +89,7 @@ def fill_bundle(project: Project, spec: BuildSpec, images: Iterable[ImageSpec], 
         _add_wheels(project, spec, image, directory / WHEELS)
     install = INSTALL.format(directory=directory / _HOST)
     say(f"shoal itself, for Python {sys.version_info.major}.{sys.version_info.minor}; there: {install}")
-    add_shoal(project, directory, directory / _HOST)
+    add_shoal(directory, directory / _HOST)
     digest = bundled.write_sums(directory)
     size = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
     return Bundle(directory, tuple(bases), tuple(sorted(installed)), tuple(image.tag for image in wanted), size, digest)
@@ -112,18 +112,21 @@ def _add_system(
     return found.reference
 
 
-def add_shoal(project: Project, scratch_parent: Path, target: Path) -> None:
+def add_shoal(scratch_parent: Path, target: Path) -> None:
     """Add the wheels of `shoal` and its dependencies, for hosts with this Python and processor but no network.
 
-    Versions are pinned as for the project's tests, if they are pinned there. Like `build_wheel`, it sets variables of
-    this process, and changes its working directory meanwhile. Raises `BuildError` with pip's words, or `DiskError`.
+    The wheel of `shoal` has the image definitions that it comes with. Versions are pinned as for the project's tests,
+    if they are pinned there. Like `build_wheel`, it sets variables of this process, and changes its working directory
+    meanwhile. Raises `BuildError` with pip's words, or `DiskError`.
     """
     target.mkdir(parents=True, exist_ok=True)
-    pinned = project.root / "requirements" / "dev.txt"
+    shipped = find_shipped()
+    pinned = shipped.root / "requirements" / "dev.txt"
     constraint = [f"--constraint={pinned}"] if pinned.is_file() else []
     with _scratch(scratch_parent) as scratch:
         (scratch / "own").mkdir()
-        own = packages.build_wheel(project.root / "images", scratch / "own")
+        release.write_source_tree(shipped, "images", scratch / "tree")
+        own = packages.build_wheel(scratch / "tree", scratch / "own")
         result = _pip_download(scratch, ["--only-binary=:all:", *constraint, str(own)])
         if result.returncode:
             raise _failure(f"pip cannot download the dependencies of shoal:\n{result.stderr.strip()[-2000:]}")

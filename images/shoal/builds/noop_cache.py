@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 _INPUTS = ("buildspec.yml", "dockerfiles", "library", "rehearsal", "toolkit")
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_INSTALLED = os.path.join(_PACKAGE, "definitions")
 _VARIABLES = ("DOCKER_BUILDKIT", "DOCKER_HOST", "DOCKER_TLS_VERIFY", "DOCKER_CERT_PATH", "DOCKER_API_VERSION")
 _SOCKET = "/var/run/docker.sock"
 _PATIENCE = 10
@@ -40,7 +41,7 @@ class BuildCommand:
 
 
 def read_command(arguments: list[str], start: str) -> BuildCommand | None:
-    """Return the command with the state of all its inputs; None unless it is `build` with names alone, in a checkout.
+    """Return the command with the state of all its inputs; None unless it is `build` with names alone, in a project.
 
     It also is None if an input is missing: the builder then reports it.
     """
@@ -114,12 +115,13 @@ def _load_answers(command: BuildCommand) -> dict[str, Any]:
 
 
 def _files(root: str) -> Iterator[tuple[str, os.stat_result]]:
-    """Yield the inputs in the checkout, the files of this package, and the directory of the installed packages.
+    """Yield the inputs in the project, the files of this package, and the directory of the installed packages.
 
-    Raises OSError if one is missing.
+    An input that the project lacks is in this package, if that is from a wheel. Raises OSError if one is missing.
     """
     for name in _INPUTS:
-        yield from _walk(os.path.join(root, name))
+        own = os.path.join(root, name)
+        yield from _walk(own if os.path.exists(own) else os.path.join(_INSTALLED, name))
     if os.path.exists(ignored := os.path.join(root, ".gitignore")):  # it decides what is in a wheel
         yield from _walk(ignored)
     yield from _walk(_PACKAGE)

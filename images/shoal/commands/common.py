@@ -138,14 +138,17 @@ def _convert_to_json(value: object) -> Any:
     raise TypeError(f"{type(value).__name__} cannot be converted to JSON")
 
 
-def open_project() -> tuple[project.Project, spec.BuildSpec]:
-    """Return the checkout around the current directory, and its matrix. Raises `UsageError` or `SpecError`."""
-    here = project.find(Path.cwd())
+def open_project(*, to_write: bool = False) -> tuple[project.Project, spec.BuildSpec]:
+    """Return the project around the current directory, or the definitions that `shoal` comes with, and its matrix.
+
+    With `to_write`, only a project. Raises `UsageError` or `SpecError`.
+    """
+    here = project.find_editable(Path.cwd()) if to_write else project.find(Path.cwd())
     return here, spec.load(here.buildspec)
 
 
 def load_matrix() -> spec.BuildSpec | None:
-    """Return the matrix of the checkout around the current directory; None outside a checkout."""
+    """Return the matrix that commands in the current directory use; None if there is none."""
     try:
         return open_project()[1]
     except UsageError:
@@ -155,7 +158,7 @@ def load_matrix() -> spec.BuildSpec | None:
 def resolve_tag(name: str) -> str:
     """Return the tag of an image of the matrix; a name with a colon is a tag already.
 
-    Raises `UsageError` if the name matches none or several, or there is no checkout, `SpecError` if its buildspec is
+    Raises `UsageError` if the name matches none or several, or there is no matrix, `SpecError` if its buildspec is
     wrong.
     """
     return name if ":" in name else open_project()[1].select(name).tag

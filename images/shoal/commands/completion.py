@@ -34,7 +34,7 @@ def join_words(environment: MutableMapping[str, str]) -> None:
 def complete_images(incomplete: str) -> list[str]:
     """Return the frameworks and tags that begin with `incomplete`; for bash, only the part after the last colon.
 
-    Returns none outside a checkout, or if buildspec.yml is wrong.
+    Returns none if there are no image definitions, or if buildspec.yml is wrong.
     """
     try:
         matrix = spec.load(project.find(Path.cwd()).buildspec)

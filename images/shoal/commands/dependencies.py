@@ -37,7 +37,7 @@ def lock_images(
 
     Child images are locked too if their locks no longer fit, unless you --skip them.
     """
-    here, matrix = open_project()
+    here, matrix = open_project(to_write=not check)
     if bases:
         _lock_bases(here, matrix, matrix.choose(images or (), skip or ()), check=check, as_json=as_json)
         return

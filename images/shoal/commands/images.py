@@ -60,7 +60,7 @@ def render_images(
     as_json: AsJson = False,
 ) -> None:
     """Render Dockerfiles to dockerfiles/rendered/, and the JSON schemas of the YAML files."""
-    here, matrix = open_project()
+    here, matrix = open_project(to_write=not check)
     outputs = render.render_all(here, matrix.choose(images or (), skip or ()))
     files = render.check_files(outputs) if check else render.write_files(outputs)
     if as_json:

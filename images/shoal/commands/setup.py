@@ -1,4 +1,4 @@
-"""Commands to get started: `doctor` checks this machine, `new` creates a project."""
+"""Commands to get started: `doctor` checks this machine, `new` and `init` write files to start from."""
 
 from __future__ import annotations
 
@@ -45,6 +45,24 @@ def create_project(
     """
     _, matrix = open_project()
     written = scaffold.write_project(directory.absolute(), matrix.select(image))
+    if as_json:
+        print_json(written)
+    else:
+        print_written(written)
+
+
+@app.command("init")
+def write_definitions(
+    directory: Annotated[Path, typer.Argument(help="Directory to write to. It is created if it is missing.")] = Path(),
+    as_json: AsJson = False,
+) -> None:
+    """Write buildspec.yml and dockerfiles/, which define the images, so that you can change them.
+
+    Commands in this directory and below use these files. Elsewhere they use the ones that shoal comes with.
+
+    Example: shoal init && shoal build 'pytorch-*-cpu-*'
+    """
+    written = scaffold.write_definitions(directory.absolute())
     if as_json:
         print_json(written)
     else:

@@ -34,8 +34,9 @@ def connect(timeout: int | None = 600) -> docker.DockerClient:
         where = os.environ.get("DOCKER_HOST", "unix:///var/run/docker.sock")
         raise DockerError(
             f"no Docker Engine answers at {where}: {error}\n"
-            "Fix: start one, or point DOCKER_HOST at one. As root on Debian or Ubuntu, scripts/engine.sh installs and"
-            " starts it. Without Docker, you can run a job in this environment: make train ENGINE=none"
+            "Fix: start one, or point DOCKER_HOST at one. As root on Debian or Ubuntu, `shoal doctor --fix` installs"
+            " and starts it. Without Docker, you can run a job in this environment: shoal run --engine none, or in a"
+            " checkout: make train ENGINE=none"
         ) from error
 
 

@@ -17,6 +17,7 @@ from shoal.jobs import checkpoints, distribution, gpus, job, restarts
 from shoal.jobs.local_hosts import LocalHosts
 from shoal.jobs.record import OpenJob, collect_tree, remove_checkpoints
 from shoal.jobs.watch import STOP_SECONDS, Watch
+from shoal.matrix import project
 
 _MOST_HOSTS = 254
 
@@ -61,7 +62,10 @@ def _create_hosts(opened: OpenJob, console: Console) -> LocalHosts:
     """Make the tree of each host, and return hosts that are ready to start. They share one directory of checkpoints."""
     train = Path(sys.executable).with_name("train")
     if not train.exists():
-        raise DockerError(f"`train` is not installed next to {sys.executable}. Fix: pip install ./toolkit")
+        toolkit = project.find(Path.cwd()).part("toolkit")
+        raise DockerError(
+            f"`train` is not installed next to {sys.executable}. Fix: {sys.executable} -m pip install {toolkit}"
+        )
     request = opened.record.request
     merged = request if request.min_hosts else merge_hosts(request, console)
     names = list_loopback_names(request) if request.min_hosts else merged.host_names

@@ -1,7 +1,11 @@
-"""A checkout of the project: how it is found, the paths in it, and the names of the pip layers that have locks."""
+"""A project: image definitions in a directory. How it is found, the paths in it, and the pip layers that have locks.
+
+It is a checkout, a directory that `shoal init` has written, or the definitions that are installed with this package.
+"""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,9 +18,14 @@ CHILD_LAYERS = ("framework",)
 """The pip layers of an image that extends another: it installs only what the other does not have."""
 
 
+_PACKAGE = Path(__file__).resolve().parents[1]
+INSTALLED = _PACKAGE / "definitions"
+"""The image definitions in a wheel of this package. A checkout does not have this directory."""
+
+
 @dataclass(frozen=True)
 class Project:
-    """A checkout, by its root directory."""
+    """A project, by its root directory."""
 
     root: Path
 
@@ -31,7 +40,15 @@ class Project:
 
     @property
     def cache(self) -> Path:
+        """The directory of caches and logs: in the project, or the user's if the project is installed."""
+        if self.root == INSTALLED:
+            return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shoal"
         return self.root / ".cache" / "shoal"
+
+    def part(self, name: str) -> Path:
+        """Return a file or directory such as `toolkit`: the project's own, or else the one that `shoal` comes with."""
+        own = self.root / name
+        return own if own.exists() else find_shipped().root / name
 
     def schema(self, name: str) -> Path:
         return self.templates / "schema" / f"{name}.json"
@@ -46,8 +63,39 @@ class Project:
 
 
 def find(start: Path) -> Project:
-    """Return the project that contains `start`. Raises `UsageError` if no parent directory has a buildspec.yml."""
+    """Return the project that contains `start`, or else the definitions that this package comes with.
+
+    Raises `UsageError` if there is neither.
+    """
+    return _find_above(start) or find_shipped()
+
+
+def find_editable(start: Path) -> Project:
+    """Return the project that contains `start`, for a command that writes to it. Raises `UsageError` without one."""
+    if found := _find_above(start):
+        return found
+    raise UsageError(
+        f"no buildspec.yml in {start} or above it, and this command changes files of a project."
+        " Fix: shoal init DIRECTORY, and run the command there"
+    )
+
+
+def find_shipped() -> Project:
+    """Return the definitions in this package's wheel or, if it is installed from a checkout, that checkout.
+
+    Raises `UsageError` if there is neither.
+    """
+    for root in (INSTALLED, _PACKAGE.parents[1]):
+        if (root / "buildspec.yml").is_file():
+            return Project(root)
+    raise UsageError(
+        "this installation of shoal has no image definitions. Fix: install a wheel that `make wheels` built"
+    )
+
+
+def _find_above(start: Path) -> Project | None:
+    """Return the project in the nearest directory with a buildspec.yml: `start`, or one above it."""
     for directory in (start, *start.parents):
         if (directory / "buildspec.yml").is_file():
             return Project(directory)
-    raise UsageError(f"no buildspec.yml in {start} or above it. Run from a checkout of the project.")
+    return None

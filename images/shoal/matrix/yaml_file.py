@@ -67,7 +67,8 @@ def _parse(path: Path) -> Any:
     try:
         return YAML(typ="rt").load(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise SpecError(f"{path}: cannot be read: {error.strerror}. Run from a checkout of the project.") from error
+        fix = "restore it, or write new definitions with `shoal init DIRECTORY`"
+        raise SpecError(f"{path}: cannot be read: {error.strerror}. Fix: {fix}") from error
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = mark.line + 1 if mark else 1

@@ -49,7 +49,7 @@ def write_size_report(
 
     Args:
         names: Frameworks, tags or .tar files: one, or two to compare.
-        matrix: The matrix, which defines the frameworks; None outside a checkout.
+        matrix: The matrix, which defines the frameworks; None if there is none.
         output: The page to write.
         as_json: Whether to write the inventories.
         console: The console for progress.

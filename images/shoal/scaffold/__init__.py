@@ -1,14 +1,19 @@
-"""`shoal new`: creates a project that builds and trains, from the templates in this directory."""
+"""Files to start from: `shoal new` writes a project for an image of your own, `shoal init` the image definitions.
+
+The templates in this directory are for `shoal new`.
+"""
 
 from __future__ import annotations
 
 import re
+import shutil
 from importlib.resources import files
 from pathlib import Path
 
 import jinja2
 
 from shoal.errors import UsageError
+from shoal.matrix.project import find_shipped
 from shoal.matrix.spec import ImageSpec
 
 _NAME = re.compile(r"[a-z0-9]+(?:[._-][a-z0-9]+)*")
@@ -53,6 +58,27 @@ def write_project(directory: Path, image: ImageSpec) -> list[Path]:
         path.write_text(_render_template(template, name=name, image=image.tag))
         written.append(path)
     return written
+
+
+def write_definitions(directory: Path) -> list[Path]:
+    """Write the image definitions that this package comes with, and return their paths.
+
+    `buildspec.yml` is written last: a directory with it is a project. Raises `UsageError` if the directory has one of
+    these files already, or is a file.
+    """
+    shipped = find_shipped()
+    copies = {source: directory / source.name for source in (shipped.templates, shipped.buildspec)}
+    if directory.exists() and not directory.is_dir():
+        raise UsageError(f"{directory}: is a file; expected a directory. Fix: choose another name")
+    if present := [path.name for path in copies.values() if path.exists()]:
+        raise UsageError(f"{directory}: has {' and '.join(present)} already. Fix: name another directory")
+    directory.mkdir(parents=True, exist_ok=True)
+    for source, target in copies.items():
+        if source.is_dir():
+            shutil.copytree(source, target, copy_function=shutil.copyfile)
+        else:
+            shutil.copyfile(source, target)
+    return [*copies.values()]
 
 
 def _render_template(template: str, **values: str) -> str:

@@ -72,7 +72,7 @@ def install_own_packages(project: Project, python: str) -> dict[str, bytes]:
     Nothing is installed on this machine. See `packages.install_package` for the cache and other effects. Raises
     BuildError.
     """
-    return {layer: packages.install_package(project.root / layer, python, project.cache) for layer in packages.PACKAGES}
+    return {layer: packages.install_package(project.part(layer), python, project.cache) for layer in packages.PACKAGES}
 
 
 def gather_sources(project: Project, spec: BuildSpec, image: ImageSpec, own: Mapping[str, bytes]) -> Sources:
@@ -90,7 +90,7 @@ def gather_sources(project: Project, spec: BuildSpec, image: ImageSpec, own: Map
         steps=steps,
         templates=render.read_templates(project, image),
         locks=read_image_pins(project, spec, image),
-        engine=_read_c_sources(project.root / "library" / "native"),
+        engine=_read_c_sources(project.part("library") / "native"),
         debian=debian.comparison_files(project, image.system.suite),
         own={} if image.extends else own,
     )

@@ -17,6 +17,8 @@ from shoal.matrix.project import Project
 
 INPUTS = ("buildspec.yml", "dockerfiles", "images", "library", "rehearsal", "toolkit")
 """The paths that images are made from, or by."""
+REVISION = "revision"
+"""The file with the commit of installed image definitions. A checkout does not have it."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +37,12 @@ def read_provenance(project: Project) -> Provenance:
 def find_revision(root: Path) -> str:
     """Return the last commit that changed an input, so that other commits leave images as they are.
 
-    Empty if an input has changed since then, if none is committed, or if there is no git. Empty also in a shallow clone
-    that does not contain that commit: git would name the oldest commit that it has.
+    Installed definitions have it in a file. Empty if an input has changed since then, if none is committed, or
+    without git. Empty also in a shallow clone that does not contain that commit: git would name the oldest commit that
+    it has.
     """
+    if (recorded := root / REVISION).is_file():
+        return recorded.read_text().strip()
     if _git(root, "status", "--porcelain", "--untracked-files=normal", "--", *INPUTS) != "":
         return ""
     commit, *parents = (_git(root, "log", "-1", "--format=%H %P", "--", *INPUTS) or "").split() or [""]

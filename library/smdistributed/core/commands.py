@@ -149,7 +149,10 @@ def _parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
     options = parser.parse_args(sys.argv[1:])
     if options.rehearse:
         if importlib.util.find_spec("shoal_rehearsal") is None:
-            parser.error("--rehearse needs the package shoal-rehearsal, which is not installed. Fix: pip install it")
+            parser.error(
+                "--rehearse needs the package shoal-rehearsal, which is not installed. Fix: install its wheel, which"
+                " `make wheels` of Shoal builds"
+            )
         os.environ["SHOAL_REHEARSE"] = "1"
     if not options.command:
         parser.error("the command is missing. Fix: add the command of a rank, for example: python train.py")

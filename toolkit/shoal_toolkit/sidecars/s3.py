@@ -46,9 +46,7 @@ def make_client(service: str, region: str | None, endpoint: str | None = None) -
         import boto3  # type: ignore[import-untyped]
         from botocore.config import Config  # type: ignore[import-untyped]
     except ImportError as error:
-        raise LaunchError(
-            f"boto3, which is needed for AWS, is not installed ({error}): pip install 'shoal-toolkit[s3]'"
-        ) from None
+        raise LaunchError(f"boto3, which is needed for AWS, is not installed ({error}): pip install boto3") from None
     config = Config(connect_timeout=10, read_timeout=60, retries={"mode": "standard", "total_max_attempts": 4})
     return boto3.client(service, region_name=region, endpoint_url=endpoint, config=config)
 

@@ -22,7 +22,7 @@ from shoal_toolkit.errors import LaunchError, TrainError
 from shoal_toolkit.light_typing import TYPE_CHECKING, Any
 from shoal_toolkit.log import STDERR, STDOUT, write_log
 from shoal_toolkit.plan.launcher import SEVERAL_RANKS
-from shoal_toolkit.result.result import RETRY_CODE, Failure, Result, remove_script_failure
+from shoal_toolkit.result.result import RETRY_CODE, Failure, Result
 from shoal_toolkit.run.gathering import Gathering
 from shoal_toolkit.run.host import Host, Task, describe_sidecar_end
 from shoal_toolkit.run.rank_table import RankTable, explain
@@ -173,6 +173,7 @@ class FirstHost(Host):
         if self._preflight is not None:
             self._preflight.log_findings()
             self._preflight = None
+        self.forget_earlier_start()
         self._ranks = RankTable(plan, self.output, self.task.paths)
         self._pending = {host for host in plan.hosts if plan.runs_own_command(host)}
         for host, channel in self._channels.items():
@@ -587,8 +588,6 @@ class FirstHost(Host):
         if self._requests is not None:
             self._requests.close()
             self._requests = None
-        self.output.forget_tails()
-        remove_script_failure(self.task.paths)
 
     # Stopping
 

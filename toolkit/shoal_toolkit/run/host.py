@@ -19,6 +19,7 @@ from shoal_toolkit.result.result import (
     METRICS,
     Result,
     describe_exit_code,
+    remove_script_failure,
     write_provisional_failure,
     write_result,
 )
@@ -111,6 +112,14 @@ class Host(Role):
         self.task = self.task._replace(plan=plan)
         self.processes.replace_plan(plan)
         self.report.update(hosts=list(hosts), ranks=plan.world_size)
+
+    def forget_earlier_start(self) -> None:
+        """Forgets what ranks wrote before a restart: the end of their stderr, and the failure file.
+
+        Call it at the next start. Until all hosts are ready for that, ranks of the earlier one may still write.
+        """
+        self.output.forget_tails()
+        remove_script_failure(self.task.paths)
 
     def _make_output(self) -> Output:
         """Returns the writer to stdout and stderr, with prefixes, JSON and metrics as the plan and the settings say.

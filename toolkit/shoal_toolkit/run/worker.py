@@ -16,7 +16,7 @@ from shoal_toolkit.light_typing import Any
 from shoal_toolkit.log import STDERR, write_log
 from shoal_toolkit.output.mpirun_log import MpirunLog
 from shoal_toolkit.preflight.facts import collect_facts
-from shoal_toolkit.result.result import RETRY_CODE, Result, check_writable, remove_script_failure
+from shoal_toolkit.result.result import RETRY_CODE, Result, check_writable
 from shoal_toolkit.run.host import Host, Task, describe_sidecar_end
 from shoal_toolkit.run.processes import HostProcesses
 
@@ -152,9 +152,6 @@ class Worker(Host):
             self._report_state()
             return
         self._is_started = False
-        self._daemon_log = MpirunLog()
-        self.output.forget_tails()
-        remove_script_failure(self.task.paths)
         self.processes.end(self._on_set_up)
 
     def _plan_with(self, hosts: Sequence[str]) -> None:
@@ -179,6 +176,8 @@ class Worker(Host):
         if self.plan.runs_own_command(self.name) != (command is None):
             raise messages.ProtocolError("a start of something that is not in this host's plan")
         self._is_started = True
+        self._daemon_log = MpirunLog()  # not sooner: the killed daemon of an earlier start names a rank that failed
+        self.forget_earlier_start()
         try:
             self._start_processes(self.processes, command)
         except TrainError as error:

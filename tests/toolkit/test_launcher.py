@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -15,6 +16,7 @@ import pytest
 
 from shoal_toolkit.errors import ContractError
 from shoal_toolkit.plan.plan import LaunchPlan
+from shoal_toolkit.plan.rank_shell import STOPPING, wrap_for_mpirun
 
 from .conftest import TRAIN, Run, Tree, clean_environment
 from .netns import UNAVAILABLE, Host, running, two_hosts
@@ -129,6 +131,22 @@ def test_an_unknown_group_is_an_error(tree: Tree) -> None:
     tree.hyperparameters(**{MPI: True, "sagemaker_distribution_instance_groups": ["gpus"]})
     with pytest.raises(ContractError, match=r"names 'gpus'.*Did you mean 'gpu'\?"):
         planned(tree)
+
+
+# The shell of a rank
+
+
+@pytest.mark.parametrize(("stopping", "code", "out"), [(False, 0, b"runs\n"), (True, 143, b"")])
+def test_a_signal_before_the_script_runs_ends_the_rank(tmp_path: Path, stopping: bool, code: int, out: bytes) -> None:
+    """The shell traps signals. It must not drop one that came when it had reported its start, and no script ran."""
+    if stopping:
+        train = subprocess.Popen(["true"])
+        train.wait()
+        (tmp_path / STOPPING).write_text(f"{train.pid} {signal.SIGTERM.value}\n")
+    directories = dict.fromkeys(("SHOAL_RUN_DIR", "SHOAL_CODE_DIR"), str(tmp_path))
+    environment = {**os.environ, **directories, "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
+    done = subprocess.run(wrap_for_mpirun(["echo", "runs"]), env=environment, capture_output=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (code, out, b"")
 
 
 # torchrun

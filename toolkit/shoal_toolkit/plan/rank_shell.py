@@ -12,6 +12,9 @@ The shell outlives the script: it traps the signals that stop a job. The script 
 process group. So the shell can report how the script ended. While the job is being stopped, it waits: if a rank ended
 at once, mpirun or torchrun would kill ranks that still save a checkpoint. `train` then ends all shells.
 
+The shell drops a signal that comes before the script runs. Therefore the subshell does not start the script if STOPPING
+exists, which `train` makes before it sends the signal.
+
 The message of a shell about a command that a signal ended ("Terminated") is dropped. For a simple command, dash would
 write it to the redirected stderr; therefore a subshell redirects, and execs the script.
 
@@ -25,7 +28,7 @@ from collections.abc import Sequence
 
 EVENTS = "events"  # a FIFO in the run directory
 STARTED, ENDED = "start", "end"  # the first word of a line on EVENTS
-STOPPING = "stopping"  # a file that exists while the job is being stopped; holds the pid of `train`
+STOPPING = "stopping"  # a file that exists while the job is being stopped; has the pid of `train`, and the signal
 
 TORCH: tuple[str, ...] = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 DATA_PARALLEL: tuple[str, ...] = (*TORCH, "SMDATAPARALLEL_LOCAL_RANK")
@@ -49,10 +52,10 @@ _RUN = (
     'if [ -p "$run/out.$LOCAL_RANK" ]; then exec >"$run/out.$LOCAL_RANK" 2>"$run/err.$LOCAL_RANK"; fi\n'
     'cd "$code" || exit\n'
     "exec 3>&2 2>/dev/null\n"
-    '(exec "$@" 2>&3 3>&-)\n'
+    f'(if read -r _ signal <"$run/{STOPPING}"; then exit "$((128 + signal))"; fi; exec "$@" 2>&3 3>&-)\n'
     "code=$?\n"
     f'echo "{ENDED} $RANK $code" 1<>"$run/{EVENTS}"\n'
-    f'if [ -e "$run/{STOPPING}" ] && read -r train <"$run/{STOPPING}"; then\n'
+    f'if [ -e "$run/{STOPPING}" ] && read -r train _ <"$run/{STOPPING}"; then\n'
     'while kill -0 "$train" 2>/dev/null; do sleep 0.2; done; fi\n'
     'exit "$code"'
 )

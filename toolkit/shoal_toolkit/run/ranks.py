@@ -84,6 +84,7 @@ class LocalRanks:
         self._start_times: dict[int, str] = {}  # by the pid of the rank's shell
         self._shell_of: dict[int, int] = {}  # rank → pid of its shell
         self._partial = b""  # an incomplete line of a report
+        self._saving: dict[int, int] = {}  # rank that has ended → its exit code, while child processes of it run
         self._stopped_by = 0
         self._writers: list[int] = []
         self._reports = self._open_fifo(rank_shell.EVENTS, self._read_reports)
@@ -104,20 +105,25 @@ class LocalRanks:
     def stop(self, number: int) -> None:
         """Signals every rank, also those that start later. From now on a rank that ends keeps its shell running.
 
-        For that it makes the file STOPPING in the run directory, if that still exists.
+        For that it makes the file STOPPING in the run directory, if that still exists. A shell that finds it does not
+        start its script any more.
         """
         self._stopped_by = number
+        path = os.path.join(self._directory, rank_shell.STOPPING)
         try:
-            with open(os.path.join(self._directory, rank_shell.STOPPING), "w", encoding="ascii") as file:
-                file.write(f"{os.getpid()}\n")
+            with open(f"{path}.part", "w", encoding="ascii") as file:
+                file.write(f"{os.getpid()} {number}\n")
+            os.replace(f"{path}.part", path)
         except OSError:  # a script that cleaned up /tmp removed the directory: signal the ranks anyway
             pass
         self.signal(number)
 
     def finish(self) -> None:
-        """Reads the last output of the ranks, and closes the FIFOs. Call it after all ranks have ended."""
+        """Reads the last output of the ranks, reports their end, and closes the FIFOs. Call it when all have ended."""
         for source in (self._reports, *self._outputs):
             source.finish()
+        while self._saving:
+            self._on.on_rank_ended(*self._saving.popitem())
         for writer in self._writers:
             os.close(writer)
         self._writers = []
@@ -172,8 +178,15 @@ class LocalRanks:
         shell = self._shell_of.get(rank, 0)
         if self._stopped_by and read_start_time(shell) == self._start_times.get(shell) and has_orphans(shell):
             # A script that is a shell ends at once after a signal, but its child may save a checkpoint.
-            self._loop.call_later(_POLL_SECONDS, lambda: self._on_ended(rank, code))
+            self._saving[rank] = code
+            self._loop.call_later(_POLL_SECONDS, lambda: self._check_saving(rank))
             return
         for output in self._outputs:
             output.poll()  # its last output came before the report
         self._on.on_rank_ended(rank, code)
+
+    def _check_saving(self, rank: int) -> None:
+        """Looks again whether child processes of a rank run, unless its end has been reported."""
+        code = self._saving.pop(rank, None)
+        if code is not None:
+            self._on_ended(rank, code)

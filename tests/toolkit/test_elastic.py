@@ -298,10 +298,12 @@ while not os.path.exists({!r}):
 
 
 @pytest.mark.soak
-def test_hosts_lost_at_random_moments(hosts: list[Host], undo: ExitStack, tmp_path: Path) -> None:
+@pytest.mark.parametrize("launcher", ["process", pytest.param("mpirun", marks=pytest.mark.mpi)])
+def test_hosts_lost_at_random_moments(hosts: list[Host], undo: ExitStack, tmp_path: Path, launcher: str) -> None:
     """Also during restarts and growths, and while they set up. The job goes on each time, and ends on all hosts."""
     for host in hosts:
         host.tree.script(ENDLESS.format(str(tmp_path / "end")))
+        host.tree.hyperparameters(sagemaker_mpi_enabled=launcher == "mpirun")
     job = Job(hosts, undo, SHOAL_MIN_HOSTS="1", SHOAL_MAX_RESTARTS="999")
     job.start(*NAMES)
     job.wait_for(A, "runs 0")

@@ -443,6 +443,54 @@ def test_a_signal_while_the_standby_imports_ends_the_command(tmp_path: Path) -> 
         loop.close()
 
 
+class TwoRanks(FakePlan):
+    """A plan with two ranks of torchrun."""
+
+    has_ranks, launcher, current_host, world_size = True, "torch_distributed", "a", 2
+    ranks: Mapping[str, int] = {"a": 2}
+    command = ("torchrun",)
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_ranks_start_without_a_standby_that_has_ended_or_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hangs: bool
+) -> None:
+    """After a restart no host has torchrun, so that they are forked without it, by a process that imports nothing."""
+    script = tmp_path / "train.py"
+    script.write_text("import os, sys\nprint(os.environ['RANK'], sys.argv[1:], 'torch' in sys.modules, flush=True)")
+    monkeypatch.setattr(standby, "read_table", lambda _: {"torch": ["json"]})
+    monkeypatch.setattr(standby, "_ANSWER_SECONDS", 0.2)
+    loop = Loop()
+    plan: Any = TwoRanks(script)
+    ends: list[tuple[int, ...]] = []
+    said = [b"", b""]
+    events: Any = SimpleNamespace(
+        on_rank_started=lambda rank: None,
+        on_rank_ended=lambda *end: ends.append(end),
+        on_rank_output=lambda _, rank, data: said.__setitem__(rank, said[rank] + data),
+        on_launcher_output=lambda *_: None,
+        on_command_ended=lambda code: ends.append((code,)),
+    )
+    processes = HostProcesses(loop, FlowControl(), plan, dict(os.environ), events)
+    try:
+        processes.prepare_restart({"SHOAL_RESTART": "1"}, True)
+        made = processes._standby
+        assert made is not None
+        waited: list[None] = []
+        processes.await_standby(lambda: waited.append(None))
+        loop.run_until(lambda: bool(waited))
+        os.kill(made._pid, signal.SIGSTOP if hangs else signal.SIGKILL)
+        if not hangs:
+            loop.run_until(lambda: made._pid < 0)
+        processes.start()
+        loop.run_until(lambda: (0,) in ends)
+    finally:
+        processes.close()
+        loop.close()
+    assert sorted(ends) == [(0,), (0, 0), (1, 0)]
+    assert said == [f"{rank} ['--epochs', '3'] False\n".encode() for rank in (0, 1)]
+
+
 def test_a_standby_that_has_ended_forks_nothing(tmp_path: Path) -> None:
     loop = Loop()
     plan: Any = FakePlan(tmp_path / "train.py")

@@ -86,8 +86,8 @@ class HostProcesses:
         self._limit = Timer(0, lambda: None)  # for the end before a restart
         self.directory = ""  # the run directory, if ranks run here
         self._standby: Standby | None = None
-        self._forks = False  # the standby starts the command
-        self._must_fork = False  # as on the other hosts
+        self._forks = False  # the standby starts the command, if there is one
+        self._has_torchrun = True  # after a restart the hosts may have none, if they keep standbys
 
     @property
     def running(self) -> bool:
@@ -179,15 +179,13 @@ class HostProcesses:
         else:
             self._standby.when_ready(self._start_with_standby)
 
-    def _start_with_standby(self, is_ready: bool) -> None:
-        """Starts this host's own command, forked by the standby if that is ready.
+    def _start_with_standby(self, _: bool) -> None:
+        """Starts this host's own command, forked by the standby if there is one.
 
         A command that can't be started is logged, and reported as one that has ended with 1.
         """
-        self._forks = is_ready
+        self._forks = True
         try:
-            if self._must_fork and not is_ready:
-                raise _no_standby()
             self._start_command()
         except LaunchError as error:
             write_log(str(error))
@@ -365,7 +363,7 @@ class HostProcesses:
         self._environ.update(variables)
         self.keep_standby(standby)
         if self._standby is not None and self._plan.has_ranks:
-            self._must_fork = True
+            self._has_torchrun = False
             self._standby.start_now()
 
     def end(self, on_ended: OnSetUp) -> None:
@@ -425,14 +423,17 @@ class HostProcesses:
     ) -> None:
         """Starts this host's process, marked by a variable, and closes the descriptors `to_close`, also after an error.
 
-        The standby forks it if it is to, and can. `_on_child_ended` is called when it has ended.
+        The standby forks it if it is to, and can. If it can't, and the hosts have no torchrun any more, a new process
+        forks the ranks. `_on_child_ended` is called when it has ended.
         """
         try:
-            if self._standby is not None and self._forks and (pid := self._standby.fork(env, outputs, self.directory)):
-                self._pid, self._mark = pid, self._standby.mark
-            elif self._forks and self._must_fork:
-                raise _no_standby()
+            standby = self._standby if self._forks else None
+            if standby is not None and (pid := standby.fork(env, outputs, self.directory)):
+                self._pid, self._mark = pid, standby.mark
             else:
+                if standby is not None and not self._has_torchrun:
+                    write_log("the standby has ended or does not answer: the ranks import their packages themselves")
+                    argv = standby.build_cold_command(self.directory)
                 self._mark = self._own_mark
                 marks = f"{env.get(MARK, '')} {self._mark}".strip()
                 self._pid = spawn(argv, {**env, MARK: marks}, cwd, stdout=outputs[0], stderr=outputs[1])
@@ -470,11 +471,6 @@ class HostProcesses:
     def _may_be_saving(self) -> bool:
         """Whether child processes of a stopped script still run, and may save a checkpoint. A shell ends at once."""
         return has_orphans(self._pid) or bool(find_marked(self._mark, self._since))
-
-
-def _no_standby() -> LaunchError:
-    """Returns the error for ranks that torchrun can't start, because the other hosts have no torchrun any more."""
-    return LaunchError("The standby, which starts the ranks again, has ended or did not import torch in time.")
 
 
 def _finish_sources(sources: Sequence[Source], _: int) -> None:

@@ -2,7 +2,8 @@
 
 The first start is as without restarts. While the ranks run, their memory maps show which packages they use, and the
 standby imports the frameworks among them. A restart then takes no time for imports. Without a standby that answers, a
-script starts as it did the first time. Only ranks of torchrun are always forked at a restart: the hosts have to agree.
+script starts as it did the first time. Ranks of torchrun start without it at a restart, because ranks of torchrun on
+one host don't meet ranks of a standby on another: a new process forks them, without imports.
 """
 
 from __future__ import annotations
@@ -23,12 +24,19 @@ from shoal_toolkit.plan.plan import LaunchPlan
 from shoal_toolkit.plan.rank_shell import SHELL_VARIABLES
 from shoal_toolkit.system.files import read_text
 from shoal_toolkit.system.loop import READ, Loop, Timer
-from shoal_toolkit.system.process import MARK, find_descendants, signal_group, spawn
+from shoal_toolkit.system.process import (
+    MARK,
+    find_descendants,
+    kill_left_behind,
+    read_start_time,
+    signal_group,
+    spawn,
+)
 from shoal_toolkit.tables import read_table
 
 _START_SECONDS = 5.0  # after the ranks, which import the frameworks at that time
 _LOOKS = 24  # for the frameworks of the ranks; a script may download data first
-_IMPORT_SECONDS = 300.0  # that a restart waits for a standby that is importing
+_IMPORT_SECONDS = 60.0  # that a restart waits for a standby that is importing
 _ANSWER_SECONDS = 5.0
 _NUMBER = struct.Struct("!I")
 _SET_CHILD_SUBREAPER = 36  # of prctl
@@ -129,33 +137,43 @@ class Standby:
             directory: The run directory, for ranks.
 
         Returns:
-            The pid of the process, a child of this one; 0 if that failed, which ends the standby.
+            The pid of the process, a child of this one; 0 without a standby, or if it failed, which ends the standby.
         """
+        server = self._server
+        if server is None:
+            return 0
+        env = {**{name: variables[name] for name in variables if name not in SHELL_VARIABLES}, MARK: self._marks()}
         request = {
             "argv": self.plan.script[1:],
-            "env": {
-                **{name: variables[name] for name in variables if name not in SHELL_VARIABLES},
-                MARK: self._marks(),
-            },
+            "env": env,
             "cwd": self.plan.cwd,
             "directory": directory,
             "ranks": list_rank_variables(self.plan) if self.plan.has_ranks else [],
         }
         payload = json.dumps(request).encode()
         try:
-            return self._request(payload, outputs)
+            return self._request(server, payload, outputs)
         except OSError:
+            # It may have forked the script, although it has not answered in time.
+            kill_left_behind(self._pid, self.mark, int(read_start_time(self._pid) or 0))
             self.close()
             return 0
 
-    def _request(self, payload: bytes, outputs: tuple[int, int]) -> int:
+    def build_cold_command(self, directory: str) -> list[str]:
+        """Returns the command of a process that forks the ranks as the standby does, without imports.
+
+        Args:
+            directory: The run directory.
+        """
+        python, *arguments = self.plan.script
+        ranks = json.dumps(list_rank_variables(self.plan))
+        return [python, "-m", "shoal_toolkit.sidecars.standby", "--once", directory, ranks, *arguments]
+
+    def _request(self, server: socket.socket, payload: bytes, outputs: tuple[int, int]) -> int:
         """Sends a request, and returns the pid in the answer. Meanwhile this process adopts orphans: one is the script.
 
         Raises OSError if there is no answer within 5 s.
         """
-        server = self._server
-        if server is None:
-            return 0
         server.settimeout(_ANSWER_SECONDS)
         libc = ctypes.CDLL(None)
         libc.prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)

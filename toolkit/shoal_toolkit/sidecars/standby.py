@@ -8,6 +8,9 @@ ends at once, and `train` is a subreaper at that time. This process ends with th
 A rank that is forked has its own session, environment, arguments and standard streams, and new states of the random
 generators of Python and numpy. The frameworks are imported, but have not computed anything: no lock is held, and no
 device is open. torch's DataLoader forks its workers too.
+
+`--once DIRECTORY RANKS ARGUMENT ...` forks ranks without a request and without imports, for a restart at which the
+standby has ended or does not answer. The ranks get the environment of this process.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ import sys
 from collections.abc import Sequence
 
 from shoal_toolkit.light_typing import Any, NoReturn
+from shoal_toolkit.plan.rank_shell import SHELL_VARIABLES
 
 _NUMBER = struct.Struct("!I")
 _SIGNAL_CODE = 128
@@ -79,7 +83,8 @@ def _receive(server: socket.socket, size: int) -> bytes:
 
 def run_request(request: dict[str, Any]) -> None:
     """Becomes the script of a request; or forks a rank for each of its `ranks`, and ends when all have ended."""
-    os.setsid()
+    if os.getsid(0) != os.getpid():
+        os.setsid()
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["env"])
@@ -170,7 +175,12 @@ def _run(execute: Any) -> None:
 
 
 def main() -> None:
-    """Imports the modules, reports that, and serves `train`."""
+    """Imports the modules, reports that, and serves `train`; or runs the only request."""
+    if sys.argv[1] == "--once":
+        env = {name: value for name, value in os.environ.items() if name not in SHELL_VARIABLES}
+        directory, ranks, *argv = sys.argv[2:]
+        run_request({"argv": argv, "env": env, "cwd": ".", "directory": directory, "ranks": json.loads(ranks)})
+        return
     server = socket.socket(fileno=int(sys.argv[1]))
     server.set_inheritable(False)
     preload(sys.argv[2:])

@@ -5,7 +5,6 @@ Two names of one machine will not do: mpirun would take both for itself.
 
 from __future__ import annotations
 
-import itertools
 import os
 import shutil
 import signal
@@ -22,7 +21,6 @@ UNAVAILABLE = (
     if os.geteuid() == 0 and shutil.which("ip") and shutil.which("unshare")
     else "needs root, iproute2 and util-linux"
 )
-_COUNTER = itertools.count()
 _PREFIX = "10.213.77"
 _STRANGER = f"{_PREFIX}.99"
 # A container's own name is none of the job's names, and its /dev/shm is its own. `train` becomes PID 1.
@@ -110,7 +108,7 @@ def many_hosts(directory: Path, count: int) -> Iterator[list[Host]]:
 
 def _make_hosts(directory: Path, count: int, undo: ExitStack) -> list[Host]:
     """Makes hosts without a network, which `undo` removes. Each knows the names of all."""
-    unique = f"shoal{os.getpid()}x{next(_COUNTER)}"
+    unique = f"shoal{os.urandom(4).hex()}"  # a run that was killed leaves its names, and pids repeat
     hosts = [
         Host(f"algo-{n}", f"{unique}-{n}", make_tree(directory / f"algo-{n}" / "ml"), f"{_PREFIX}.{n}")
         for n in range(1, count + 1)

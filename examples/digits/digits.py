@@ -15,8 +15,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from shoal_toolkit import checkpoint
-
 GREATEST_PIXEL = 16
 HELD_OUT = 5  # every fifth image of each digit is for the test
 
@@ -51,6 +49,8 @@ def arguments_parser(
 
 def checkpoint_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add the options of scripts that save checkpoints, and resume with any number of ranks; return the parser."""
+    from shoal_toolkit import checkpoint  # other scripts of this directory run without it
+
     parser.add_argument(
         "--global-batch",
         type=int,

@@ -107,6 +107,13 @@ VARIABLES = (
         "`train` finds leftover processes by it and kills them. With AWS's toolkit, daemons outlive the job.",
         ours="[0-9a-f]{16}",
     ),
+    *each(
+        ADDITIONAL,
+        "A script learns how often it was restarted, and how long it may save after SIGTERM.",
+        "env SHOAL_RESTART",
+        "env SHOAL_STOP_GRACE",
+        ours="[0-9]+",
+    ),
     Divergence("env GLOO_SOCKET_IFNAME", ADDITIONAL, "gloo uses the same interface as NCCL.", ours="eth0"),
     Divergence(
         "env MASTER_ADDR",

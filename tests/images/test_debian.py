@@ -205,7 +205,7 @@ def test_what_a_mirror_has_now_is_written_or_only_compared(
     monkeypatch.setattr(docker_client, "connect", lambda: of_layers(f"sha256:{'3' * 64}"))
     monkeypatch.setattr(base_image, "provide_base", lambda *_, **__: MINE)
     monkeypatch.setattr(debian_lock, "run_in_base", in_base)
-    monkeypatch.setattr(dependencies, "open_project", lambda: (copy, matrix))
+    monkeypatch.setattr(dependencies, "open_project", lambda to_write: (copy, matrix))
     where = debian.lock_path(copy, "bookworm")
     with pytest.raises(
         SpecError, match=r"Debian bookworm has other packages or base images now\. Fix: shoal lock --bases"

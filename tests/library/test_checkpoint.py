@@ -573,6 +573,16 @@ def test_what_a_script_can_ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert contract.directory() is None, "it may be of another job"
 
 
+@pytest.fixture(autouse=True)
+def no_stop(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As in a new process, and none of it is left: another test of this process may have asked for the seconds."""
+    for name, value in {"installed": False, "received": None, "before": None}.items():
+        monkeypatch.setattr(contract._Stop, name, value)
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
 def test_the_seconds_that_a_stopped_script_has(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHOAL_STOP_GRACE", "30")
     heard: list[int] = []

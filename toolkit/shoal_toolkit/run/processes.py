@@ -433,7 +433,7 @@ class HostProcesses:
             else:
                 if standby is not None and not self._has_torchrun:
                     write_log("the standby has ended or does not answer: the ranks import their packages themselves")
-                    argv = standby.build_cold_command(self.directory)
+                    argv, env = standby.build_cold_start(env, self.directory)
                 self._mark = self._own_mark
                 marks = f"{env.get(MARK, '')} {self._mark}".strip()
                 self._pid = spawn(argv, {**env, MARK: marks}, cwd, stdout=outputs[0], stderr=outputs[1])

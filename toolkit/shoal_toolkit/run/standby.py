@@ -98,7 +98,7 @@ class Standby:
         return f"{self._environ.get(MARK, '')} {self.mark}".strip()
 
     def _on_ended(self, pid: int, _: int) -> None:
-        """Gives up the standby that has ended, unless it is an earlier one."""
+        """Does without the standby that has ended, unless it is an earlier one."""
         if pid == self._pid:
             self._finish_wait(False)
 
@@ -120,7 +120,7 @@ class Standby:
         self._timer = self._loop.call_later(_IMPORT_SECONDS, lambda: self._finish_wait(False))
 
     def _finish_wait(self, is_ready: bool) -> None:
-        """Calls back once. A standby that is not ready is given up."""
+        """Calls back once. A standby that is not ready is ended."""
         self._timer.cancel()
         on_ready, self._on_ready = self._on_ready, None
         if not is_ready:
@@ -142,7 +142,7 @@ class Standby:
         server = self._server
         if server is None:
             return 0
-        env = {**{name: variables[name] for name in variables if name not in SHELL_VARIABLES}, MARK: self._marks()}
+        env = {**_drop_shell_variables(variables), MARK: self._marks()}
         request = {
             "argv": self.plan.script[1:],
             "env": env,
@@ -159,15 +159,17 @@ class Standby:
             self.close()
             return 0
 
-    def build_cold_command(self, directory: str) -> list[str]:
-        """Returns the command of a process that forks the ranks as the standby does, without imports.
+    def build_cold_start(self, variables: Mapping[str, str], directory: str) -> tuple[list[str], dict[str, str]]:
+        """Returns the command and the environment of a process that forks the ranks as the standby does, without imports.
 
         Args:
+            variables: The environment for the first start.
             directory: The run directory.
         """
         python, *arguments = self.plan.script
         ranks = json.dumps(list_rank_variables(self.plan))
-        return [python, "-m", "shoal_toolkit.sidecars.standby", "--once", directory, ranks, *arguments]
+        argv = [python, "-m", "shoal_toolkit.sidecars.standby", "--once", directory, ranks, *arguments]
+        return argv, _drop_shell_variables(variables)
 
     def _request(self, server: socket.socket, payload: bytes, outputs: tuple[int, int]) -> int:
         """Sends a request, and returns the pid in the answer. Meanwhile this process adopts orphans: one is the script.
@@ -205,6 +207,11 @@ class Standby:
         if self._pid > 0:
             signal_group(self._pid, signal.SIGKILL)
             self._pid = -1  # it is not started again
+
+
+def _drop_shell_variables(variables: Mapping[str, str]) -> dict[str, str]:
+    """Returns the environment of a script that no shell starts."""
+    return {name: variables[name] for name in variables if name not in SHELL_VARIABLES}
 
 
 def can_fork(plan: LaunchPlan) -> bool:

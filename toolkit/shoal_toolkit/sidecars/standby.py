@@ -25,7 +25,6 @@ import sys
 from collections.abc import Sequence
 
 from shoal_toolkit.light_typing import Any, NoReturn
-from shoal_toolkit.plan.rank_shell import SHELL_VARIABLES
 
 _NUMBER = struct.Struct("!I")
 _SIGNAL_CODE = 128
@@ -177,9 +176,10 @@ def _run(execute: Any) -> None:
 def main() -> None:
     """Imports the modules, reports that, and serves `train`; or runs the only request."""
     if sys.argv[1] == "--once":
-        env = {name: value for name, value in os.environ.items() if name not in SHELL_VARIABLES}
         directory, ranks, *argv = sys.argv[2:]
-        run_request({"argv": argv, "env": env, "cwd": ".", "directory": directory, "ranks": json.loads(ranks)})
+        run_request(
+            {"argv": argv, "env": dict(os.environ), "cwd": ".", "directory": directory, "ranks": json.loads(ranks)}
+        )
         return
     server = socket.socket(fileno=int(sys.argv[1]))
     server.set_inheritable(False)

@@ -160,7 +160,7 @@ class Standby:
             return 0
 
     def build_cold_start(self, variables: Mapping[str, str], directory: str) -> tuple[list[str], dict[str, str]]:
-        """Returns the command and the environment of a process that forks the ranks as the standby does, without imports.
+        """Returns the command and the environment of a process that forks the ranks, without imports.
 
         Args:
             variables: The environment for the first start.

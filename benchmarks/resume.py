@@ -3,8 +3,9 @@
 Both run the same script on this machine (resume_train.py: gloo, a checkpoint every 10 steps). Parts, of `--parts`:
 
 - `rank`: rank 1 of 2 gets SIGKILL, until rank 0 has completed the next step. Rival: `torchrun --max-restarts`.
-- `host`: 2 hosts with a rank each. The second host is killed with its rank, and started again at once. Rival: torchrun
-  with a rendezvous (c10d) and `--nnodes=1:2`. Its next step counts even if it is of one rank.
+- `host`: 2 hosts with a rank each, of which one is enough. The second host is killed with its rank, and started again
+  at once. `host-killed`: until the next step, of any number of ranks. `host-replaced`: until the next step of 2 ranks.
+  Rival: torchrun with a rendezvous (c10d) and `--nnodes=1:2`.
 - `elastic`: 4 hosts with a rank each, in network namespaces, which need root. The last is killed, until the next step
   of 3 ranks. Then it is started again, until the next step of 4 ranks. Rival: torchrun `--nnodes=3:4`.
 - `goodput`: with a killed rank every 15 s, for `--seconds`. Goodput is the number of the last step, times the median
@@ -15,8 +16,8 @@ Both run the same script on this machine (resume_train.py: gloo, a checkpoint ev
 Both have been training for some seconds before a failure. Figures are medians of the rounds, the two sides in turn.
 The parts of our restart are `rank-killed-...`: until the script runs again, imports, loading, and the first step.
 
-The rival has the best settings that we found. Its ranks do not share the agents' store (OWN_STORE): in that store,
-restarted ranks at times wait for the address of a rank that was killed, and a replaced agent never finds the others. The
+The rival has the best settings that we found. Its ranks do not share the agents' store (OWN_STORE). In that store,
+restarted ranks at times wait for the address of a rank that was killed. A replaced agent never finds the others. The
 first host, which survives, serves the rendezvous. Lost hosts are noticed after 3 s instead of 15 s, and it waits 1 s
 instead of 30 s for more hosts. A job that has not gone on after 90 s counts as 90 s.
 """
@@ -52,6 +53,7 @@ GOODPUT_SECONDS = 180
 LIMIT_SECONDS = 90.0
 START_SECONDS = 300.0
 FOREVER = "1000000000"
+LEAST = {2: 1, 4: 3}  # hosts that are enough, of so many
 OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 RENDEZVOUS = "join_timeout=60,last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3"
 
@@ -198,13 +200,9 @@ def measure(part: str, rounds: int, seconds: int) -> Iterator[Figure]:
     if part == "rank":
         yield from measure_lost_ranks(rounds)
     elif part == "host":
-        ours, rival = ([replace_host(start) for _ in range(rounds)] for start in (start_train, start_elastic))
-        yield compare("host-killed", ours, rival, None, 0.3)
+        yield from compare_pairs(("host-killed", "host-replaced"), replace_host, rounds, 0.3)
     elif part == "elastic":
-        sides = [[lose_and_return(start) for _ in range(rounds)] for start in (start_train, start_elastic)]
-        for number, name in enumerate(("elastic-4-to-3", "elastic-3-to-4")):
-            spans = [[each[number] for each in side] for side in sides]
-            yield compare(name, spans[0], spans[1], None, 0.5)
+        yield from compare_pairs(("elastic-4-to-3", "elastic-3-to-4"), lose_and_return, rounds, 0.5)
     elif part == "goodput":
         shares = [lose_share(start, seconds) for start in (start_train, start_torchrun)]
         yield Figure("lost-share", shares[0], "", 0.15, shares[1], "torchrun", 1.0)
@@ -229,6 +227,16 @@ def measure_lost_ranks(rounds: int) -> Iterator[Figure]:
     yield compare("rank-killed", ours, rival, 3.0, 0.3)
     for name in parts[0]:
         yield Figure(f"rank-killed-{name}", statistics.median(each[name] for each in parts), "s")
+
+
+def compare_pairs(
+    names: tuple[str, str], measure_pair: Callable[[Start], tuple[float, float]], rounds: int, ceiling: float
+) -> Iterator[Figure]:
+    """Measure two figures in each round, of both sides."""
+    sides = [[measure_pair(start) for _ in range(rounds)] for start in (start_train, start_elastic)]
+    for number, name in enumerate(names):
+        ours, rival = ([each[number] for each in side] for side in sides)
+        yield compare(name, ours, rival, None, ceiling)
 
 
 def compare(name: str, ours: Sequence[float], rival: Sequence[float], goal: float | None, ceiling: float) -> Figure:
@@ -256,12 +264,15 @@ def split(run: Run, killed_at: float, pid: int) -> dict[str, float]:
     return {name: end - begin for name, begin, end in zip(events, [killed_at, *times], times)}
 
 
-def replace_host(start: Start) -> float:
-    """Return the seconds from the loss of the second host until the next step, if it is started again at once."""
+def replace_host(start: Start) -> tuple[float, float]:
+    """Return the seconds from the loss of the second host until the next step, and until that of both hosts.
+
+    The second host is started again at once.
+    """
     with running(HERE, start) as run:
         killed_at = run.lose_host(1)
         run.start_host(1)
-        return recovery(run, killed_at)
+        return recovery(run, killed_at), recovery(run, killed_at, 2)
 
 
 def lose_and_return(start: Start) -> tuple[float, float]:
@@ -324,7 +335,7 @@ def start_train(directory: Path, number: int, places: Sequence[Place]) -> subpro
         "SHOAL_MAX_RESTARTS": "1000",
         "SHOAL_AGENT_PORT": str(port_of(directory, "agent")),
         "MASTER_PORT": str(port_of(directory, "master")),
-        **({"SHOAL_MIN_HOSTS": "3"} if hosts == 4 else {}),
+        **({"SHOAL_MIN_HOSTS": str(LEAST[hosts])} if hosts in LEAST else {}),
     }
     return start_process([*place.prefix, sys.executable, "-m", "shoal_toolkit"], directory, variables)
 
@@ -342,8 +353,12 @@ def start_elastic(directory: Path, number: int, places: Sequence[Place]) -> subp
     conf = f"--rdzv-conf=is_host={int(number == 0)},{RENDEZVOUS}"
     rendezvous = ["--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}", "--rdzv-id=bench", conf]
     rendezvous.append(f"--local-addr={place.address}")
-    least = 1 if hosts == 2 else 3
-    options = [f"--nnodes={least}:{hosts}", "--nproc-per-node=1", "--max-restarts=1000", "--monitor-interval=0.1"]
+    options = [
+        f"--nnodes={LEAST[hosts]}:{hosts}",
+        "--nproc-per-node=1",
+        "--max-restarts=1000",
+        "--monitor-interval=0.1",
+    ]
     command = [*place.prefix, sys.executable, "-m", "torch.distributed.run", *options, *rendezvous, str(SCRIPT)]
     variables = {**OWN_STORE, "GLOO_SOCKET_IFNAME": place.interface}
     return start_process(command, directory, variables)

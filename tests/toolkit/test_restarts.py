@@ -231,6 +231,13 @@ class Hosts:
             os.kill(pid, signal.SIGKILL)
         train.wait()
 
+    def lose_a_worker_that_trains(self, **environ: str) -> None:
+        """Start all hosts, and kill the worker when its rank has started."""
+        for name in NAMES:
+            self.start(name, **environ)
+        until(self.log(WORKER), "rank 1 restart 0")
+        self.lose(WORKER)
+
     def wait(self) -> list[int]:
         return [self.trains[name].wait(60) for name in NAMES]
 
@@ -282,10 +289,7 @@ def test_a_lost_worker_comes_back(hosts: Hosts) -> None:
 def test_a_worker_that_is_lost_again_during_the_restart(hosts: Hosts) -> None:
     """The replacement is lost while it sets up: that is one more restart, of the same start."""
     hosts.script(WAIT_ONCE)
-    for name in NAMES:
-        hosts.start(name)
-    until(hosts.log(WORKER), "rank 1 restart 0")
-    hosts.lose(WORKER)
+    hosts.lose_a_worker_that_trains()
     until(hosts.log(FIRST), "restart 1 of at most 3")
     (hosts.trees[1].code / "requirements.txt").write_text("")
     slow = hosts.trees[1].base / "slow"
@@ -306,10 +310,7 @@ def test_a_worker_that_is_lost_again_during_the_restart(hosts: Hosts) -> None:
 
 def test_a_worker_that_does_not_come_back(hosts: Hosts) -> None:
     hosts.script(WAIT_ONCE)
-    for name in NAMES:
-        hosts.start(name, SHOAL_HOSTS_TIMEOUT="2")
-    until(hosts.log(WORKER), "rank 1 restart 0")
-    hosts.lose(WORKER)
+    hosts.lose_a_worker_that_trains(SHOAL_HOSTS_TIMEOUT="2")
     assert hosts.trains[FIRST].wait(30) == RETRY_CODE
     assert f"After 2 s these hosts are missing: {WORKER}" in hosts.trees[0].failure
     assert "rank 0 restart 1" not in hosts.log(FIRST).read_text()
@@ -317,10 +318,7 @@ def test_a_worker_that_does_not_come_back(hosts: Hosts) -> None:
 
 def test_a_signal_during_a_restart_ends_the_job(hosts: Hosts) -> None:
     hosts.script(WAIT_ONCE)
-    for name in NAMES:
-        hosts.start(name)
-    until(hosts.log(WORKER), "rank 1 restart 0")
-    hosts.lose(WORKER)
+    hosts.lose_a_worker_that_trains()
     until(hosts.log(FIRST), "restart 1 of at most 3")
     hosts.trains[FIRST].send_signal(signal.SIGTERM)
     assert hosts.trains[FIRST].wait(30) == 143

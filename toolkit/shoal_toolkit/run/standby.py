@@ -2,8 +2,8 @@
 
 The first start is as without restarts. While the ranks run, their memory maps show which packages they use, and the
 standby imports the frameworks among them. A restart then takes no time for imports. Without a standby that answers, a
-script starts as it did the first time. Ranks of torchrun start without it at a restart, because ranks of torchrun on
-one host don't meet ranks of a standby on another: a new process forks them, without imports.
+script starts as it did the first time. That does not hold for ranks of torchrun: on one host they don't meet ranks of a
+standby on another. So without a standby, a new process forks them, without imports.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ GOODPUT_SECONDS = 180
 LIMIT_SECONDS = 90.0
 START_SECONDS = 300.0
 FOREVER = "1000000000"
-LEAST = {2: 1, 4: 3}  # hosts that are enough, of so many
+LEAST = {2: 1, 4: 3}  # hosts that are enough, of that many
 OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 RENDEZVOUS = "join_timeout=60,last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3"
 
@@ -265,7 +265,7 @@ def split(run: Run, killed_at: float, pid: int) -> dict[str, float]:
 
 
 def replace_host(start: Start) -> tuple[float, float]:
-    """Return the seconds from the loss of the second host until the next step, and until that of both hosts.
+    """Return the seconds from the loss of the second host until the next step, and until the next step of both hosts.
 
     The second host is started again at once.
     """

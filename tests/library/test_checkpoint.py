@@ -573,6 +573,19 @@ def test_what_a_script_can_ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert contract.directory() is None, "it may be of another job"
 
 
+def test_a_training_that_has_ended_says_that_nothing_is_left(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    def train(epochs: int) -> list[int]:
+        checkpoint = Checkpoint(tmp_path, asynchronous=False, model=model())
+        loader = DataLoader(TensorDataset(torch.arange(4.0)), 2)
+        return [epoch for epoch in checkpoint.epochs(epochs) if list(checkpoint.batches(loader))]
+
+    assert train(2) == [0, 1]
+    assert "nothing is left" not in capfd.readouterr().err
+    assert train(2) == []
+    assert "the checkpoint is after epoch 2 of 2, so nothing is left to train" in capfd.readouterr().err
+    assert train(3) == [2]
+
+
 @pytest.fixture(autouse=True)
 def no_stop(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As in a new process, and none of it is left: another test of this process may have asked for the seconds."""

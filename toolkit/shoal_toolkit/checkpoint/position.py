@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -123,6 +124,17 @@ def samples_to_skip(saved: Mapping[str, Any]) -> int:
             "another one. Fix: end that epoch without global_batch"
         )
     return saved["samples"] or 0
+
+
+def warn_if_nothing_is_left(epoch: int, count: int) -> None:
+    """Print a warning if a training of `count` epochs that goes on at `epoch` has ended before."""
+    if 0 < count <= epoch:
+        print(
+            f"shoal: warning: the checkpoint is after epoch {epoch} of {count}, so nothing is left to train. To train "
+            "more, ask for more epochs, or use another directory for a new training",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def check_global_batch(global_batch: int) -> None:

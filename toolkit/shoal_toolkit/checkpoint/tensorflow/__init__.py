@@ -95,6 +95,8 @@ class Checkpoint:
         """
         if self._resumed is not None:
             self._random.set(self._resumed["random"])
+        if self._ranks.rank == 0:
+            position.warn_if_nothing_is_left(self.epoch, count)
         while self.epoch < count:
             yield self.epoch
             self.epoch += 1

@@ -97,6 +97,8 @@ class Checkpoint:
         """
         if self._resumed is not None and self._resumed["began"] is None:
             set_random_states(self._resumed["now"]["random"])
+        if ranks.rank() == 0:
+            position.warn_if_nothing_is_left(self.epoch, count)
         while self.epoch < count:
             yield self.epoch
             self.epoch += 1

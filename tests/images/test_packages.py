@@ -9,6 +9,8 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import tempfile
+import types
 from pathlib import Path
 
 import pytest
@@ -47,6 +49,25 @@ def test_two_clones_give_the_same_bytes_in_any_process(project: Project, tmp_pat
     layer = packages.install_package(project.root / package, HERE, tmp_path / "cache")
     assert digests == {f"{hashlib.sha256(layer).hexdigest()}\n"}
     assert any(name.endswith(".pyc") for name in names(layer))
+
+
+def test_an_interrupted_build_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hatchling writes a wheel to a temporary file first, and does not remove it if it is interrupted."""
+
+    def build_wheel(directory: str) -> str:
+        tempfile.mkstemp(suffix=".whl")
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(sys.modules, "hatchling.interrupted", types.SimpleNamespace(build_wheel=build_wheel))
+    temporary, package = tmp_path / "temporary", tmp_path / "package"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    package.mkdir()
+    (package / "pyproject.toml").write_text('[build-system]\nrequires = []\nbuild-backend = "hatchling.interrupted"\n')
+    with pytest.raises(KeyboardInterrupt):
+        packages.install_package(package, HERE, tmp_path / "cache")
+    assert list(temporary.iterdir()) == []
+    assert tempfile.gettempdir() == str(temporary)
 
 
 def test_the_library_is_that_of_any_host(project: Project, tmp_path: Path) -> None:

@@ -17,8 +17,8 @@ import os
 import subprocess
 import sys
 import tarfile
+import tempfile
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import tomllib
 
@@ -52,12 +52,17 @@ def build_wheel(package: Path, directory: Path) -> Path:
     """Build a package's wheel with the backend in its pyproject.toml, and return its path.
 
     The wheel is the same on every host. For that, hatchling's hooks, which compile C, do not run. The build of an image
-    compiles. Sets two variables of this process, which stay set, and changes its working directory meanwhile.
+    compiles. Sets two variables of this process, which stay set. Meanwhile, changes its working directory, and its
+    directory of temporary files: an interrupted backend leaves the part of a wheel there.
     """
     os.environ.update(SOURCE_DATE_EPOCH=SOURCE_DATE_EPOCH, HATCH_BUILD_NO_HOOKS="true")  # backends read them there
     backend, target = importlib.import_module(_backend(package)), directory.absolute()
-    with contextlib.chdir(package):
-        return target / str(backend.build_wheel(str(target)))
+    before, tempfile.tempdir = tempfile.tempdir, str(target)
+    try:
+        with contextlib.chdir(package):
+            return target / str(backend.build_wheel(str(target)))
+    finally:
+        tempfile.tempdir = before
 
 
 def install_package(package: Path, python: str, cache: Path) -> bytes:
@@ -82,7 +87,7 @@ def install_package(package: Path, python: str, cache: Path) -> bytes:
     content = _install(package, python)
     with contextlib.suppress(OSError):  # without a cache, each build installs again
         kept.parent.mkdir(parents=True, exist_ok=True)
-        with TemporaryDirectory(dir=kept.parent, prefix=".part-") as part:
+        with tempfile.TemporaryDirectory(dir=kept.parent, prefix=".part-") as part:
             Path(part, kept.name).write_bytes(content)
             Path(part, kept.name).replace(kept)
         for path in {*kept.parent.glob(f"{kept.stem.rpartition('-')[0]}-*.tar")} - {kept}:
@@ -120,7 +125,7 @@ def _install(package: Path, python: str) -> bytes:
 
     modules, programs = f"/{site_packages(python)}", f"/{VENV}/bin"
     scheme = {"purelib": modules, "platlib": modules, "scripts": programs, "data": f"/{VENV}"}
-    with TemporaryDirectory(prefix="shoal-wheel-") as scratch:
+    with tempfile.TemporaryDirectory(prefix="shoal-wheel-") as scratch:
         root = Path(scratch, "root")
         destination = SchemeDictionaryDestination(
             scheme, interpreter=f"{programs}/python3", script_kind="posix", destdir=str(root)

@@ -24,6 +24,7 @@ instead of 30 s for more hosts. A job that has not gone on after 90 s counts as 
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import json
 import os
@@ -44,6 +45,7 @@ from hosts import INTERFACE, switched_hosts
 from report import Figure, finish, make_parser, print_machine
 
 SCRIPT = Path(__file__).with_name("resume_train.py")
+TORCHFT_SCRIPT = Path(__file__).with_name("resume_torchft.py")
 PARTS = ("rank", "host", "elastic", "goodput", "save")
 ROUNDS = 3
 WARM_SECONDS = 8.0  # of training before a failure: by then `train` has its standby
@@ -225,6 +227,10 @@ def measure_lost_ranks(rounds: int) -> Iterator[Figure]:
             killed_at = run.kill_rank(1)
             rival.append(recovery(run, killed_at))
     yield compare("rank-killed", ours, rival, 3.0, 0.3)
+    if importlib.util.find_spec("torchft"):
+        groups = [lose_group() for _ in range(rounds)]
+        for name, seconds in zip(("rank-killed-torchft", "rank-restored-torchft"), zip(*groups, strict=True)):
+            yield compare(name, ours, seconds, None, None, "torchft")
     for name in parts[0]:
         yield Figure(f"rank-killed-{name}", statistics.median(each[name] for each in parts), "s")
 
@@ -239,10 +245,18 @@ def compare_pairs(
         yield compare(name, ours, rival, None, ceiling)
 
 
-def compare(name: str, ours: Sequence[float], rival: Sequence[float], goal: float | None, ceiling: float) -> Figure:
+def compare(
+    name: str,
+    ours: Sequence[float],
+    rival: Sequence[float],
+    goal: float | None,
+    ceiling: float | None,
+    rival_name: str = "torchrun",
+) -> Figure:
     """Print the spread, and return the figure of the medians."""
-    print(f"{name}: {min(ours):.3f} .. {max(ours):.3f} s, torchrun {min(rival):.3f} .. {max(rival):.3f} s", flush=True)
-    return Figure(name, statistics.median(ours), "s", goal, statistics.median(rival), "torchrun", ceiling)
+    spread = f"{min(ours):.3f} .. {max(ours):.3f} s, {rival_name} {min(rival):.3f} .. {max(rival):.3f} s"
+    print(f"{name}: {spread}", flush=True)
+    return Figure(name, statistics.median(ours), "s", goal, statistics.median(rival), rival_name, ceiling)
 
 
 @contextmanager
@@ -292,6 +306,20 @@ def recovery(run: Run, since: float, world_size: int | None = None) -> float:
     except NotRecoveredError as error:
         print(f"{run.start.__name__}: the job did not go on: {error}", flush=True)
         return LIMIT_SECONDS
+
+
+def lose_group() -> tuple[float, float]:
+    """Return the seconds from the loss of torchft's second rank until the next step, and the next step of both."""
+    with running(HERE, start_torchft) as run:
+        run.await_step(lambda mark: mark.world_size == 2, START_SECONDS)
+        killed_at = run.kill_rank(1)
+        try:
+            alone = run.await_step(lambda mark: mark.time > killed_at and mark.world_size == 1).time
+            both = run.await_step(lambda mark: mark.time > alone and mark.world_size == 2).time
+        except NotRecoveredError as error:
+            print(f"start_torchft: the job did not go on: {error}", flush=True)
+            return LIMIT_SECONDS, LIMIT_SECONDS
+        return alone - killed_at, both - killed_at
 
 
 def lose_share(start: Start, seconds: int) -> float:
@@ -344,6 +372,14 @@ def start_torchrun(directory: Path, number: int, places: Sequence[Place]) -> sub
     """Start torchrun on one host."""
     options = ["--standalone", "--nproc-per-node=2", "--max-restarts=1000", "--monitor-interval=0.1"]
     return start_process([sys.executable, "-m", "torch.distributed.run", *options, str(SCRIPT)], directory, OWN_STORE)
+
+
+def start_torchft(directory: Path, number: int, places: Sequence[Place]) -> subprocess.Popen[bytes]:
+    """Start one of torchft's groups of a rank, with a torchrun that starts the rank again."""
+    options = ["--standalone", "--nproc-per-node=1", "--max-restarts=1000", "--monitor-interval=0.1"]
+    command = [sys.executable, "-m", "torch.distributed.run", *options, str(TORCHFT_SCRIPT)]
+    variables = {"RESUME_GROUP": str(number), "RESUME_LIGHTHOUSE_PORT": str(port_of(directory, "lighthouse"))}
+    return start_process(command, directory, variables)
 
 
 def start_elastic(directory: Path, number: int, places: Sequence[Place]) -> subprocess.Popen[bytes]:

@@ -147,6 +147,14 @@ def test_restarts_have_a_limit() -> None:
     assert hosts.created == []
 
 
+def test_restart_because_a_host_came_back_does_not_count_against_the_limit() -> None:
+    hosts = FakeHosts({"algo-1": [(137, LOST), (0, RESULT)]}, 2)
+    hosts.listed = [{"number": 1, "counted": True}, {"number": 2, "counted": False}]
+    assert wait(hosts)[0] == {"algo-1": 0}
+    ((_, variables),) = hosts.created
+    assert (variables["SHOAL_RESTART"], variables["SHOAL_MAX_RESTARTS"]) == ("3", "3")
+
+
 def test_end_of_an_earlier_container_is_ignored() -> None:
     hosts = FakeHosts({"algo-1": [(0, RESULT)]})
     hosts.arrivals = queue.SimpleQueue()

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 MAX_RESTARTS, RESTART, RESTART_REASON = "SHOAL_MAX_RESTARTS", "SHOAL_RESTART", "SHOAL_RESTART_REASON"
 """How often a job may restart, the number of restarts so far, and the reason of the last one in one line.
 
 `train` reads all three, and sets the last two for the script."""
+MOST_RESTARTS = 10000
+"""The largest limit that `train` takes."""
 MIN_HOSTS = "SHOAL_MIN_HOSTS"
 """The number of hosts with which an elastic job goes on. Default of `train`: all."""
 RETRY_CODE = 138
@@ -47,9 +49,25 @@ def describe_restart(number: int, reason: str, host: str) -> dict[str, Any]:
     return {"number": number, "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "reason": reason, "host": host}
 
 
-def restart_variables(entry: Mapping[str, Any]) -> dict[str, str]:
-    """Return the variables of hosts that are started again after a restart."""
-    return {RESTART: str(entry["number"]), RESTART_REASON: str(entry["reason"])}
+def restart_variables(entry: Mapping[str, Any], most: int, before: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Return the variables of hosts that are started again after a restart.
+
+    `train` counts all restarts before it against its limit. So each one because a host came back raises the limit.
+
+    Args:
+        entry: The restart.
+        most: How often the job may restart.
+        before: The earlier restarts.
+    """
+    variables = {RESTART: str(entry["number"]), RESTART_REASON: str(entry["reason"])}
+    if growths := len(before) - count_failures(before):
+        variables[MAX_RESTARTS] = str(min(most + growths, MOST_RESTARTS))
+    return variables
+
+
+def count_failures(listed: Sequence[Mapping[str, Any]]) -> int:
+    """Return how many restarts count against the limit: all but those because a host came back."""
+    return sum(each.get("counted", True) is not False for each in listed)
 
 
 def parse_restarts(report: bytes) -> list[dict[str, Any]]:

@@ -154,7 +154,8 @@ class Watch:
         first = self.hosts.first
         if end.exit_code != restarts.RETRY_CODE and self.hosts.has_result(first):
             return False
-        return len(self.restarts) + len(self.hosts.read_restarts(first)) < self.hosts.request.max_restarts
+        listed = [*self.restarts, *self.hosts.read_restarts(first)]
+        return restarts.count_failures(listed) < self.hosts.request.max_restarts
 
     def _end_wait(self) -> None:
         """Replace the hosts that have ended if the first one waits for them, otherwise stop the others.
@@ -188,8 +189,9 @@ class Watch:
         self.restarts += self.hosts.read_restarts(first)
         self.hosts.stop(host for host in self.hosts.ids if host not in self.exits)
         entry = restarts.describe_restart(len(self.restarts) + 1, reason, first)
+        variables = restarts.restart_variables(entry, self.hosts.request.max_restarts, self.restarts)
         for host in self.hosts.ids:
-            self.hosts.create(host, restarts.restart_variables(entry))
+            self.hosts.create(host, variables)
         self.exits.clear()
         self.hosts.start(*self.hosts.ids)
         self.restarts.append({**entry, "seconds": round(time.monotonic() - started, 1)})

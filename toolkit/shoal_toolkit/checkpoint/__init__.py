@@ -23,7 +23,10 @@ STOPPED = 128 + signal.SIGTERM
 
 
 class Restart(NamedTuple):
-    """How often `train` has restarted the ranks of this job: 0 at the first start, which has no reason."""
+    """How often the ranks of this job have started again, for any reason: 0 at the first start, which has no reason.
+
+    A restart because a host came back counts here, although it does not count against `SHOAL_MAX_RESTARTS`.
+    """
 
     number: int
     reason: str

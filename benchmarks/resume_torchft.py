@@ -20,7 +20,7 @@ from torchft.coordination import LighthouseServer
 
 PORT = int(os.environ["RESUME_LIGHTHOUSE_PORT"])
 os.environ["RANK"] = GROUP = os.environ["RESUME_GROUP"]  # each group has only a rank 0
-# Lost groups are noticed after 1 s instead of 5 s, and a step waits 1 s instead of 60 s for groups that are late.
+# A lost group is noticed after 1 s instead of 5 s. A step waits 1 s instead of 60 s for late groups.
 LIGHTHOUSE = {"min_replicas": 1, "join_timeout_ms": 1000, "heartbeat_timeout_ms": 1000, "quorum_tick_ms": 10}
 
 

@@ -301,8 +301,13 @@ def lose_and_return(start: Start) -> tuple[float, float]:
 
 def recovery(run: Run, since: float, world_size: int | None = None) -> float:
     """Return the seconds until a step of restarted ranks. If the job does not go on, return the limit."""
+    return seconds_until(run, since, lambda: run.await_recovery(since, world_size))
+
+
+def seconds_until(run: Run, since: float, await_mark: Callable[[], Mark]) -> float:
+    """Return the seconds until the mark that is awaited. If the job does not go on, return the limit."""
     try:
-        return run.await_recovery(since, world_size).time - since
+        return await_mark().time - since
     except NotRecoveredError as error:
         print(f"{run.start.__name__}: the job did not go on: {error}", flush=True)
         return LIMIT_SECONDS
@@ -313,13 +318,13 @@ def lose_group() -> tuple[float, float]:
     with running(HERE, start_torchft) as run:
         run.await_step(lambda mark: mark.world_size == 2, START_SECONDS)
         killed_at = run.kill_rank(1)
-        try:
-            alone = run.await_step(lambda mark: mark.time > killed_at and mark.world_size == 1).time
-            both = run.await_step(lambda mark: mark.time > alone and mark.world_size == 2).time
-        except NotRecoveredError as error:
-            print(f"start_torchft: the job did not go on: {error}", flush=True)
-            return LIMIT_SECONDS, LIMIT_SECONDS
-        return alone - killed_at, both - killed_at
+        alone = seconds_until(
+            run, killed_at, lambda: run.await_step(lambda mark: mark.time > killed_at and mark.world_size == 1)
+        )
+        both = seconds_until(
+            run, killed_at, lambda: run.await_step(lambda mark: mark.time > killed_at + alone and mark.world_size == 2)
+        )
+        return alone, both
 
 
 def lose_share(start: Start, seconds: int) -> float:

@@ -16,8 +16,8 @@ from shoal.commands.common import app
 
 _HEAD = """# Commands of `shoal`
 
-`make reference` writes this page from the commands themselves. `shoal COMMAND --help` prints the same. An IMAGE is a tag,
-or a framework of `buildspec.yml`: [images](images.md). [Exit codes and JSON](../exit-codes.md) are on their own page.
+`make reference` writes this page from the commands. `shoal COMMAND --help` prints the same. An IMAGE is a tag, or
+a framework of `buildspec.yml`: [images](images.md). [Exit codes and JSON](../exit-codes.md) are on their own page.
 [`train`](../toolkit.md) is the command inside an image."""
 
 

@@ -13,7 +13,7 @@ _HEAD = """# Images
 
 `make reference` writes this page from `buildspec.yml`. `shoal list` also shows which images are built on your machine.
 
-In commands, a tag such as `pytorch-training:2.13.0-cpu-py311-debian12` names one image. A framework names its default:"""
+In commands, a tag such as `pytorch-training:2.13.0-cpu-py311-debian12` is one image. A framework means its default:"""
 _TAGS = """## Tags
 
 A tag has these parts, in this order: version of the framework, `gpu` or `cpu`, Python, CUDA, operating system.

@@ -7,6 +7,7 @@ its README or a list of its files. Links are rewritten.
 from __future__ import annotations
 
 import posixpath
+import re
 from typing import Any
 
 from links import ROOT, find_links
@@ -64,6 +65,21 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
         parts += [markdown[end : link.start()], _relative(page.file.src_uri, target, anchor, link[0])]
         end = link.end()
     return "".join([*parts, markdown[end:]])
+
+
+def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
+    """Shows `\\|` in a table as `|`: GitHub needs the backslash inside code, and Python-Markdown keeps it.
+
+    Args:
+        html: The content of the page.
+        page: The page.
+        config: The configuration of MkDocs.
+        files: The files of the site.
+
+    Returns:
+        The content.
+    """
+    return re.sub(r"<td.*?</td>", lambda cell: cell[0].replace("\\|", "|"), html, flags=re.DOTALL)
 
 
 def _resolve(page: str, link: str) -> tuple[str, str]:

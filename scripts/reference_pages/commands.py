@@ -20,6 +20,8 @@ _HEAD = """# Commands of `shoal`
 a framework of `buildspec.yml`: [images](images.md). [Exit codes and JSON](../exit-codes.md) are on their own page.
 [`train`](../toolkit.md) is the command inside an image."""
 
+_KINDS = {"str": "text", "int": "number", "int range": "number"}
+
 
 def write() -> str:
     """Returns the page."""
@@ -77,7 +79,8 @@ def _row(option: Any, context: typer.Context) -> tuple[str, str, str, str]:
     text, default = option.help or "", _default(option)
     found = re.search(r" ?\bDefault: (.+?)\.(?= |$)", text)
     if found and not default:
-        text, default = (text[: found.start()] + text[found.end() :]).strip(), found[1]
+        text = (text[: found.start()] + text[found.end() :]).strip()
+        default = found[1] if " " in found[1] else code(found[1])
     names = ", ".join(code(each) for each in (*option.opts, *option.secondary_opts))
     return (
         names,
@@ -88,8 +91,9 @@ def _row(option: Any, context: typer.Context) -> tuple[str, str, str, str]:
 
 
 def _kind(option: Any, context: typer.Context) -> str:
-    """The kind of an option's value, as `--help` shows it."""
-    return str(option.metavar or option.display_type(context).strip("<>"))
+    """The kind of an option's value, as `--help` shows it, in words."""
+    kind = str(option.metavar or option.display_type(context).strip("<>"))
+    return _KINDS.get(kind, kind)
 
 
 def _default(option: Any) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -19,7 +21,8 @@ _HEAD = """# `mp_parameters`
 them to `smp.init(…)`, or in the launch:
 
 ```console
-$ shoal run pytorch train.py --hyperparameter 'mp_parameters={"partitions": 2, "microbatches": 4, "ddp": true}'
+$ shoal run pytorch train.py --procs-per-host 2 --distribution '{"mpi": {"enabled": true}, "smdistributed":
+    {"modelparallel": {"enabled": true, "parameters": {"partitions": 2, "microbatches": 4}}}}'
 ```
 
 Keys of the launch override keys of the script, one by one. An unknown key is an error that suggests the right name.
@@ -31,8 +34,12 @@ Any value but the neutral one raises `SMPUnsupportedError`, with an alternative.
 _WITHOUT = """## No effect here
 
 Any value but the neutral one warns."""
-_DEFAULTS = {"memory_weight": "0.8; 0.2 with `optimize: speed`", "active_microbatches": "stages + 2"}
-"""Defaults that depend on other keys."""
+_DEFAULTS = {
+    "memory_weight": "0.8; 0.2 with `optimize: speed`",
+    "active_microbatches": "stages + 2",
+    "ddp_port": "not set",
+}
+"""Defaults that depend on other keys or variables."""
 _REQUIRED = "pipeline_parallel_degree"
 
 
@@ -73,13 +80,7 @@ def _show(value: Any) -> str:
     """A value as in JSON; a large number with a power of ten."""
     if isinstance(value, float) and value >= 1e6:
         return f"{value:.0e}".replace("e+0", "e")
-    return (
-        {True: "true", False: "false", None: "none", "": '""'}.get(value, str(value)) if _is_word(value) else str(value)
-    )
-
-
-def _is_word(value: Any) -> bool:
-    return isinstance(value, (bool, str)) or value is None
+    return str(value) if value and isinstance(value, str) else json.dumps(value)
 
 
 def _reasons(keys: dict[str, tuple[Any, str]]) -> str:
@@ -88,4 +89,5 @@ def _reasons(keys: dict[str, tuple[Any, str]]) -> str:
 
 def _reason_rows(keys: dict[str, tuple[Any, str]]) -> Iterator[tuple[str, str, str]]:
     for name, (neutral, reason) in keys.items():
-        yield code(name), code(_show(neutral)), f"{reason[:1].upper()}{reason[1:]}."
+        text = re.sub(r"'(\w+)'|(smp\.\w+)", lambda found: code(found[1] or found[2]), reason)
+        yield code(name), code(_show(neutral)), f"{text[:1].upper()}{text[1:]}."

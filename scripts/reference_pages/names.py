@@ -85,6 +85,8 @@ def _constant(package: str, name: str, node: ast.AST) -> str:
 
 def _state(node: ast.AST) -> str:
     """Finds functions that only raise an error, and functions that warn and return their argument."""
+    if isinstance(node, ast.Module):
+        return "module"
     if not isinstance(node, ast.FunctionDef):
         return WORKS
     body = [each for each in node.body if not _is_docstring(each)]
@@ -127,7 +129,10 @@ def _list_names(package: str) -> list[str]:
     defined = [each.name for each in tree.body if isinstance(each, (ast.ClassDef, ast.FunctionDef))]
     is_package = (LIBRARY / package.replace(".", "/")).is_dir()
     names = listed or defined or [name for name in _imports(package) if is_package]
-    return sorted({name for name in names if not name.startswith("_") and name not in _NO_NAMES}, key=str.lower)
+    return sorted(
+        {name for name in names if not name.startswith("_") and name not in _NO_NAMES},
+        key=lambda name: (name.lower(), name),
+    )
 
 
 def _listed_in(node: ast.stmt) -> list[str]:

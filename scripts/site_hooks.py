@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import posixpath
 import re
+import subprocess
+from pathlib import Path
 from typing import Any
 
 from links import ROOT, find_links
@@ -111,18 +113,23 @@ def _source_of(uri: str) -> str:
 
 
 def _read_page(path: str) -> str:
-    """Returns the Markdown of a page: the file's own, a block of code, or a list of the directory's files."""
+    """Returns the Markdown of a page: the file's own, a block of code, or a directory's README and list of files."""
     file = ROOT / path
     if file.is_dir():
         readme = file / "README.md"
-        names = sorted(each.name for each in file.iterdir() if each.is_file())
-        return (
-            readme.read_text()
-            if readme.exists()
-            else "\n".join([f"# {path}", "", *(f"- [{name}]({name})" for name in names)])
-        )
+        head = readme.read_text() if readme.exists() else f"# {path}\n"
+        return f"{head}\n## Files\n\n{_list_files(file)}\n"
+    if file.name == "README.md" and path not in PAGES:
+        return _read_page(posixpath.dirname(path))
     text = file.read_text()
     if path.endswith(".md"):
         return text
     language = _LANGUAGES.get(file.suffix, "text")
     return f"# {file.name}\n\nThe file `{path}` of the repository:\n\n`````{language}\n{text.rstrip()}\n`````\n"
+
+
+def _list_files(directory: Path) -> str:
+    """Returns a list of links to the files of a directory that git does not ignore, without its README."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(command, cwd=directory, check=True, text=True, capture_output=True).stdout.split()
+    return "\n".join(f"- [{name}]({name})" for name in sorted(names) if name != "README.md")

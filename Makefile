@@ -8,6 +8,7 @@ HOSTS ?= 2
 PROCS_PER_HOST ?= 2
 IMAGE ?= $(FRAMEWORK)
 WORKERS ?= 3
+DOCS_PORT ?= 8000
 TESTS_WITH_DOCKER := tests/integration tests/conformance tests/faults
 
 BIN := .venv/bin
@@ -22,7 +23,7 @@ SCRIPT := $(if $(findstring tensorflow,$(IMAGE)),train_tensorflow.py,train.py)
 # Some machines set it. Without bytecode, each start of our commands compiles them again, and pytest compiles all tests.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: check-and-test-fast help setup doctor engine known-image image images train test test-fast test-integration conformance faults sagemaker soak cluster-demo check docs wheels render lock bench-faults bench-launch bench-logs bench-resume bench-dataparallel bench-link bench-scale bench-cluster bench-gpu bench-modelparallel bench-tensorflow bench-images clean
+.PHONY: check-and-test-fast help setup doctor engine known-image image images train test test-fast test-integration conformance faults sagemaker soak cluster-demo check docs docs-serve reference wheels render lock bench-faults bench-launch bench-logs bench-resume bench-dataparallel bench-link bench-scale bench-cluster bench-gpu bench-modelparallel bench-tensorflow bench-images clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -78,12 +79,14 @@ check-and-test-fast: check
 	@$(MAKE) --no-print-directory test-fast
 endif
 
-check: setup ## run ruff, mypy, the docstring and prose rules; check that Dockerfiles and docs/api are fresh
+check: setup ## run ruff, mypy, the docstring and prose rules; check links, and that generated files are fresh
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(SHOAL) render --check
 	@$(BIN)/python scripts/api_docs.py --check
+	@$(BIN)/python scripts/reference.py --check
+	@$(BIN)/python scripts/links.py
 	@$(BIN)/python scripts/docstrings.py
 	@$(BIN)/python scripts/prose.py
 
@@ -116,8 +119,21 @@ bench-faults: IMAGE := pytorch-training:2.13.0-cpu-py311-debian12
 bench-faults: image ## measure how long each fault takes to end, without other load (docs/reliability.md)
 	@$(BIN)/python benchmarks/faults.py
 
-docs: setup ## write docs/api from the library's docstrings
+docs: reference .venv-docs/stamp ## write the generated pages, and build the documentation site into build/site
+	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs --quiet build --strict
+	@echo "open build/site/index.html"
+
+docs-serve: reference .venv-docs/stamp ## serve the documentation site on 127.0.0.1:$(DOCS_PORT), and rebuild it after changes
+	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs serve --dev-addr 127.0.0.1:$(DOCS_PORT)
+
+reference: setup ## write docs/api and docs/reference from the code
 	@$(BIN)/python scripts/api_docs.py
+	@$(BIN)/python scripts/reference.py
+
+.venv-docs/stamp: requirements/docs.txt
+	@$(BIN)/python -m venv .venv-docs
+	@.venv-docs/bin/pip install -qq --disable-pip-version-check --no-deps -r requirements/docs.txt
+	@touch $@
 
 wheels: setup ## build wheels and sdists of all packages into dist/ and check them; URL=https://…: the project URL
 	@$(BIN)/python scripts/wheels.py $(if $(URL),--url $(URL))
@@ -163,4 +179,4 @@ bench-images: image ## measure image sizes, and builds against docker build; QUI
 	@$(BIN)/python benchmarks/images.py --image $(IMAGE) $(if $(QUICK),--quick) $(if $(MATRIX),--matrix)
 
 clean: ## remove .venv, caches and job directories (for images: docker image rm)
-	rm -rf .venv .cache dist jobs .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-docs build .cache dist jobs .pytest_cache .mypy_cache .ruff_cache

@@ -41,7 +41,7 @@ class KubernetesOptions:
     image: Image
     kind: Annotated[Kind, typer.Option(help=_KIND_HELP)] = Kind.job
     name: Annotated[str | None, typer.Option(help="Name of the job. Default: from --source or the image.")] = None
-    namespace: Annotated[str | None, typer.Option(help="Namespace. Default: that of kubectl's context.")] = None
+    namespace: Annotated[str | None, typer.Option(help="Namespace. Default: kubectl's current namespace.")] = None
     registry: Annotated[
         str | None,
         typer.Option(metavar="REGISTRY[/PATH]", help="Registry to which `shoal push --to` pushed the image."),

@@ -1,0 +1,39 @@
+"""Writes the pages of docs/reference from the code and its data. `--check` writes nothing.
+
+It is an error if a variable or a key is in the code, but has no description in docs/reference, or the other way round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from reference_pages import commands, images, mp_parameters, names, variables
+
+ROOT = Path(__file__).resolve().parents[1]
+DIRECTORY = ROOT / "docs" / "reference"
+PAGES: dict[str, Callable[[], str]] = {
+    "shoal.md": commands.write,
+    "variables.md": variables.write,
+    "images.md": images.write,
+    "mp-parameters.md": mp_parameters.write,
+    "python.md": names.write,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a page is stale")
+    check = parser.parse_args().check
+    for name, write in PAGES.items():
+        path, text = DIRECTORY / name, write()
+        if not check:
+            path.write_text(text)
+        elif not path.exists() or path.read_text() != text:
+            sys.exit(f"{path.relative_to(ROOT)} is stale. Fix: run `make reference` and commit the page.")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The pages of docs/reference: one module writes one page, from the code and its data."""

@@ -1,0 +1,178 @@
+"""docs/reference/python.md: the public names of `smdistributed`, from the source, and whether they work.
+
+Reads the source without importing it, so that it needs no framework.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from reference_pages.markdown import code, page, table
+
+LIBRARY = Path(__file__).resolve().parents[2] / "library"
+WORKS, NO_EFFECT, UNSUPPORTED = "works", "no effect", "not supported"
+PACKAGES = {
+    "smdistributed.dataparallel.torch": "[Python API](../api/dataparallel.md)",
+    "smdistributed.dataparallel.torch.distributed": "[Python API](../api/dataparallel.md)",
+    "smdistributed.dataparallel.torch.parallel": "[Python API](../api/dataparallel.md)",
+    "smdistributed.dataparallel.tensorflow": "[data parallel in TensorFlow](../tensorflow.md)",
+    "smdistributed.modelparallel.torch": "[model parallel in PyTorch](../modelparallel.md)",
+    "smdistributed.modelparallel.torch.amp": "[model parallel in PyTorch](../modelparallel.md)",
+    "smdistributed.modelparallel.torch.nn": "[model parallel in PyTorch](../modelparallel.md)",
+    "smdistributed.modelparallel.torch.optimizers": "[model parallel in PyTorch](../modelparallel.md)",
+    "smdistributed.modelparallel.torch.utils": "[model parallel in PyTorch](../modelparallel.md)",
+    "smdistributed.modelparallel.tensorflow": "[model parallel in TensorFlow](../modelparallel-tensorflow.md)",
+}
+"""The packages, and the page that explains each."""
+_HEAD = f"""# Names of `smdistributed`
+
+`make reference` writes this page from the source. Each table lists the public names of a package:
+
+- **{WORKS}**: as published by AWS. The linked page describes exceptions.
+- **{NO_EFFECT}**: you can call it, and it warns.
+- **{UNSUPPORTED}**: you can import it. If you use it, you get an error with an alternative."""
+_NO_NAMES = ("annotations", "core")
+
+
+class Definition(NamedTuple):
+    """Where a name is defined: its module and syntax. For a module, `node` is its whole tree."""
+
+    module: str
+    node: ast.AST
+
+
+def write() -> str:
+    """Returns the page."""
+    return page(_HEAD, *(part for package, link in PACKAGES.items() for part in _describe(package, link)))
+
+
+def _describe(package: str, link: str) -> Iterator[str]:
+    yield f"## {package}"
+    yield f"{_first_line(_read(package))} More: {link}."
+    rows = ((code(name), *_explain(package, name)) for name in _list_names(package))
+    yield table(("name", "here", "task"), rows)
+
+
+def _explain(package: str, name: str) -> tuple[str, str]:
+    """Returns whether a name works, and the first line of its docstring."""
+    if package.endswith(".nn") and name in _refused_modules():
+        return UNSUPPORTED, "A tensor-parallel module."
+    module, node = _find(package, name)
+    if module.endswith(".unsupported"):
+        return UNSUPPORTED, "For tensor parallelism."
+    return _state(node), _first_line(node) or _constant(package, name, node)
+
+
+def _constant(package: str, name: str, node: ast.AST) -> str:
+    """Describes a name that is assigned: the value that it stands for."""
+    if isinstance(node, ast.Assign):
+        value = node.value
+        if isinstance(value, ast.Tuple) and isinstance(node.targets[0], ast.Tuple):
+            names = [ast.unparse(each) for each in node.targets[0].elts]
+            value = value.elts[names.index(name)]
+        if isinstance(value, ast.Name):
+            return f"Another name for {code(value.id)}."
+        if isinstance(value, ast.Attribute):
+            return f"{code(ast.unparse(value))}."
+        return f"An object of {code(ast.unparse(value).partition('(')[0])}." if isinstance(value, ast.Call) else ""
+    raise SystemExit(f"{package}.{name} has no docstring. Fix: write one, for docs/reference/python.md.")
+
+
+def _state(node: ast.AST) -> str:
+    """Finds functions that only raise an error, and functions that warn and return their argument."""
+    if isinstance(node, ast.Module):
+        return "module"
+    if not isinstance(node, ast.FunctionDef):
+        return WORKS
+    body = [each for each in node.body if not _is_docstring(each)]
+    if isinstance(body[0], ast.Raise):
+        return UNSUPPORTED
+    if any(isinstance(each, ast.Call) and "raise_unsupported" in ast.unparse(each.func) for each in ast.walk(node)):
+        enabled = [each for each in body if not isinstance(each, ast.If) and "_check_options" not in ast.unparse(each)]
+        return UNSUPPORTED if all(ast.unparse(each).strip("()") == "yield" for each in enabled) else WORKS
+    return NO_EFFECT if ast.unparse(body[0]).startswith("warn_without_effect(") else WORKS
+
+
+def _is_docstring(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+
+
+def _first_line(node: ast.AST) -> str:
+    """Returns the first paragraph of a docstring, in one line; empty if there is none."""
+    if not isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
+        return ""
+    return " ".join(inspect.cleandoc(ast.get_docstring(node) or "").split("\n\n")[0].split())
+
+
+@functools.cache
+def _read(module: str) -> ast.Module:
+    path = LIBRARY / module.replace(".", "/")
+    return ast.parse((path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text())
+
+
+def _is_module(name: str) -> bool:
+    path = LIBRARY / name.replace(".", "/")
+    return path.is_dir() or path.with_suffix(".py").is_file()
+
+
+def _list_names(package: str) -> list[str]:
+    """Returns the names in `__all__`; without it, the names that a module imports (a package) or defines."""
+    tree = _read(package)
+    listed = [name for node in tree.body for name in _listed_in(node)]
+    if package.endswith(".nn"):
+        listed += _refused_modules()
+    defined = [each.name for each in tree.body if isinstance(each, (ast.ClassDef, ast.FunctionDef))]
+    is_package = (LIBRARY / package.replace(".", "/")).is_dir()
+    names = listed or defined or [name for name in _imports(package) if is_package]
+    return sorted(
+        {name for name in names if not name.startswith("_") and name not in _NO_NAMES},
+        key=lambda name: (name.lower(), name),
+    )
+
+
+def _listed_in(node: ast.stmt) -> list[str]:
+    """Returns the names that a statement puts into `__all__`."""
+    if not isinstance(node, (ast.Assign, ast.AugAssign)) or not isinstance(node.value, ast.List):
+        return []
+    target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+    if not isinstance(target, ast.Name) or target.id != "__all__":
+        return []
+    return [str(each.value) for each in node.value.elts if isinstance(each, ast.Constant)]
+
+
+@functools.cache
+def _imports(module: str) -> dict[str, tuple[str, str]]:
+    """Returns the names that a module imports from the library: the module and the name there."""
+    found = {}
+    for node in _read(module).body:
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("smdistributed"):
+            found.update({each.asname or each.name: (str(node.module), each.name) for each in node.names})
+    return found
+
+
+def _find(module: str, name: str) -> Definition:
+    """Follows imports to the definition of a name."""
+    if name in _imports(module):
+        source, original = _imports(module)[name]
+        inner = f"{source}.{original}"
+        return Definition(inner, _read(inner)) if _is_module(inner) else _find(source, original)
+    for node in _read(module).body:
+        names = [node.name] if isinstance(node, (ast.ClassDef, ast.FunctionDef)) else []
+        if isinstance(node, ast.Assign):
+            names = [each.id for target in node.targets for each in ast.walk(target) if isinstance(each, ast.Name)]
+        if name in names:
+            return Definition(module, node)
+    raise SystemExit(f"{module}.{name}: its definition was not found. Fix: extend scripts/reference_pages/names.py.")
+
+
+@functools.cache
+def _refused_modules() -> tuple[str, ...]:
+    """Returns the names of modules that `smp.nn` refuses."""
+    node = _find("smdistributed.modelparallel.torch.unsupported", "MODULES").node
+    assert isinstance(node, ast.Assign)
+    return tuple(ast.literal_eval(node.value))

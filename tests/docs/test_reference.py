@@ -1,0 +1,65 @@
+"""The generated pages of docs/reference: descriptions are complete, and the state of a name follows from its source."""
+
+from __future__ import annotations
+
+import importlib
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = ("shoal", "variables", "images", "mp-parameters", "python")
+
+
+@pytest.fixture(autouse=True)
+def _scripts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+
+
+def test_the_pages_are_fresh() -> None:
+    pages = runpy.run_path(str(ROOT / "scripts" / "reference.py"))["PAGES"]
+    assert list(pages) == [f"{name}.md" for name in PAGES]
+    for name, write in pages.items():
+        assert (ROOT / "docs" / "reference" / name).read_text() == write(), "run make reference"
+
+
+@pytest.mark.parametrize(
+    ("package", "name", "state"),
+    [
+        ("smdistributed.modelparallel.torch", "DistributedModel", "works"),
+        ("smdistributed.modelparallel.torch", "model_creation", "works"),
+        ("smdistributed.modelparallel.torch", "tp_register", "not supported"),
+        ("smdistributed.modelparallel.torch", "tensor_parallelism", "not supported"),
+        ("smdistributed.modelparallel.torch.nn", "DistributedLinear", "not supported"),
+        ("smdistributed.modelparallel.torch", "nn", "module"),
+        ("smdistributed.dataparallel.tensorflow", "allreduce", "works"),
+        ("smdistributed.dataparallel.tensorflow", "overlap", "no effect"),
+        ("smdistributed.dataparallel.tensorflow", "join", "not supported"),
+    ],
+)
+def test_the_state_of_a_name_follows_from_its_source(package: str, name: str, state: str) -> None:
+    names: Any = importlib.import_module("reference_pages.names")
+    assert names._explain(package, name)[0] == state
+
+
+@pytest.mark.parametrize(
+    ("module", "table", "before", "after", "message"),
+    [
+        ("mp_parameters", "EFFECTS", "fp16 =", "fp15 =", "fp15 is only in"),
+        ("variables", "MEANINGS", "SM_HOSTS =", "SM_GUESTS =", "The variable SM_HOSTS has no description"),
+        ("variables", "MEANINGS", "[input]", 'SHOAL_X = ["", ""]\n[input]', "`train` has no variable SHOAL_X"),
+    ],
+)
+def test_a_missing_or_extra_description_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str, table: str, before: str, after: str, message: str
+) -> None:
+    page: Any = importlib.import_module(f"reference_pages.{module}")
+    path: Path = getattr(page, table)
+    text = path.read_text()
+    assert before in text
+    (tmp_path / path.name).write_text(text.replace(before, after, 1))
+    monkeypatch.setattr(page, table, tmp_path / path.name)
+    with pytest.raises(SystemExit, match=message):
+        page.write()

@@ -224,6 +224,7 @@ def test_record_has_all_but_the_jobs_secret(request_: JobRequest, monkeypatch: p
     request = JobRequest(
         source=Path("code"),
         entry_point="train.py",
+        arguments=("--epochs", "3", ""),
         hosts=2,
         procs_per_host=2,
         channels={"training": Path("code")},

@@ -122,13 +122,18 @@ def test_wrong_options_of_run_exit_2(project: Project, arguments: list[str], wor
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ((), "IMAGE, --source, --entry-point: missing. Fix: shoal run IMAGE"),
+        ((), "IMAGE, SCRIPT: missing. Fix: shoal run IMAGE SCRIPT"),
+        (("pytorch", "--", "train.py"), "SCRIPT: missing"),
+        (("pytorch", "train.yp"), "train.yp: no such script. Did you mean 'train.py'?"),
+        (("pytorch", "train.py", "3"), "3: an argument for the script, but not after `--`. Fix: shoal run IMAGE"),
+        (("pytorch", "train.py", "--local", "--engine", "docker"), "--local and --engine docker: contradict"),
         (("pytorch", "--source", "x"), "--entry-point: missing"),
         (("--resume", "x"), "--resume x: no such job in jobs. Fix: use the name of a directory in jobs"),
         (("--resume", "", "--output", "."), "--resume : . has no request.json"),
     ],
 )
 def test_run_needs_a_new_job_or_an_earlier_one(tmp_path: Path, arguments: tuple[str, ...], words: str) -> None:
+    (tmp_path / "train.py").touch()
     result = shoal("run", *arguments, cwd=tmp_path, **NO_ENGINE)
     assert result.returncode == 2
     assert words in result.stderr

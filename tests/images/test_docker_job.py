@@ -48,7 +48,7 @@ class FakeEngine:
 
     def _create(self, image: str, command: list[str], **settings: Any) -> SimpleNamespace:
         files = self.files[settings["name"]] = {}
-        self.made[settings["name"]] = settings
+        self.made[settings["name"]] = {"command": command, **settings}
 
         def put_archive(_: str, content: Any) -> None:
             stream = io.BytesIO(content if isinstance(content, bytes) else content.read())
@@ -73,6 +73,16 @@ def create(request: JobRequest) -> FakeEngine:
 def create_hosts(client: FakeEngine, request: JobRequest) -> contextlib.AbstractContextManager[DockerHosts]:
     console = Console(file=io.StringIO())
     return docker_hosts.create_hosts(client, "image:1", request, "job", console)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "command"), [((), ["train"]), (("--explain", "", "a b"), ["train", "--", "--explain", "", "a b"])]
+)
+def test_every_host_passes_the_arguments_on(
+    request_: JobRequest, arguments: tuple[str, ...], command: list[str]
+) -> None:
+    made = create(JobRequest(**{**vars(request_), "arguments": arguments})).made
+    assert [made[f"job-algo-{number}"]["command"] for number in (1, 2)] == [command] * 2
 
 
 def test_docker_without_a_default_network_runs_jobs(request_: JobRequest) -> None:

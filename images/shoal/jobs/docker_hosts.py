@@ -88,7 +88,8 @@ class DockerHosts:
             if earlier := self.by_name.get(host):
                 with contextlib.suppress(docker.errors.NotFound):
                     earlier.remove(force=True, v=True)
-            container = containers.create_container(self.client, self.image, ["train"], {**settings, **own})
+            command = self.request.train_command
+            container = containers.create_container(self.client, self.image, command, {**settings, **own})
             self.by_name[host] = container
         self.tree.seek(0)
         container.put_archive("/", self.tree)

@@ -38,6 +38,8 @@ class JobRequest:
     """The directory with the script."""
     entry_point: str
     """The script, relative to `source`."""
+    arguments: tuple[str, ...] = ()
+    """Arguments for the script, which follow its hyperparameters unchanged."""
     hosts: int = 1
     procs_per_host: int | None = None
     channels: Mapping[str, Path] = field(default_factory=dict)
@@ -120,6 +122,11 @@ class JobRequest:
     def script_variables(self) -> dict[str, str]:
         """The variable that names the script; it overrides an image's own `ENV SAGEMAKER_PROGRAM`."""
         return {"SAGEMAKER_PROGRAM": self.entry_point}
+
+    @property
+    def train_command(self) -> list[str]:
+        """The command of each host: `train` with the arguments for the script, of which it parses none."""
+        return ["train", "--", *self.arguments] if self.arguments else ["train"]
 
     def encode_hyperparameters(self, job_name: str) -> dict[str, str]:
         """Return the content of hyperparameters.json: each value is encoded as JSON, as the SageMaker SDK does.

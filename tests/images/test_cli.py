@@ -220,7 +220,7 @@ def test_each_failure_is_converted_to_a_message_and_exit_code(
     assert capsys.readouterr().err.startswith(f"shoal: {words}")
 
 
-@pytest.mark.parametrize("command", ["sbom", "manifest"])
+@pytest.mark.parametrize("command", ["sbom", "inspect"])
 def test_output_file_is_checked_before_docker_is_used(project: Project, tmp_path: Path, command: str) -> None:
     result = shoal(command, "pytorch", "-o", str(tmp_path / "no" / "page"), cwd=project.root, **NO_ENGINE)
     assert result.returncode == 2

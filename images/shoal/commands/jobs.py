@@ -1,4 +1,4 @@
-"""Commands on training jobs: run, plan-model and report timeline."""
+"""Commands on training jobs: run, estimate and timeline."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ from rich.console import Console
 
 from shoal.builds import builder
 from shoal.commands.common import (
+    RUN,
     AsJson,
     Image,
     OptionalImage,
     app,
     console,
+    has_old_name,
     open_project,
     parse_object,
     parse_pairs,
@@ -57,6 +59,7 @@ _HOSTS_HELP = (
     "Number of hosts (one container each). Default: 1. 2:4 starts 4 hosts, and the job goes on with at least 2 of them"
     " while lost ones are replaced."
 )
+_UNKNOWN_OPTIONS = {"ignore_unknown_options": True}
 _SCRIPT_HELP = "Path of the script, such as code/train.py. Its directory is copied to /opt/ml/code."
 _ARGUMENTS_HELP = "Arguments for the script, unchanged, after its hyperparameters."
 _PLAN_HELP = "--mp-parameters JSON, --devices N, --memory GIB, --optimizer sgd|momentum|adam."
@@ -88,8 +91,8 @@ class RunOptions:
     """The options of `shoal run`."""
 
     image: OptionalImage = None
-    script: Annotated[Path | None, typer.Argument(metavar="[SCRIPT]", help=_SCRIPT_HELP)] = None
-    arguments: Annotated[list[str] | None, typer.Argument(metavar="[-- ARGUMENT...]", help=_ARGUMENTS_HELP)] = None
+    script: Annotated[Path | None, typer.Argument(metavar="SCRIPT", help=_SCRIPT_HELP)] = None
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="-- ARGUMENT", help=_ARGUMENTS_HELP)] = None
     source: Annotated[Path | None, typer.Option(help="Directory with the script. Default: the one of SCRIPT.")] = None
     entry_point: Annotated[str | None, typer.Option(help="Script, relative to --source, instead of SCRIPT.")] = None
     hosts: Annotated[str | None, typer.Option("--hosts", "--nnodes", metavar="N|MIN:MAX", help=_HOSTS_HELP)] = None
@@ -199,7 +202,7 @@ def _parse_hosts(text: str) -> dict[str, int]:
     return {"hosts": numbers[-1], "min_hosts": numbers[0] if colon else 0}
 
 
-@app.command("run", cls=ScriptCommand)
+@app.command("run", rich_help_panel=RUN, epilog="More: docs/resume.md", cls=ScriptCommand)
 @takes_fields_of(RunOptions)
 def run_job(options: RunOptions) -> None:
     """Run a training job, and exit with its exit code.
@@ -235,7 +238,8 @@ def run_job(options: RunOptions) -> None:
     raise typer.Exit(result.exit_code)
 
 
-@app.command("plan-model", context_settings={"ignore_unknown_options": True})
+@has_old_name(app, "plan-model", "estimate", context_settings=_UNKNOWN_OPTIONS)
+@app.command("estimate", rich_help_panel=RUN, epilog="More: docs/modelparallel.md", context_settings=_UNKNOWN_OPTIONS)
 def plan_model(
     image: Image,
     factory: Annotated[str, typer.Argument(metavar="FILE.py:NAME", help="Function that returns (model, batch).")],
@@ -250,6 +254,8 @@ def plan_model(
     """Estimate how model parallelism would split a model, and recommend mp_parameters. Trains nothing.
 
     Reports memory per stage, idle time and the partition. Models may have any size, as they run on the meta device.
+
+    Example: shoal estimate pytorch model.py:make --memory 16
     """
     if choose_engine(engine, local) is Engine.none:
         code = model_plan.run_locally(factory, options or [], as_json=as_json)
@@ -259,7 +265,8 @@ def plan_model(
     raise typer.Exit(code)
 
 
-@reports.command("timeline")
+@has_old_name(reports, "report timeline", "timeline")
+@app.command("timeline", rich_help_panel=RUN, epilog="More: docs/timeline.md")
 def report_timeline(
     paths: Annotated[
         list[Path], typer.Argument(metavar="FILE|DIRECTORY...", help="Timelines recorded by the ranks of a job.")
@@ -271,7 +278,7 @@ def report_timeline(
 ) -> None:
     """Write an HTML page that shows when ranks computed, communicated and waited, and which rank is slowest.
 
-    Example: shoal report timeline jobs/my-job
+    Example: shoal timeline jobs/my-job
     """
     analysis, written = timeline.write_timeline_report(paths, page, as_json)
     timeline.print_timeline_report(console, analysis)

@@ -139,12 +139,15 @@ def test_run_needs_a_new_job_or_an_earlier_one(tmp_path: Path, arguments: tuple[
     assert words in result.stderr
 
 
-@pytest.mark.parametrize(("option", "size"), [("--memory", "1g"), ("--shm-size", "2g")])
+@pytest.mark.parametrize(
+    ("option", "size"), [("--memory", "1g"), ("--shm-size", "2g"), ("--cpus", "0.5"), ("-v", ".:/data")]
+)
 def test_a_limit_without_a_container_is_refused(project: Project, option: str, size: str) -> None:
     base = ["run", "pytorch", "--source", "examples/digits", "--entry-point", "train.py", "--engine", "none"]
     result = shoal(*base, option, size, cwd=project.root, **NO_ENGINE)
     assert result.returncode == 2
-    assert f"{option}: has no effect without a container. Fix: " in result.stderr
+    name = {"-v": "--volume"}.get(option, option)
+    assert f"{name}: has no effect without a container. Fix: " in result.stderr
 
 
 def test_version_is_printed(project: Project) -> None:

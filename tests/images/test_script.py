@@ -14,6 +14,7 @@ from shoal.commands.script import split_script
 from shoal.errors import UsageError
 from shoal.jobs.job import JobRequest
 from shoal.jobs.record import JobRecord
+from shoal.jobs.volumes import Volume
 
 
 @pytest.fixture
@@ -58,6 +59,13 @@ def read(*words: str) -> JobRecord:
         (["code/train.py", "--nnodes", "2", "--nproc-per-node", "4"], {"hosts": 2, "procs_per_host": 4}),
         (["code/train.py", "--nnodes", "2:4", "--max-restarts", "1"], {"hosts": 4, "min_hosts": 2}),
         (["code/train.py", "-e", "A=b=c"], {"environment": {"A": "b=c"}}),
+        (
+            ["code/train.py", "-v", "code:/code:ro", "--volume", "code/train.py:/x.py", "--cpus", "1.5"],
+            {
+                "volumes": (Volume(Path("code"), "/code", True), Volume(Path("code/train.py"), "/x.py")),
+                "cpus": 1.5,
+            },
+        ),
     ],
 )
 def test_command_line_describes_the_job(here: Path, words: list[str], fields: dict[str, Any]) -> None:
@@ -92,4 +100,23 @@ def test_wrong_script_is_refused(
 ) -> None:
     with pytest.raises(UsageError) as refused:
         split_script(Path(script), source and Path(source), entry_point)  # type: ignore[arg-type]
+    assert words in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("code", "expected PATH:TARGET"),
+        ("code:data", "expected PATH:TARGET"),
+        ("code:/data:rx", "expected PATH:TARGET"),
+        ("none:/data", "no such file or directory: none"),
+        ("code:/opt/ml/code", "the job has its own /opt/ml. Fix: mount it elsewhere, or use --channel NAME=code"),
+        ("code:/opt", "the job has its own /opt/ml"),
+        ("code:/a/../opt/ml", "the job has its own /opt/ml"),
+    ],
+)
+def test_wrong_volume_is_refused(here: Path, text: str, words: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        Volume.parse(text).check()
+    assert str(refused.value).startswith(f"--volume {text}: ")
     assert words in str(refused.value)

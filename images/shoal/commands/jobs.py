@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import re
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -39,6 +38,7 @@ from shoal.errors import UsageError
 from shoal.jobs import docker_job, local_job, model_plan, summary
 from shoal.jobs.job import JobRequest
 from shoal.jobs.record import DOCKER, LOCAL, JobRecord, open_job, read_record
+from shoal.jobs.volumes import Volume
 from shoal.report import timeline
 
 _HYPERPARAMETER_HELP = (
@@ -59,6 +59,7 @@ _HOSTS_HELP = (
     "Number of hosts (one container each). Default: 1. 2:4 starts 4 hosts, and the job goes on with at least 2 of them"
     " while lost ones are replaced."
 )
+_VOLUME_HELP = "File or directory of this machine, and its place on every host. :ro: read-only. Repeatable."
 _UNKNOWN_OPTIONS = {"ignore_unknown_options": True}
 _SCRIPT_HELP = "Path of the script, such as code/train.py. Its directory is copied to /opt/ml/code."
 _ARGUMENTS_HELP = "Arguments for the script, unchanged, after its hyperparameters."
@@ -119,6 +120,12 @@ class RunOptions:
     memory: Annotated[
         str | None, typer.Option(help="Memory limit per host, such as 512m or 8g. Default: no limit.")
     ] = None
+    cpus: Annotated[
+        float | None, typer.Option(min=0.01, help="Processor cores per host, such as 2 or 0.5. Default: no limit.")
+    ] = None
+    volume: Annotated[
+        list[str] | None, typer.Option("--volume", "-v", metavar="PATH:TARGET[:ro]", help=_VOLUME_HELP)
+    ] = None
     gpus: Annotated[str | None, typer.Option(metavar="all|none|0,1", help=_GPUS_HELP)] = None
     checkpoints: Annotated[Path | None, typer.Option(metavar="DIR", help=_CHECKPOINTS_HELP)] = None
     resume: Annotated[str | None, typer.Option(metavar="JOB", help=_RESUME_HELP)] = None
@@ -150,7 +157,7 @@ class RunOptions:
             record = JobRecord(self.image or earlier.image, engine.value if engine else earlier.engine, request)
         record.request.check()
         if record.engine == LOCAL:
-            _refuse_limits({"--shm-size": record.request.shm_size, "--memory": record.request.memory})
+            _refuse_container_options(record.request)
             if record.request.min_hosts:
                 local_job.list_loopback_names(record.request)
         return record
@@ -187,6 +194,8 @@ class RunOptions:
             "output": self.jobs,
             "shm_size": self.shm_size,
             "memory": self.memory,
+            "cpus": self.cpus,
+            "volumes": tuple(map(Volume.parse, self.volume or ())) or None,
             "gpus": self.gpus,
             "checkpoints": self.checkpoints,
             "max_restarts": self.max_restarts,
@@ -297,7 +306,13 @@ def _build_image(name: str, progress: Console) -> tuple[str, float]:
     return image.tag, time.monotonic() - started
 
 
-def _refuse_limits(limits: Mapping[str, str | None]) -> None:
-    """Raise `UsageError` if an option limits a container, as the job has none."""
-    if options := ", ".join(name for name, value in limits.items() if value):
+def _refuse_container_options(request: JobRequest) -> None:
+    """Raise `UsageError` if an option is about containers, as the job has none."""
+    given = {
+        "--shm-size": request.shm_size,
+        "--memory": request.memory,
+        "--cpus": request.cpus,
+        "--volume": request.volumes,
+    }
+    if options := ", ".join(name for name, value in given.items() if value):
         raise UsageError(f"{options}: has no effect without a container. Fix: leave out {options} or --engine none")

@@ -18,6 +18,7 @@ import docker.utils
 from shoal.docker_client import containers
 from shoal.errors import UsageError, did_you_mean
 from shoal.jobs import distribution, gpus, restarts
+from shoal.jobs.volumes import Volume
 
 SECRET, SECRET_FILE = "SHOAL_JOB_SECRET", "SHOAL_JOB_SECRET_FILE"
 """The variables with the job's secret, by which its hosts recognize each other, or with the path of a file with it.
@@ -56,6 +57,10 @@ class JobRequest:
     """Such as 512m or 2g, per host; None: `SHM_SIZE`."""
     memory: str | None = None
     """Such as 512m or 2g, per host; None: no limit."""
+    cpus: float | None = None
+    """Processor cores per host; None: no limit."""
+    volumes: tuple[Volume, ...] = ()
+    """Files and directories for every host."""
     gpus: str | None = None
     """`all`, `none`, or indexes or UUIDs separated by commas; None: not specified."""
     checkpoints: Path | None = None
@@ -70,6 +75,8 @@ class JobRequest:
         check_source(self.source, self.entry_point)
         check_size("--shm-size", self.shm_size)
         check_size("--memory", self.memory)
+        for volume in self.volumes:
+            volume.check()
         for name, directory in self.channels.items():
             check_channel_name(name)
             if not directory.is_dir():

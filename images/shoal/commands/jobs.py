@@ -81,7 +81,7 @@ Local = Annotated[bool, typer.Option("--local", help="Run on this machine, witho
 
 
 def choose_engine(engine: Engine | None, local: bool) -> Engine | None:
-    """Return the engine of `--engine` or `--local`; None if neither is given. Raises `UsageError` for both."""
+    """Return the value of `--engine` or `--local`; None if neither is given. Raises `UsageError` for both."""
     if local and engine is Engine.docker:
         raise UsageError("--local and --engine docker: contradict each other. Fix: leave out one")
     return Engine.none if local else engine

@@ -126,6 +126,8 @@ def test_wrong_options_of_run_exit_2(project: Project, arguments: list[str], wor
         (("pytorch", "--", "train.py"), "SCRIPT: missing"),
         (("pytorch", "train.yp"), "train.yp: no such script. Did you mean 'train.py'?"),
         (("pytorch", "train.py", "3"), "3: an argument for the script, but not after `--`. Fix: shoal run IMAGE"),
+        (("pytorch", "train.py", "--epochs", "3"), "--epochs: no such option. Fix: if it is for the script, put it"),
+        (("pytorch", "train.py", "--nnode", "3"), "--nnode: no such option. Did you mean --nnodes? Fix: "),
         (("pytorch", "train.py", "--local", "--engine", "docker"), "--local and --engine docker: contradict"),
         (("pytorch", "--source", "x"), "--entry-point: missing"),
         (("--resume", "x"), "--resume x: no such job in jobs. Fix: use the name of a directory in jobs"),

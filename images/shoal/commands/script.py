@@ -15,9 +15,19 @@ class ScriptCommand(typer.core.TyperCommand):
     """A command with a parameter `arguments`: all words after the first `--`, in order and unchanged."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the words before `--`. Raises `UsageError` if one of them is an argument for the script."""
+        """Parse the words before `--`. Raises `UsageError` if one of them may be an argument for the script."""
         own = args[: args.index("--")] if "--" in args else args
-        rest = super().parse_args(ctx, list(own))
+        try:
+            rest = super().parse_args(ctx, list(own))
+        except Exception as error:  # Typer has its own copy of Click, with no public name for the error below
+            if not hasattr(error, "possibilities"):
+                raise
+            option = getattr(error, "option_name", "")
+            hint = f" Did you mean {error.possibilities[0]}?" if error.possibilities else ""
+            raise UsageError(
+                f"{option}: no such option.{hint} Fix: if it is for the script, put it after `--`: shoal run IMAGE"
+                f" SCRIPT -- {option}"
+            ) from error
         if (early := ctx.params["arguments"]) and not ctx.resilient_parsing:
             raise UsageError(
                 f"{early[0]}: an argument for the script, but not after `--`. Fix: shoal run IMAGE SCRIPT --"

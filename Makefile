@@ -45,7 +45,7 @@ image: known-image engine ## build one image: FRAMEWORK=pytorch|tensorflow|huggi
 	@$(SHOAL) build $(IMAGE)
 
 images: setup engine ## build all images of buildspec.yml
-	@$(SHOAL) build
+	@$(SHOAL) build --all
 
 train: known-image ## train the digits example on HOSTS=2 x PROCS_PER_HOST=2; ENGINE=none: without Docker
 ifeq ($(ENGINE)$(findstring tensorflow,$(IMAGE)),nonetensorflow)

@@ -174,9 +174,9 @@ def test_parents_are_built_first_and_what_is_there_is_left(fake: FakeEngine, che
     assert (code, err) == (0, "")
     assert endings(out) == [f"✓ {tag} built" for tag in (ONE, CHILD, GRANDCHILD)]
     assert fake.bases == {ONE: "debian:bookworm-slim", CHILD: ONE, GRANDCHILD: CHILD}
-    _, out, _ = shoal(fake, checkout, "build")
+    _, out, _ = shoal(fake, checkout, "build", "--all")
     assert endings(out) == [f"✓ {ONE} up", f"✓ {TWO} built", f"✓ {CHILD} up", f"✓ {GRANDCHILD} up"]
-    _, out, _ = shoal(fake, checkout, "plan")
+    _, out, _ = shoal(fake, checkout, "build", "--all", "--dry-run")
     assert out.splitlines() == [f"{tag}: up to date" for tag in (ONE, TWO, CHILD, GRANDCHILD)]
 
 
@@ -191,15 +191,17 @@ def test_images_of_several_systems_stand_on_a_base_each(fake: FakeEngine, checko
     assert (code, err) == (0, "")
     assert fake.bases == {ONE: "debian:bookworm-slim", newer: "debian:trixie-slim"}
     del fake.images["debian:trixie-slim"]
-    plans = {plan["tag"]: plan for plan in json.loads(shoal(fake, checkout, "plan", "one-*", "--json")[1])}
+    plans = {
+        plan["tag"]: plan for plan in json.loads(shoal(fake, checkout, "build", "--dry-run", "one-*", "--json")[1])
+    }
     assert plans[ONE]["state"] == "up to date"
     assert plans[newer]["reasons"] == ["base debian:trixie-slim → debian:trixie-slim (Docker does not have it yet)"]
 
 
 def test_a_plan_follows_a_change_from_parent_to_child(fake: FakeEngine, checkout: Path) -> None:
-    shoal(fake, checkout, "build")
+    shoal(fake, checkout, "build", "--all")
     (checkout / "dockerfiles" / "one.j2").write_text(TEMPLATE.replace("RUN make", "RUN other"))
-    _, out, _ = shoal(fake, checkout, "plan", "--json")
+    _, out, _ = shoal(fake, checkout, "build", "--dry-run", "--all", "--json")
     one, two, child, grandchild = json.loads(out)
     assert one["rebuilt"] == ["making"]
     assert one["reasons"] == ["making: other instructions (one.j2)"]
@@ -256,7 +258,7 @@ def test_debian_packages_that_are_not_locked_are_told(fake: FakeEngine, checkout
     assert "! Debian bookworm: no package versions in dockerfiles/debian/bookworm.txt" in out
 
 
-@pytest.mark.parametrize("command", ["build", "plan"])
+@pytest.mark.parametrize("command", [["build", "--all"], ["build", "--all", "--dry-run"]])
 @pytest.mark.parametrize(
     ("setting", "component", "words"),
     [
@@ -268,7 +270,7 @@ def test_only_buildkit_builds(
     fake: FakeEngine,
     checkout: Path,
     monkeypatch: pytest.MonkeyPatch,
-    command: str,
+    command: list[str],
     setting: str,
     component: str,
     words: str,
@@ -276,7 +278,7 @@ def test_only_buildkit_builds(
     """Docker's classic builder keeps a step's files, passwords among them, in untagged images."""
     fake.component = component
     monkeypatch.setenv("DOCKER_BUILDKIT", setting)
-    code, _, err = shoal(fake, checkout, command)
+    code, _, err = shoal(fake, checkout, *command)
     assert (code, bool(re.match(f"shoal: {words}", err))) == (4, True), err
     assert fake.bases == {}
 
@@ -284,7 +286,7 @@ def test_only_buildkit_builds(
 @pytest.mark.parametrize(("jobs", "most"), [("1", 1), ("2", 2)])
 def test_independent_images_are_built_at_once(fake: FakeEngine, checkout: Path, jobs: str, most: int) -> None:
     fake.expected = most
-    assert shoal(fake, checkout, "build", "--jobs", jobs)[0] == 0
+    assert shoal(fake, checkout, "build", "--all", "--jobs", jobs)[0] == 0
     assert fake.most == most
 
 
@@ -296,7 +298,7 @@ def test_the_largest_come_first_and_variants_of_them_last(fake: FakeEngine, chec
         'two, version: "1.0", device: cpu, requirements: [x], disk_gib: 2',
     )
     (checkout / "dockerfiles" / "versions.yml").write_text(text)
-    code, out, err = shoal(fake, checkout, "build", "--jobs=1", "--json")
+    code, out, err = shoal(fake, checkout, "build", "--all", "--jobs=1", "--json")
     assert code == 0, err
     assert list(fake.bases) == [TWO, ONE, CHILD, GRANDCHILD, f"{TWO}-devel", f"{ONE}-devel"]
     assert [ending["tag"] for ending in json.loads(out)] == [
@@ -311,7 +313,7 @@ def test_the_largest_come_first_and_variants_of_them_last(fake: FakeEngine, chec
 
 def test_a_failure_stops_only_what_stands_on_it(fake: FakeEngine, checkout: Path) -> None:
     fake.failing = ("one",)
-    code, out, err = shoal(fake, checkout, "build")
+    code, out, err = shoal(fake, checkout, "build", "--all")
     assert code == 6
     assert out.splitlines()[-4:] == [
         f"✗ {ONE} failed: step 1/1 failed: RUN make",
@@ -326,7 +328,7 @@ def test_a_failure_stops_only_what_stands_on_it(fake: FakeEngine, checkout: Path
 def test_json_says_how_each_image_ended(fake: FakeEngine, checkout: Path) -> None:
     fake.failing = ("child",)
     shoal(fake, checkout, "build", "two-*")
-    code, out, err = shoal(fake, checkout, "build", "--json")
+    code, out, err = shoal(fake, checkout, "build", "--all", "--json")
     assert code == 6, err
     one, two, child, grandchild = json.loads(out)
     assert code == 6
@@ -344,7 +346,7 @@ def test_json_says_how_each_image_ended(fake: FakeEngine, checkout: Path) -> Non
 
 def test_several_failures_are_all_told(fake: FakeEngine, checkout: Path) -> None:
     fake.failing = ("one", "two")
-    code, _, err = shoal(fake, checkout, "build")
+    code, _, err = shoal(fake, checkout, "build", "--all")
     assert code == 6
     assert {line for line in err.splitlines() if line.startswith("shoal: ")} == {
         f"shoal: {tag}: step 1/1 failed: RUN make" for tag in (ONE, TWO)
@@ -354,7 +356,7 @@ def test_several_failures_are_all_told(fake: FakeEngine, checkout: Path) -> None
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_an_interrupt_closes_the_builds(fake: FakeEngine, checkout: Path, number: signal.Signals, code: int) -> None:
     fake.hanging = ("one", "two")
-    process = start(fake, checkout, "build")
+    process = start(fake, checkout, "build", "--all")
     deadline = time.monotonic() + 30
     while len(fake.under_way) < 2 and time.monotonic() < deadline:
         time.sleep(0.02)

@@ -252,7 +252,7 @@ def test_json_has_what_was_collected(
     assert "python3-venv" in document["packages"]
     assert document["bytes"] == len("debian:bookworm-slim") + (tmp_path / "SHA256SUMS").stat().st_size
     assert document["digest"] == bundled.check_bundle(tmp_path, f"sha256:{document['digest']}")
-    assert f"shoal build --bundle {tmp_path} --bundle-digest sha256:{document['digest']}" in told.err
+    assert f"shoal build huggingface --bundle {tmp_path} --bundle-digest sha256:{document['digest']}" in told.err
     assert "wheels: huggingface-training" in told.err
     assert f"pip install --no-index --find-links {tmp_path}/host shoal" in told.err
 

@@ -20,6 +20,7 @@ from shoal.jobs import checkpoints, record
 from shoal.jobs.checkpoints import CONTENT, MARK, CheckpointDirectory, open_directory
 from shoal.jobs.job import SECRET, JobRequest
 from shoal.jobs.record import DOCKER, LOCAL, JobRecord, open_job, read_record
+from shoal.jobs.volumes import Volume
 
 
 def replace(opened: CheckpointDirectory, **files: str) -> None:
@@ -224,6 +225,7 @@ def test_record_has_all_but_the_jobs_secret(request_: JobRequest, monkeypatch: p
     request = JobRequest(
         source=Path("code"),
         entry_point="train.py",
+        arguments=("--epochs", "3", ""),
         hosts=2,
         procs_per_host=2,
         channels={"training": Path("code")},
@@ -232,6 +234,8 @@ def test_record_has_all_but_the_jobs_secret(request_: JobRequest, monkeypatch: p
         environment={SECRET: "0123456789abcdef", "A": "b"},
         output=request_.output,
         memory="1g",
+        cpus=0.5,
+        volumes=(Volume(Path("code"), "/data", read_only=True),),
         checkpoints=Path("ck"),
         max_restarts=3,
     )
@@ -244,6 +248,7 @@ def test_record_has_all_but_the_jobs_secret(request_: JobRequest, monkeypatch: p
             **vars(request),
             "source": source,
             "channels": {"training": source},
+            "volumes": (Volume(source, "/data", read_only=True),),
             "environment": {"A": "b"},
             "checkpoints": source.parent / "ck",
         }

@@ -122,24 +122,34 @@ def test_wrong_options_of_run_exit_2(project: Project, arguments: list[str], wor
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ((), "IMAGE, --source, --entry-point: missing. Fix: shoal run IMAGE"),
+        ((), "IMAGE, SCRIPT: missing. Fix: shoal run IMAGE SCRIPT"),
+        (("pytorch", "--", "train.py"), "SCRIPT: missing"),
+        (("pytorch", "train.yp"), "train.yp: no such script. Did you mean 'train.py'?"),
+        (("pytorch", "train.py", "3"), "3: an argument for the script, but not after `--`. Fix: shoal run IMAGE"),
+        (("pytorch", "train.py", "--epochs", "3"), "--epochs: no such option. Fix: if it is for the script, put it"),
+        (("pytorch", "train.py", "--nnode", "3"), "--nnode: no such option. Did you mean --nnodes? Fix: "),
+        (("pytorch", "train.py", "--local", "--engine", "docker"), "--local and --engine docker: contradict"),
         (("pytorch", "--source", "x"), "--entry-point: missing"),
         (("--resume", "x"), "--resume x: no such job in jobs. Fix: use the name of a directory in jobs"),
         (("--resume", "", "--output", "."), "--resume : . has no request.json"),
     ],
 )
 def test_run_needs_a_new_job_or_an_earlier_one(tmp_path: Path, arguments: tuple[str, ...], words: str) -> None:
+    (tmp_path / "train.py").touch()
     result = shoal("run", *arguments, cwd=tmp_path, **NO_ENGINE)
     assert result.returncode == 2
     assert words in result.stderr
 
 
-@pytest.mark.parametrize(("option", "size"), [("--memory", "1g"), ("--shm-size", "2g")])
+@pytest.mark.parametrize(
+    ("option", "size"), [("--memory", "1g"), ("--shm-size", "2g"), ("--cpus", "0.5"), ("-v", ".:/data")]
+)
 def test_a_limit_without_a_container_is_refused(project: Project, option: str, size: str) -> None:
     base = ["run", "pytorch", "--source", "examples/digits", "--entry-point", "train.py", "--engine", "none"]
     result = shoal(*base, option, size, cwd=project.root, **NO_ENGINE)
     assert result.returncode == 2
-    assert f"{option}: has no effect without a container. Fix: " in result.stderr
+    name = {"-v": "--volume"}.get(option, option)
+    assert f"{name}: has no effect without a container. Fix: " in result.stderr
 
 
 def test_version_is_printed(project: Project) -> None:
@@ -215,7 +225,7 @@ def test_each_failure_is_converted_to_a_message_and_exit_code(
     assert capsys.readouterr().err.startswith(f"shoal: {words}")
 
 
-@pytest.mark.parametrize("command", ["sbom", "manifest"])
+@pytest.mark.parametrize("command", ["sbom", "inspect"])
 def test_output_file_is_checked_before_docker_is_used(project: Project, tmp_path: Path, command: str) -> None:
     result = shoal(command, "pytorch", "-o", str(tmp_path / "no" / "page"), cwd=project.root, **NO_ENGINE)
     assert result.returncode == 2

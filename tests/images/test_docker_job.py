@@ -19,6 +19,7 @@ from shoal.jobs.docker_hosts import SECRET_PATH, DockerHosts
 from shoal.jobs.job import SECRET, SECRET_FILE, JobRequest
 from shoal.jobs.local_hosts import LocalHosts
 from shoal.jobs.record import LOCAL, JobRecord, open_job
+from shoal.jobs.volumes import Volume
 from shoal.jobs.watch import HostExit
 
 
@@ -48,7 +49,7 @@ class FakeEngine:
 
     def _create(self, image: str, command: list[str], **settings: Any) -> SimpleNamespace:
         files = self.files[settings["name"]] = {}
-        self.made[settings["name"]] = settings
+        self.made[settings["name"]] = {"command": command, **settings}
 
         def put_archive(_: str, content: Any) -> None:
             stream = io.BytesIO(content if isinstance(content, bytes) else content.read())
@@ -73,6 +74,28 @@ def create(request: JobRequest) -> FakeEngine:
 def create_hosts(client: FakeEngine, request: JobRequest) -> contextlib.AbstractContextManager[DockerHosts]:
     console = Console(file=io.StringIO())
     return docker_hosts.create_hosts(client, "image:1", request, "job", console)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "command"), [((), ["train"]), (("--explain", "", "a b"), ["train", "--", "--explain", "", "a b"])]
+)
+def test_every_host_passes_the_arguments_on(
+    request_: JobRequest, arguments: tuple[str, ...], command: list[str]
+) -> None:
+    made = create(JobRequest(**{**vars(request_), "arguments": arguments})).made
+    assert [made[f"job-algo-{number}"]["command"] for number in (1, 2)] == [command] * 2
+
+
+def test_every_host_has_the_volumes_and_limits(request_: JobRequest, tmp_path: Path) -> None:
+    volumes = (Volume(tmp_path, "/data", read_only=True), Volume(tmp_path / "train.py", "/more.py"))
+    made = create(JobRequest(**{**vars(request_), "volumes": volumes, "cpus": 0.5})).made
+    for number in (1, 2):
+        settings = made[f"job-algo-{number}"]
+        mounts = {mount["Target"]: (mount["Source"], mount["ReadOnly"]) for mount in settings["mounts"]}
+        assert mounts["/data"] == (str(tmp_path.resolve()), True)
+        assert mounts["/more.py"] == (str((tmp_path / "train.py").resolve()), False)
+        assert settings["nano_cpus"] == 500_000_000
+    assert create(request_).made["job-algo-1"]["nano_cpus"] is None
 
 
 def test_docker_without_a_default_network_runs_jobs(request_: JobRequest) -> None:

@@ -1,4 +1,4 @@
-"""`shoal plan-model --json` prints only its document on standard output. The library's `plan` is faked."""
+"""`shoal estimate --json` prints only its document on standard output. The library's `plan` is faked."""
 
 from __future__ import annotations
 

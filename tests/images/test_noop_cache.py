@@ -66,7 +66,9 @@ def test_other_words_are_another_question(known: Path) -> None:
     assert answer(known, ONE) is None
 
 
-@pytest.mark.parametrize("arguments", [["plan"], ["build", "--json"], ["build", "one-*", "-j", "1"], []])
+@pytest.mark.parametrize(
+    "arguments", [["plan"], ["build", "--json"], ["build", "--all", "--dry-run"], ["build", "one-*", "-j", "1"], []]
+)
 def test_only_plain_builds_are_remembered(known: Path, arguments: list[str]) -> None:
     assert noop_cache.read_command(arguments, str(known)) is None
 
@@ -136,7 +138,7 @@ def test_a_torn_file_is_nothing(known: Path) -> None:
 def test_inputs_that_just_changed_are_not_remembered(known: Path) -> None:
     """On a file system with a coarse clock, they could change again unseen."""
     (known / "buildspec.yml").touch()
-    found = noop_cache.read_command(["build"], str(known))
+    found = noop_cache.read_command(["build", "--all"], str(known))
     assert found
     assert not found.settled
     noop_cache.save_answer(found, ["text"], {})

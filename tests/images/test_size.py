@@ -1,4 +1,4 @@
-"""`shoal report size`: sums of small images made by hand in both layouts, differences, the page, what is refused."""
+"""`shoal size`: sums of small images made by hand in both layouts, differences, the page, what is refused."""
 
 from __future__ import annotations
 
@@ -604,7 +604,7 @@ print(int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text(
 
 
 def shoal(*arguments: str | Path, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [*shoal_command(), "report", "size", *arguments]
+    command = [*shoal_command(), "size", *arguments]
     env = {**os.environ, "COLUMNS": "120", **environment}
     return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False)
 

@@ -1,4 +1,4 @@
-"""`shoal report timeline`: overlap and skew of small traces worked out by hand, merging, and invalid files."""
+"""`shoal timeline`: overlap and skew of small traces worked out by hand, merging, and invalid files."""
 
 from __future__ import annotations
 
@@ -383,7 +383,7 @@ def test_input_is_not_overwritten(tmp_path: Path, as_json: bool) -> None:
 
 
 def shoal(*arguments: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
-    command = [*shoal_command(), "report", "timeline", *arguments]
+    command = [*shoal_command(), "timeline", *arguments]
     env = {**os.environ, "COLUMNS": "100"}
     return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False)
 

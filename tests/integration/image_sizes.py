@@ -1,6 +1,6 @@
 """The parts of an image's size: its base, the wheels, Debian packages and the rest.
 
-All sizes are uncompressed bytes, as Docker counts an image's layers. This takes seconds; `shoal report size` reads the
+All sizes are uncompressed bytes, as Docker counts an image's layers. This takes seconds; `shoal size` reads the
 layers themselves.
 """
 

@@ -81,7 +81,7 @@ def template(probe: Path, text: str) -> None:
 
 
 def build(probe: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([SHOAL, "build"], cwd=probe, capture_output=True, text=True, check=False)
+    return subprocess.run([SHOAL, "build", "--all"], cwd=probe, capture_output=True, text=True, check=False)
 
 
 def untagged(client: docker.DockerClient, probe: Path) -> set[str]:
@@ -169,7 +169,9 @@ def test_the_machines_configuration_serves_the_build_and_does_not_stay(
 def test_an_interrupt_stops_the_build_and_leaves_nothing(probe: Path, client: docker.DockerClient) -> None:
     marker = f"sleep 987.{os.getpid()}"
     template(probe, f"RUN echo waiting; {marker}")
-    process = subprocess.Popen([SHOAL, "build"], cwd=probe, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [SHOAL, "build", "--all"], cwd=probe, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     assert wait_until(lambda: marker in processes() or process.poll() is not None)
     assert process.poll() is None, process.communicate()
     process.send_signal(signal.SIGINT)
@@ -192,7 +194,7 @@ def test_an_interrupt_at_any_moment_leaves_nothing(
     for number, share in enumerate([1.0, *(drawn.random() for _ in range(times(3, 20)))]):
         template(probe, f"RUN sleep 0.3; echo {number} > /one\nRUN sleep 0.3; echo {number} > /two")
         process = subprocess.Popen(
-            [SHOAL, "build"], cwd=probe, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            [SHOAL, "build", "--all"], cwd=probe, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
         if number == 0:  # to its end: how long a build takes
             assert process.wait(timeout=60) == 0, process.communicate()
@@ -318,7 +320,7 @@ def test_two_builds_of_one_commit_differ_only_where_the_report_says(
             macros.write_text(macros.read_text().replace(mark, f"{mark} AGAIN=yes"))
             subprocess.run([SHOAL, "build", tag], cwd=copied, capture_output=True, check=True)
             assert len({*layers(client, first)} & {*layers(client, tag)}) == 1, "the base's layer alone"
-            command = [str(SHOAL), "report", "differences", first, tag, "--json"]
+            command = [str(SHOAL), "diff", first, tag, "--json"]
             document = json.loads(subprocess.run(command, cwd=copied, capture_output=True, check=True).stdout)
         finally:
             client.images.remove(first)

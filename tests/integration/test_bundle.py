@@ -107,7 +107,7 @@ def test_a_bundle_builds_with_the_network_off(offline: Path, client: docker.Dock
         names = [path.name for path in (bundle / suite / "debs").iterdir()]
         assert any(name.startswith(f"python3-venv_{version}.") for name in names)
         assert (bundle / suite / "base.tar").stat().st_size > 1024**2
-    built = run(offline, "build", "--bundle", bundle)
+    built = run(offline, "build", "--all", "--bundle", bundle)
     assert built.returncode == 0, built.stdout + built.stderr
     assert "are not those of" not in built.stdout, "what is in the bundle is what is locked"
     for tag, version in zip(TAGS, ("3.11", "3.13")):
@@ -139,12 +139,12 @@ def test_a_bundle_builds_with_the_network_off(offline: Path, client: docker.Dock
     assert "No matching distribution found for six" in lacking.stderr
     shutil.rmtree(bundle / "trixie")
     bundled.write_sums(bundle)
-    other = run(offline, "build", "--bundle", bundle)
+    other = run(offline, "build", "--all", "--bundle", bundle)
     assert other.returncode == 2
     assert "it is for Debian bookworm, not for trixie" in other.stderr
 
 
 def test_another_directory_is_refused(offline: Path) -> None:
-    refused = run(offline, "build", "--bundle", offline)
+    refused = run(offline, "build", "--all", "--bundle", offline)
     assert refused.returncode == 2
     assert "not a bundle, or one without SHA256SUMS. Make it on a host with a network: shoal bundle" in refused.stderr

@@ -181,7 +181,7 @@ def test_the_tag_says_what_is_inside(client: docker.DockerClient, container: Ima
 def test_a_container_of_its_own_says_the_same(
     client: docker.DockerClient, request: pytest.FixtureRequest, image: ImageSpec
 ) -> None:
-    """So the test above may ask a running container, for which `shoal manifest` starts one."""
+    """So the test above may ask a running container, for which `shoal inspect` starts one."""
 
     def read() -> ImageFacts:
         found = facts.read_facts(client, image.tag)

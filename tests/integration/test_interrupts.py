@@ -60,7 +60,7 @@ def filled(tmp_path: Path) -> Path:
 @pytest.fixture
 def manifest(matrix: BuildSpec, project: Project, filled: Path) -> Command:
     image = matrix.select("pytorch-*-cpu-*-debian12").tag
-    return Command(["manifest", image, "-o", str(filled / "page.md")], project.root, filled)
+    return Command(["inspect", image, "-o", str(filled / "page.md")], project.root, filled)
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ def size(client: docker.DockerClient, matrix: BuildSpec, project: Project, fille
     """Of a small image."""
     image = base_image.find_base(client, matrix.systems()[0])
     assert image is not None
-    return Command(["report", "size", image.reference, "-o", str(filled / "page.html"), "--json"], project.root, filled)
+    return Command(["size", image.reference, "-o", str(filled / "page.html"), "--json"], project.root, filled)
 
 
 @pytest.fixture

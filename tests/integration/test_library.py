@@ -94,7 +94,7 @@ def run_tests(start_host: StartHost, image: str, directory: Path, *arguments: st
 def test_a_model_is_planned_in_the_image(pytorch: str, tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text(MODEL)
     shoal = Path(sys.executable).with_name("shoal")
-    command = [str(shoal), "plan-model", pytorch, f"{tmp_path}/model.py:large", "--memory", "9"]
+    command = [str(shoal), "estimate", pytorch, f"{tmp_path}/model.py:large", "--memory", "9"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 0, ended.stderr
     assert 'recommended: {"partitions": 2, "microbatches": 16, "active_microbatches": 4}' in ended.stdout

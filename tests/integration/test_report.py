@@ -1,4 +1,4 @@
-"""`shoal report size` on a real image, against what the engine, pip and dpkg say of it."""
+"""`shoal size` on a real image, against what the engine, pip and dpkg say of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A training job with the recorder on, and what `shoal report timeline` makes of its files."""
+"""A training job with the recorder on, and what `shoal timeline` makes of its files."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def train(python: Python, port: int, directory: Path, **of_second: str) -> None:
 def test_the_report_tells_how_much_communication_is_hidden(python: Python, tmp_path: Path, free_port: int) -> None:
     train(python, free_port, tmp_path)
     page = tmp_path / "page.html"
-    shoal = [str(Path(sys.executable).with_name("shoal")), "report", "timeline", str(tmp_path), "-o", str(page)]
+    shoal = [str(Path(sys.executable).with_name("shoal")), "timeline", str(tmp_path), "-o", str(page)]
     said = subprocess.run(
         shoal, env={**os.environ, "COLUMNS": "200"}, capture_output=True, text=True, check=True
     ).stdout

@@ -1,6 +1,6 @@
 """Builds images: sources → context → BuildKit → image. Parents come first; up-to-date images stay.
 
-It also plans builds without doing them, for `shoal plan`.
+It also plans builds without doing them, for `shoal build --dry-run`.
 """
 
 from __future__ import annotations

@@ -41,11 +41,13 @@ class BuildCommand:
 
 
 def read_command(arguments: list[str], start: str) -> BuildCommand | None:
-    """Return the command with the state of all its inputs; None unless it is `build` with names alone, in a project.
+    """Return the command with the state of all its inputs; None unless it is `build` with names or `--all` alone.
+
+    It is None outside a project.
 
     It also is None if an input is missing: the builder then reports it.
     """
-    if arguments[:1] != ["build"] or any(word.startswith("-") for word in arguments):
+    if arguments[:1] != ["build"] or any(word.startswith("-") and word != "--all" for word in arguments):
         return None
     root = os.path.abspath(start)
     while not os.path.isfile(os.path.join(root, "buildspec.yml")):

@@ -20,7 +20,7 @@ from shoal.commands import completion
 from shoal.commands.common import app
 from shoal.errors import DockerError, ShoalError, convert_os_error
 
-_MODULES = ("setup", "images", "dependencies", "jobs", "deploy", "inspection")
+_MODULES = ("setup", "images", "dependencies", "jobs", "deploy", "inspection", "cache")
 """The modules that define commands; importing one adds its commands to `app`."""
 _IMAGE_COMMANDS = frozenset({"build", "list", "plan", "push", "render"})
 """The commands in the module `images`. Importing the other modules takes longer than running these commands."""

@@ -32,8 +32,10 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-reports = typer.Typer(help="Report on image sizes, image differences and job timelines.", no_args_is_help=True)
-app.add_typer(reports, name="report")
+reports = typer.Typer(help="Old names of `size`, `diff` and `timeline`.", no_args_is_help=True)
+app.add_typer(reports, name="report", hidden=True)
+BUILD, RUN, INSPECT, SET_UP = "Build images", "Run jobs", "Inspect images", "Get started"
+"""The panels of `shoal --help`."""
 console = Console(highlight=False)
 
 EXPECTED = (ShoalError, docker.errors.DockerException, requests.RequestException, urllib3.exceptions.HTTPError)
@@ -56,11 +58,13 @@ Skip = Annotated[
         "--skip", metavar="IMAGE", help="Leave out these images. Repeatable.", autocompletion=completion.complete_images
     ),
 ]
+EveryImage = Annotated[bool, typer.Option("--all", help="All images of buildspec.yml.")]
 AsJson = Annotated[
     bool, typer.Option("--json", help="Print JSON on standard output, and everything else on standard error.")
 ]
 
 Options = TypeVar("Options")
+_Command = TypeVar("_Command", bound=Callable[..., None])
 
 
 def _print_version(requested: bool) -> None:
@@ -77,6 +81,32 @@ def accept_global_options(
     ] = False,
 ) -> None:
     """Define the options that come before a command."""
+
+
+def has_old_name(group: typer.Typer, old: str, new: str, **settings: Any) -> Callable[[_Command], _Command]:
+    """Return a decorator that also adds a command to `group` under its old name.
+
+    The old name is not in the help. A line on standard error names the new one.
+
+    Args:
+        group: The application, or the group of the old name.
+        old: The words after `shoal`, the last of which is the name in the group.
+        new: The words to use instead.
+        settings: More arguments for `typer.Typer.command`.
+    """
+
+    def decorate(command: _Command) -> _Command:
+        """Add the old name, and return the command as it is."""
+
+        @functools.wraps(command)
+        def call(*args: Any, **values: Any) -> None:
+            print(f"shoal: `shoal {old}` is now `shoal {new}`", file=sys.stderr)
+            command(*args, **values)
+
+        group.command(old.split()[-1], hidden=True, **settings)(call)
+        return command
+
+    return decorate
 
 
 def takes_fields_of(options: type[Options]) -> Callable[[Callable[[Options], None]], Callable[..., None]]:
@@ -145,6 +175,20 @@ def open_project(*, to_write: bool = False) -> tuple[project.Project, spec.Build
     """
     here = project.find_editable(Path.cwd()) if to_write else project.find(Path.cwd())
     return here, spec.load(here.buildspec)
+
+
+def choose_images(
+    matrix: spec.BuildSpec, command: str, names: list[str] | None, skip: list[str] | None, every: bool
+) -> list[spec.ImageSpec]:
+    """Return the images that an expensive command takes. Raises `UsageError` unless it has either names or `--all`."""
+    if names and every:
+        raise UsageError(f"{' '.join(names)} and --all: contradict each other. Fix: leave out one")
+    if not names and not every:
+        raise UsageError(
+            f"no image is named. Fix: name images, such as shoal {command} pytorch, or add --all for all"
+            f" {len(matrix.images)} images"
+        )
+    return matrix.choose(names or (), skip or ())
 
 
 def load_matrix() -> spec.BuildSpec | None:

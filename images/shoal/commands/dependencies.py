@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools
+import shlex
 from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated
@@ -13,14 +14,24 @@ from typing import Annotated
 import typer
 
 from shoal.builds import bundle, debian_lock
-from shoal.commands.common import AsJson, Images, Skip, app, open_project, print_json, print_line, progress_console
+from shoal.commands.common import (
+    BUILD,
+    AsJson,
+    Images,
+    Skip,
+    app,
+    open_project,
+    print_json,
+    print_line,
+    progress_console,
+)
 from shoal.errors import SpecError, UsageError
 from shoal.matrix.project import Project
 from shoal.matrix.spec import BuildSpec, ImageSpec
 from shoal.sources import lock, pins, render
 
 
-@app.command("lock")
+@app.command("lock", rich_help_panel=BUILD, epilog="More: CONTRIBUTING.md")
 def lock_images(
     images: Images = None,
     skip: Skip = None,
@@ -36,6 +47,8 @@ def lock_images(
     """Pin the Python packages of images, with hashes, in dockerfiles/requirements/, and render the Dockerfiles.
 
     Child images are locked too if their locks no longer fit, unless you --skip them.
+
+    Example: shoal lock pytorch
     """
     here, matrix = open_project(to_write=not check)
     if bases:
@@ -101,7 +114,7 @@ def _needs_lock(
     return image.tag in chosen or (parent_locked and not pins.are_current(here, matrix, image))
 
 
-@app.command("bundle")
+@app.command("bundle", rich_help_panel=BUILD, epilog="More: docs/offline.md")
 def bundle_images(
     directory: Annotated[Path, typer.Argument(help="Output directory; existing files are kept.")],
     images: Images = None,
@@ -111,6 +124,8 @@ def bundle_images(
     """Download base images, packages and wheels for offline builds with `shoal build --bundle`.
 
     Keep the printed digest separately: builds check with it that the bundle was not changed.
+
+    Example: shoal bundle my-bundle pytorch
     """
     here, matrix = open_project()
     say = functools.partial(print_line, on=progress_console(as_json))
@@ -118,4 +133,5 @@ def bundle_images(
     if as_json:
         print_json(made)
     say(f"✓ {directory}: {made.bytes / 1024**2:,.0f} MiB, digest sha256:{made.digest}")
-    say(f"to use it: shoal build --bundle {directory} --bundle-digest sha256:{made.digest}")
+    names = shlex.join([*(images or ["--all"]), *(word for name in skip or () for word in ("--skip", name))])
+    say(f"to use it: shoal build {names} --bundle {directory} --bundle-digest sha256:{made.digest}")

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from shoal.commands.common import (
+    RUN,
     Image,
     app,
     console,
@@ -24,7 +25,7 @@ from shoal.deploy.request import Kind, KubernetesRequest, Storage, suggest_name
 from shoal.jobs.job import SHM_SIZE
 
 deploy = typer.Typer(help="Write files that run a job on a cluster.", no_args_is_help=True)
-app.add_typer(deploy, name="deploy")
+app.add_typer(deploy, name="deploy", rich_help_panel=RUN)
 _STANDARD_OUTPUT = Path("-")
 
 _KIND_HELP = (
@@ -123,7 +124,7 @@ class KubernetesOptions:
         return request
 
 
-@deploy.command("kubernetes")
+@deploy.command("kubernetes", epilog="More: docs/kubernetes.md")
 @takes_fields_of(KubernetesOptions)
 def deploy_kubernetes(options: KubernetesOptions) -> None:
     """Write a YAML file with which `kubectl create` runs a job. The file has the secret for the job.

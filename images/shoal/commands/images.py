@@ -1,4 +1,4 @@
-"""Commands on the images of buildspec.yml: list, render, plan, build and push."""
+"""Commands on the images of buildspec.yml: list, render, build and push."""
 
 from __future__ import annotations
 
@@ -14,12 +14,16 @@ from rich.table import Table
 from shoal import docker_client
 from shoal.builds import builder, listing, noop_cache, push
 from shoal.commands.common import (
+    BUILD,
     EXPECTED,
     AsJson,
+    EveryImage,
     Images,
     Skip,
     app,
+    choose_images,
     console,
+    has_old_name,
     open_project,
     print_json,
     print_line,
@@ -28,12 +32,16 @@ from shoal.commands.common import (
     report_builds,
 )
 from shoal.errors import ShoalError, SpecError, UsageError
+from shoal.matrix import project, spec
 from shoal.sources import render
 
 
-@app.command("list")
+@app.command("list", rich_help_panel=BUILD, epilog="More: README.md")
 def list_images(images: Images = None, skip: Skip = None, as_json: AsJson = False) -> None:
-    """List the images of buildspec.yml, and show which are built."""
+    """List the images of buildspec.yml, and show which are built.
+
+    Example: shoal list '*-gpu-*'
+    """
     _, matrix = open_project()
     chosen = matrix.choose(images or (), skip or ())
     try:
@@ -52,14 +60,17 @@ def list_images(images: Images = None, skip: Skip = None, as_json: AsJson = Fals
     console.print(table, soft_wrap=True)
 
 
-@app.command("render")
+@app.command("render", rich_help_panel=BUILD, epilog="More: CONTRIBUTING.md")
 def render_images(
     images: Images = None,
     skip: Skip = None,
     check: Annotated[bool, typer.Option("--check", help="Write nothing; fail if a committed file is stale.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Render Dockerfiles to dockerfiles/rendered/, and the JSON schemas of the YAML files."""
+    """Render Dockerfiles to dockerfiles/rendered/, and the JSON schemas of the YAML files.
+
+    Example: shoal render --check
+    """
     here, matrix = open_project(to_write=not check)
     outputs = render.render_all(here, matrix.choose(images or (), skip or ()))
     files = render.check_files(outputs) if check else render.write_files(outputs)
@@ -71,22 +82,31 @@ def render_images(
         raise SpecError(f"not up to date with the templates: {', '.join(stale)}. Fix: shoal render")
 
 
-@app.command("plan")
+@has_old_name(app, "plan", "build --dry-run")
 def plan_images(images: Images = None, skip: Skip = None, as_json: AsJson = False) -> None:
     """Show which images `build` would build, from which step on and why. Builds nothing."""
     here, matrix = open_project()
-    plans = builder.plan_images(here, matrix, matrix.choose(images or (), skip or ()))
+    _print_plans(here, matrix, matrix.choose(images or (), skip or ()), as_json)
+
+
+def _print_plans(here: project.Project, matrix: spec.BuildSpec, chosen: list[spec.ImageSpec], as_json: bool) -> None:
+    """Print which of the images a build would build, and why."""
+    plans = builder.plan_images(here, matrix, chosen)
     if as_json:
         print_json(plans)
     else:
         print_line("\n".join(map(str, plans)))
 
 
-@app.command("build")
+@app.command("build", rich_help_panel=BUILD, epilog="More: README.md")
 def build_images(
     context: typer.Context,
     images: Images = None,
     skip: Skip = None,
+    every: EveryImage = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Build nothing; show which images would be built, from which step, why.")
+    ] = False,
     jobs: Annotated[int, typer.Option("--jobs", "-j", min=1, help="Number of parallel builds.")] = 2,
     bundle: Annotated[
         Path | None,
@@ -103,7 +123,10 @@ def build_images(
     Example: shoal build 'pytorch-*-cpu-*'
     """
     here, matrix = open_project()
-    chosen = matrix.choose(images or (), skip or ())
+    chosen = choose_images(matrix, "build", images, skip, every)
+    if dry_run:
+        _print_plans(here, matrix, chosen, as_json)
+        return
     progress = progress_console(as_json)
     if bundle_digest and not bundle:
         raise UsageError("--bundle-digest has no effect without a bundle. Fix: add --bundle DIR, or leave it out")
@@ -122,21 +145,25 @@ def build_images(
         noop_cache.save_answer(context.obj, lines, builder.find_decisive_ids(matrix.with_parents(chosen), results))
 
 
-@app.command("push")
+@app.command("push", rich_help_panel=BUILD, epilog="More: README.md")
 def push_images(
     to: Annotated[
         str, typer.Option(metavar="REGISTRY[/PREFIX]", help="Where to push, such as registry.example.org/team.")
     ],
     images: Images = None,
     skip: Skip = None,
+    every: EveryImage = False,
     as_json: AsJson = False,
 ) -> None:
     """Push built images to a registry, with the credentials of `docker login`. Network errors are retried.
 
     If an image cannot be pushed, the others still are.
+
+    Example: shoal push pytorch --to registry.example.org/team
     """
     _, matrix = open_project()
-    targets = {image.tag: push.make_reference(image.tag, to) for image in matrix.choose(images or (), skip or ())}
+    chosen = choose_images(matrix, f"push --to {to}", images, skip, every)
+    targets = {image.tag: push.make_reference(image.tag, to) for image in chosen}
     client = docker_client.connect()
     progress = progress_console(as_json)
     results = [_push_image(client, tag, target, progress) for tag, target in targets.items()]

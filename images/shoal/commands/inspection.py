@@ -1,4 +1,4 @@
-"""Commands that inspect images: sbom, manifest, audit, report size and report differences."""
+"""Commands that inspect images: sbom, inspect, audit, size and diff."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from rich.console import Console
 from shoal import docker_client
 from shoal.commands import completion
 from shoal.commands.common import (
+    INSPECT,
     AsJson,
     app,
     console,
     format_json,
+    has_old_name,
     load_matrix,
     print_json,
     print_line,
@@ -41,7 +43,7 @@ AnyImage = Annotated[
 OutputFile = Annotated[Path | None, typer.Option("-o", "--output", help="Output file. Default: standard output.")]
 
 
-@app.command("sbom")
+@app.command("sbom", rich_help_panel=INSPECT, epilog="More: docs/security.md")
 def write_sbom(image: AnyImage, file: OutputFile = None) -> None:
     """Write a CycloneDX bill of materials: Debian packages, Python packages and their licences.
 
@@ -53,9 +55,13 @@ def write_sbom(image: AnyImage, file: OutputFile = None) -> None:
     _write_output(format_json(document), file, console)
 
 
-@app.command("manifest")
+@has_old_name(app, "manifest", "inspect")
+@app.command("inspect", rich_help_panel=INSPECT, epilog="More: README.md")
 def write_manifest(image: AnyImage, file: OutputFile = None, as_json: AsJson = False) -> None:
-    """List the contents of an image as Markdown, and check that its tag is correct."""
+    """List the contents of an image as Markdown, and check that its tag is correct.
+
+    Example: shoal inspect pytorch
+    """
     tag = resolve_tag(image)
     _check_output(file)
     matrix = load_matrix()
@@ -65,7 +71,7 @@ def write_manifest(image: AnyImage, file: OutputFile = None, as_json: AsJson = F
     _write_output(text, file, progress_console(as_json))
 
 
-@app.command("audit")
+@app.command("audit", rich_help_panel=INSPECT, epilog="More: docs/security.md")
 def audit_image(
     image: AnyImage,
     known: Annotated[Path, typer.Option("--advisories", help="Report written by `pip-audit --format json`.")],
@@ -130,7 +136,8 @@ def _write_output(text: str, file: Path | None, progress: Console) -> None:
         print_written([file], progress)
 
 
-@reports.command("size")
+@has_old_name(reports, "report size", "size")
+@app.command("size", rich_help_panel=INSPECT, epilog="More: docs/size.md")
 def report_size(
     image: Annotated[str, typer.Argument(help=_SIZE_HELP)],
     other: Annotated[str | None, typer.Argument(help="Another image, to compare with the first.")] = None,
@@ -142,6 +149,8 @@ def report_size(
     """Write an HTML page that shows which layers and packages use the space in an image, or how two images differ.
 
     Sizes count the layers' tar archives. Compressed sizes are after gzip, as in a registry.
+
+    Example: shoal size pytorch
     """
     names = [image, other] if other else [image]
     inventories, written = size.write_size_report(names, load_matrix(), page, as_json, console)
@@ -149,7 +158,8 @@ def report_size(
     print_written(written)
 
 
-@reports.command("differences")
+@has_old_name(reports, "report differences", "diff")
+@app.command("diff", rich_help_panel=INSPECT, epilog="More: docs/size.md")
 def report_differences(
     image: AnyImage,
     other: Annotated[str, typer.Argument(help="Another image, such as the same tag built on another machine.")],
@@ -162,6 +172,8 @@ def report_differences(
 
     Compares contents, owners, modes, extended attributes and times. To compare with an image of another machine, run
     docker save there, then docker load and docker tag here.
+
+    Example: shoal diff pytorch other-machine:1 --check
     """
     tags = resolve_tag(image), resolve_tag(other)
     client = _connect_with_images(*tags)

@@ -1,11 +1,10 @@
-"""Commands on training jobs: run, plan-model and report timeline."""
+"""Commands on training jobs: run, estimate and timeline."""
 
 from __future__ import annotations
 
 import dataclasses
 import re
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -16,11 +15,13 @@ from rich.console import Console
 
 from shoal.builds import builder
 from shoal.commands.common import (
+    RUN,
     AsJson,
     Image,
     OptionalImage,
     app,
     console,
+    has_old_name,
     open_project,
     parse_object,
     parse_pairs,
@@ -32,10 +33,12 @@ from shoal.commands.common import (
     resolve_tag,
     takes_fields_of,
 )
+from shoal.commands.script import ScriptCommand, split_script
 from shoal.errors import UsageError
 from shoal.jobs import docker_job, local_job, model_plan, summary
 from shoal.jobs.job import JobRequest
 from shoal.jobs.record import DOCKER, LOCAL, JobRecord, open_job, read_record
+from shoal.jobs.volumes import Volume
 from shoal.report import timeline
 
 _HYPERPARAMETER_HELP = (
@@ -56,6 +59,10 @@ _HOSTS_HELP = (
     "Number of hosts (one container each). Default: 1. 2:4 starts 4 hosts, and the job goes on with at least 2 of them"
     " while lost ones are replaced."
 )
+_VOLUME_HELP = "File or directory of this machine, and its place on every host. :ro: read-only. Repeatable."
+_UNKNOWN_OPTIONS = {"ignore_unknown_options": True}
+_SCRIPT_HELP = "Path of the script, such as code/train.py. Its directory is copied to /opt/ml/code."
+_ARGUMENTS_HELP = "Arguments for the script, unchanged, after its hyperparameters."
 _PLAN_HELP = "--mp-parameters JSON, --devices N, --memory GIB, --optimizer sgd|momentum|adam."
 
 
@@ -70,15 +77,29 @@ class Engine(StrEnum):
     none = LOCAL
 
 
+Local = Annotated[bool, typer.Option("--local", help="Run on this machine, without Docker: --engine none.")]
+
+
+def choose_engine(engine: Engine | None, local: bool) -> Engine | None:
+    """Return the value of `--engine` or `--local`; None if neither is given. Raises `UsageError` for both."""
+    if local and engine is Engine.docker:
+        raise UsageError("--local and --engine docker: contradict each other. Fix: leave out one")
+    return Engine.none if local else engine
+
+
 @dataclass(frozen=True)
 class RunOptions:
     """The options of `shoal run`."""
 
     image: OptionalImage = None
-    source: Annotated[Path | None, typer.Option(help="Directory with the script.")] = None
-    entry_point: Annotated[str | None, typer.Option(help="Script, relative to --source.")] = None
-    hosts: Annotated[str | None, typer.Option(metavar="N|MIN:MAX", help=_HOSTS_HELP)] = None
-    procs_per_host: Annotated[int | None, typer.Option(min=1, help="MPI ranks per host.")] = None
+    script: Annotated[Path | None, typer.Argument(metavar="SCRIPT", help=_SCRIPT_HELP)] = None
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="-- ARGUMENT", help=_ARGUMENTS_HELP)] = None
+    source: Annotated[Path | None, typer.Option(help="Directory with the script. Default: the one of SCRIPT.")] = None
+    entry_point: Annotated[str | None, typer.Option(help="Script, relative to --source, instead of SCRIPT.")] = None
+    hosts: Annotated[str | None, typer.Option("--hosts", "--nnodes", metavar="N|MIN:MAX", help=_HOSTS_HELP)] = None
+    procs_per_host: Annotated[
+        int | None, typer.Option("--procs-per-host", "--nproc-per-node", min=1, help="MPI ranks per host.")
+    ] = None
     channel: Annotated[
         list[str] | None, typer.Option(metavar="NAME=DIR", help="Directory with input data. Repeatable.")
     ] = None
@@ -87,7 +108,8 @@ class RunOptions:
         str | None, typer.Option(metavar="JSON", help="The distribution argument of a SageMaker estimator.")
     ] = None
     env: Annotated[
-        list[str] | None, typer.Option(metavar="KEY=VALUE", help="Environment variable for every host. Repeatable.")
+        list[str] | None,
+        typer.Option("--env", "-e", metavar="KEY=VALUE", help="Environment variable for every host. Repeatable."),
     ] = None
     jobs: Annotated[Path, typer.Option("--output", help="Directory in which to create the job's directory.")] = Path(
         "jobs"
@@ -97,6 +119,12 @@ class RunOptions:
     ] = None
     memory: Annotated[
         str | None, typer.Option(help="Memory limit per host, such as 512m or 8g. Default: no limit.")
+    ] = None
+    cpus: Annotated[
+        float | None, typer.Option(min=0.01, help="Processor cores per host, such as 2 or 0.5. Default: no limit.")
+    ] = None
+    volume: Annotated[
+        list[str] | None, typer.Option("--volume", "-v", metavar="PATH:TARGET[:ro]", help=_VOLUME_HELP)
     ] = None
     gpus: Annotated[str | None, typer.Option(metavar="all|none|0,1", help=_GPUS_HELP)] = None
     checkpoints: Annotated[Path | None, typer.Option(metavar="DIR", help=_CHECKPOINTS_HELP)] = None
@@ -109,6 +137,7 @@ class RunOptions:
             "--engine", help="none: run on this machine, without Docker. Default: docker.", show_default=False
         ),
     ] = None
+    local: Local = False
     as_json: AsJson = False
 
     def to_record(self) -> JobRecord:
@@ -117,28 +146,45 @@ class RunOptions:
         The image may still be the name of a framework. Raises `UsageError`.
         """
         given = {name: value for name, value in self._read_fields().items() if value not in (None, {})}
+        engine = choose_engine(self.engine, self.local)
         if self.resume is None:
-            _require({"IMAGE": self.image, "--source": self.source, "--entry-point": self.entry_point})
-            record = JobRecord(str(self.image), (self.engine or Engine.docker).value, JobRequest(**given))
+            self._check_script()
+            record = JobRecord(str(self.image), (engine or Engine.docker).value, JobRequest(**given))
         else:
             earlier = read_record(self.jobs, self.resume)
             extended = {name: {**getattr(earlier.request, name), **given[name]} for name in _EXTENDED if name in given}
             request = dataclasses.replace(earlier.request, **{**given, **extended})
-            engine = self.engine.value if self.engine else earlier.engine
-            record = JobRecord(self.image or earlier.image, engine, request)
+            record = JobRecord(self.image or earlier.image, engine.value if engine else earlier.engine, request)
         record.request.check()
         if record.engine == LOCAL:
-            _refuse_limits({"--shm-size": record.request.shm_size, "--memory": record.request.memory})
+            _refuse_container_options(record.request)
             if record.request.min_hosts:
                 local_job.list_loopback_names(record.request)
         return record
 
+    def _check_script(self) -> None:
+        """Raise `UsageError` if the image or the script of a new job is missing."""
+        needed: dict[str, object] = {"IMAGE": self.image}
+        if self.source is None and self.entry_point is None:
+            needed["SCRIPT"] = self.script
+        elif self.script is None:
+            needed |= {"--source": self.source, "--entry-point": self.entry_point}
+        if missing := ", ".join(name for name, value in needed.items() if value is None):
+            raise UsageError(
+                f"{missing}: missing. Fix: shoal run IMAGE SCRIPT, such as shoal run pytorch train.py, or to continue"
+                " an earlier job, shoal run --resume JOB"
+            )
+
     def _read_fields(self) -> dict[str, Any]:
         """Return the fields of a `JobRequest`; None or empty if the option is not given. Raises `UsageError`."""
         channels = parse_pairs("--channel", self.channel)
+        source, entry_point = self.source, self.entry_point
+        if self.script is not None:
+            source, entry_point = split_script(self.script, source, entry_point)
         return {
-            "source": self.source,
-            "entry_point": self.entry_point,
+            "source": source,
+            "entry_point": entry_point,
+            "arguments": tuple(self.arguments or ()) or None,
             **({} if self.hosts is None else _parse_hosts(self.hosts)),
             "procs_per_host": self.procs_per_host,
             "channels": {name: Path(value) for name, value in channels.items()},
@@ -148,6 +194,8 @@ class RunOptions:
             "output": self.jobs,
             "shm_size": self.shm_size,
             "memory": self.memory,
+            "cpus": self.cpus,
+            "volumes": tuple(map(Volume.parse, self.volume or ())) or None,
             "gpus": self.gpus,
             "checkpoints": self.checkpoints,
             "max_restarts": self.max_restarts,
@@ -163,14 +211,16 @@ def _parse_hosts(text: str) -> dict[str, int]:
     return {"hosts": numbers[-1], "min_hosts": numbers[0] if colon else 0}
 
 
-@app.command("run")
+@app.command("run", rich_help_panel=RUN, epilog="More: docs/resume.md", cls=ScriptCommand)
 @takes_fields_of(RunOptions)
 def run_job(options: RunOptions) -> None:
     """Run a training job, and exit with its exit code.
 
-    Example: shoal run pytorch --source examples/digits --entry-point train.py --hosts 2 --procs-per-host 2
+    Example: shoal run pytorch train.py -- --epochs 3
 
-    Survive failures: shoal run pytorch --source code --entry-point train.py --hosts 2 --max-restarts 3
+    Several hosts: shoal run pytorch code/train.py --hosts 2 --procs-per-host 2
+
+    Survive failures: shoal run pytorch train.py --hosts 2 --max-restarts 3
 
     Continue a job: shoal run --resume code-20260131-101500-3f2a1c
     """
@@ -197,21 +247,26 @@ def run_job(options: RunOptions) -> None:
     raise typer.Exit(result.exit_code)
 
 
-@app.command("plan-model", context_settings={"ignore_unknown_options": True})
+@has_old_name(app, "plan-model", "estimate", context_settings=_UNKNOWN_OPTIONS)
+@app.command("estimate", rich_help_panel=RUN, epilog="More: docs/modelparallel.md", context_settings=_UNKNOWN_OPTIONS)
 def plan_model(
     image: Image,
     factory: Annotated[str, typer.Argument(metavar="FILE.py:NAME", help="Function that returns (model, batch).")],
     options: Annotated[list[str] | None, typer.Argument(metavar="[OPTION]...", help=_PLAN_HELP)] = None,
     engine: Annotated[
-        Engine, typer.Option("--engine", help="none: use this machine's Python, without Docker.")
-    ] = Engine.docker,
+        Engine | None,
+        typer.Option("--engine", help="none: use this machine's Python, without Docker. Default: docker."),
+    ] = None,
+    local: Local = False,
     as_json: AsJson = False,
 ) -> None:
     """Estimate how model parallelism would split a model, and recommend mp_parameters. Trains nothing.
 
     Reports memory per stage, idle time and the partition. Models may have any size, as they run on the meta device.
+
+    Example: shoal estimate pytorch model.py:make --memory 16
     """
-    if engine is Engine.none:
+    if choose_engine(engine, local) is Engine.none:
         code = model_plan.run_locally(factory, options or [], as_json=as_json)
     else:
         tag, progress = resolve_tag(image), progress_console(as_json)
@@ -219,7 +274,8 @@ def plan_model(
     raise typer.Exit(code)
 
 
-@reports.command("timeline")
+@has_old_name(reports, "report timeline", "timeline")
+@app.command("timeline", rich_help_panel=RUN, epilog="More: docs/timeline.md")
 def report_timeline(
     paths: Annotated[
         list[Path], typer.Argument(metavar="FILE|DIRECTORY...", help="Timelines recorded by the ranks of a job.")
@@ -231,7 +287,7 @@ def report_timeline(
 ) -> None:
     """Write an HTML page that shows when ranks computed, communicated and waited, and which rank is slowest.
 
-    Example: shoal report timeline jobs/my-job
+    Example: shoal timeline jobs/my-job
     """
     analysis, written = timeline.write_timeline_report(paths, page, as_json)
     timeline.print_timeline_report(console, analysis)
@@ -250,16 +306,13 @@ def _build_image(name: str, progress: Console) -> tuple[str, float]:
     return image.tag, time.monotonic() - started
 
 
-def _require(options: Mapping[str, object]) -> None:
-    """Raise `UsageError` if an argument or option of a new job is missing."""
-    if missing := ", ".join(name for name, value in options.items() if value is None):
-        raise UsageError(
-            f"{missing}: missing. Fix: shoal run IMAGE --source DIR --entry-point SCRIPT, or to continue an earlier"
-            " job, shoal run --resume JOB"
-        )
-
-
-def _refuse_limits(limits: Mapping[str, str | None]) -> None:
-    """Raise `UsageError` if an option limits a container, as the job has none."""
-    if options := ", ".join(name for name, value in limits.items() if value):
+def _refuse_container_options(request: JobRequest) -> None:
+    """Raise `UsageError` if an option is about containers, as the job has none."""
+    given = {
+        "--shm-size": request.shm_size,
+        "--memory": request.memory,
+        "--cpus": request.cpus,
+        "--volume": request.volumes,
+    }
+    if options := ", ".join(name for name, value in given.items() if value):
         raise UsageError(f"{options}: has no effect without a container. Fix: leave out {options} or --engine none")

@@ -8,10 +8,10 @@ from typing import Annotated
 import typer
 
 from shoal import doctor, scaffold
-from shoal.commands.common import AsJson, app, open_project, print_json, print_line, print_written
+from shoal.commands.common import SET_UP, AsJson, app, open_project, print_json, print_line, print_written
 
 
-@app.command("doctor")
+@app.command("doctor", rich_help_panel=SET_UP, epilog="More: docs/install.md")
 def check_machine(
     fix: Annotated[
         bool, typer.Option("--fix", help="Fix what can be fixed: start Docker if it does not answer.")
@@ -21,6 +21,8 @@ def check_machine(
     """Check whether this machine can build images and run jobs, and print fixes.
 
     Checks Docker, disk, memory, network, certificates and GPUs.
+
+    Example: shoal doctor --fix
     """
     site = doctor.Site(Path.cwd())
     findings = doctor.run_checks(site)
@@ -33,7 +35,7 @@ def check_machine(
     doctor.raise_failures(findings)
 
 
-@app.command("new")
+@app.command("new", rich_help_panel=SET_UP, epilog="More: docs/recipes.md")
 def create_project(
     directory: Annotated[Path, typer.Argument(help="Directory to create. Its name becomes the image's name.")],
     image: Annotated[str, typer.Option(help="Base image: a tag, or a framework from buildspec.yml.")] = "pytorch",
@@ -51,7 +53,7 @@ def create_project(
         print_written(written)
 
 
-@app.command("init")
+@app.command("init", rich_help_panel=SET_UP, epilog="More: docs/install.md")
 def write_definitions(
     directory: Annotated[Path, typer.Argument(help="Directory to write to. It is created if it is missing.")] = Path(),
     as_json: AsJson = False,

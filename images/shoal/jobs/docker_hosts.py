@@ -88,7 +88,8 @@ class DockerHosts:
             if earlier := self.by_name.get(host):
                 with contextlib.suppress(docker.errors.NotFound):
                     earlier.remove(force=True, v=True)
-            container = containers.create_container(self.client, self.image, ["train"], {**settings, **own})
+            command = self.request.train_command
+            container = containers.create_container(self.client, self.image, command, {**settings, **own})
             self.by_name[host] = container
         self.tree.seek(0)
         container.put_archive("/", self.tree)
@@ -255,7 +256,7 @@ def _create_network(client: docker.DockerClient, name: str) -> Network:
 
 
 def _container_settings(request: job.JobRequest, name: str, network: str) -> dict[str, Any]:
-    """Return the settings that the containers of all hosts share: environment, label, mounts, network and memory.
+    """Return the settings that the containers of all hosts share: environment, label, mounts, network and limits.
 
     The request's environment wins over defaults, except over the job's name. The secret itself is not among them.
     """
@@ -263,6 +264,7 @@ def _container_settings(request: job.JobRequest, name: str, network: str) -> dic
         docker.types.Mount(f"/opt/ml/input/data/{channel}", str(path.resolve()), type="bind", read_only=True)
         for channel, path in request.channels.items()
     ]
+    mounts += [volume.to_mount() for volume in request.volumes]
     own = {key: value for key, value in request.environment.items() if key != job.SECRET}
     return {
         "environment": {
@@ -279,6 +281,7 @@ def _container_settings(request: job.JobRequest, name: str, network: str) -> dic
         "network": network,
         "shm_size": request.shm_size or job.SHM_SIZE,
         "mem_limit": request.memory,
+        "nano_cpus": None if request.cpus is None else round(request.cpus * 1e9),
     }
 
 

@@ -18,6 +18,7 @@ import docker.utils
 from shoal.docker_client import containers
 from shoal.errors import UsageError, did_you_mean
 from shoal.jobs import distribution, gpus, restarts
+from shoal.jobs.volumes import Volume
 
 SECRET, SECRET_FILE = "SHOAL_JOB_SECRET", "SHOAL_JOB_SECRET_FILE"
 """The variables with the job's secret, by which its hosts recognize each other, or with the path of a file with it.
@@ -38,6 +39,8 @@ class JobRequest:
     """The directory with the script."""
     entry_point: str
     """The script, relative to `source`."""
+    arguments: tuple[str, ...] = ()
+    """Arguments for the script, which follow its hyperparameters unchanged."""
     hosts: int = 1
     procs_per_host: int | None = None
     channels: Mapping[str, Path] = field(default_factory=dict)
@@ -54,6 +57,10 @@ class JobRequest:
     """Such as 512m or 2g, per host; None: `SHM_SIZE`."""
     memory: str | None = None
     """Such as 512m or 2g, per host; None: no limit."""
+    cpus: float | None = None
+    """Processor cores per host; None: no limit."""
+    volumes: tuple[Volume, ...] = ()
+    """Files and directories for every host."""
     gpus: str | None = None
     """`all`, `none`, or indexes or UUIDs separated by commas; None: not specified."""
     checkpoints: Path | None = None
@@ -68,6 +75,8 @@ class JobRequest:
         check_source(self.source, self.entry_point)
         check_size("--shm-size", self.shm_size)
         check_size("--memory", self.memory)
+        for volume in self.volumes:
+            volume.check()
         for name, directory in self.channels.items():
             check_channel_name(name)
             if not directory.is_dir():
@@ -120,6 +129,11 @@ class JobRequest:
     def script_variables(self) -> dict[str, str]:
         """The variable that names the script; it overrides an image's own `ENV SAGEMAKER_PROGRAM`."""
         return {"SAGEMAKER_PROGRAM": self.entry_point}
+
+    @property
+    def train_command(self) -> list[str]:
+        """The command of each host: `train` with the arguments for the script, of which it parses none."""
+        return ["train", "--", *self.arguments] if self.arguments else ["train"]
 
     def encode_hyperparameters(self, job_name: str) -> dict[str, str]:
         """Return the content of hyperparameters.json: each value is encoded as JSON, as the SageMaker SDK does.

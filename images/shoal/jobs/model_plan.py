@@ -1,4 +1,4 @@
-"""Runs `shoal plan-model`: the `plan` command of the model-parallel library, in an image or on this machine."""
+"""Runs `shoal estimate`: the `plan` command of the model-parallel library, in an image or on this machine."""
 
 from __future__ import annotations
 

@@ -87,6 +87,7 @@ def _write_record(directory: Path, record: JobRecord) -> None:
         request,
         source=request.source.absolute(),
         channels={name: path.absolute() for name, path in request.channels.items()},
+        volumes=tuple(replace(volume, source=volume.source.absolute()) for volume in request.volumes),
         checkpoints=request.checkpoints and request.checkpoints.absolute(),
         environment={key: value for key, value in request.environment.items() if key != job.SECRET},
     )

@@ -1,4 +1,4 @@
-"""`shoal report size`: reads one or two images, and writes an HTML page and their inventories as JSON.
+"""`shoal size`: reads one or two images, and writes an HTML page and their inventories as JSON.
 
 It also prints the largest layers and packages, or changes, on the terminal.
 """

@@ -1,4 +1,4 @@
-"""`shoal report timeline`: reads the timelines of a job's ranks, and writes an HTML page and a merged trace."""
+"""`shoal timeline`: reads the timelines of a job's ranks, and writes an HTML page and a merged trace."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Records a rank's computation, communication and waiting as a Chrome trace.
 
 Off by default. `start` begins a recording and `stop` ends it; Perfetto (ui.perfetto.dev), chrome://tracing and
-`shoal report timeline` open the file. Instrumented code checks first, so that it costs almost nothing without one:
+`shoal timeline` open the file. Instrumented code checks first, so that it costs almost nothing without one:
 
     running = timeline.recorder
     if running is not None:

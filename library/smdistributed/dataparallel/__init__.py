@@ -18,7 +18,7 @@ _FILE = "smdataparallel_timeline.json"
 def start_profiler(path: str | os.PathLike[str], append_rank: bool = False) -> None:
     """Starts recording this rank's computation and communication as a Chrome trace (AWS API 1.x).
 
-    `shoal report timeline` reads the file. Recording ends with `stop_profiler` or with the process. Call it on every
+    `shoal timeline` reads the file. Recording ends with `stop_profiler` or with the process. Call it on every
     rank, before or after initialization.
 
     Args:

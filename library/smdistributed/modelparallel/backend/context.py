@@ -101,7 +101,7 @@ def current_context() -> Context:
 def start_timeline(rank: int, world_size: int) -> None:
     """Starts to record a timeline, if the environment variable SMP_TIMELINE names where; otherwise does nothing.
 
-    It names a directory, or a file that ends in `.json`. Every rank writes a file there; `shoal report timeline` merges
+    It names a directory, or a file that ends in `.json`. Every rank writes a file there; `shoal timeline` merges
     them into one page.
 
     Args:

@@ -1,0 +1,66 @@
+"""The script of `shoal run`, and its arguments after `--`."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+import typer.core
+
+from shoal.errors import UsageError, did_you_mean
+
+
+class ScriptCommand(typer.core.TyperCommand):
+    """A command with a parameter `arguments`: all words after the first `--`, in order and unchanged."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the words before `--`. Raises `UsageError` if one of them may be an argument for the script."""
+        own = args[: args.index("--")] if "--" in args else args
+        try:
+            rest = super().parse_args(ctx, list(own))
+        except Exception as error:  # Typer has its own copy of Click, with no public name for the error below
+            if not hasattr(error, "possibilities"):
+                raise
+            option = getattr(error, "option_name", "")
+            hint = f" Did you mean {error.possibilities[0]}?" if error.possibilities else ""
+            raise UsageError(
+                f"{option}: no such option.{hint} Fix: if it is for the script, put it after `--`: shoal run IMAGE"
+                f" SCRIPT -- {option}"
+            ) from error
+        if (early := ctx.params["arguments"]) and not ctx.resilient_parsing:
+            raise UsageError(
+                f"{early[0]}: an argument for the script, but not after `--`. Fix: shoal run IMAGE SCRIPT --"
+                f" {shlex.join(early)}"
+            )
+        ctx.params["arguments"] = args[len(own) + 1 :]
+        return rest
+
+
+def split_script(script: Path, source: Path | None, entry_point: str | None) -> tuple[Path, str]:
+    """Return the source directory and the entry point of a script.
+
+    Args:
+        script: The path of a file.
+        source: The directory of --source, which contains the script; None: the script's own directory.
+        entry_point: The value of --entry-point, which is refused.
+
+    Raises:
+        UsageError: If there is no such file, it is not in the source directory, or --entry-point is given too.
+    """
+    if entry_point is not None:
+        raise UsageError(f"{script} and --entry-point {entry_point}: both name a script. Fix: leave out one")
+    if not script.is_file():
+        if script.is_dir():
+            raise UsageError(f"{script}: a directory. Fix: shoal run IMAGE {script / 'train.py'}, the path of a script")
+        names = [path.name for path in script.parent.iterdir()] if script.parent.is_dir() else []
+        raise UsageError(
+            f"{script}: no such script.{did_you_mean(script.name, names)} Fix: use the path of a script, such as"
+            " shoal run IMAGE code/train.py"
+        )
+    if source is None:
+        return script.parent, script.name
+    place = script.parent.resolve() / script.name  # the script itself may be a link
+    if not place.is_relative_to(source.resolve()):
+        raise UsageError(f"{script}: not in --source {source}. Fix: leave out --source, or name a directory above it")
+    return source, str(place.relative_to(source.resolve()))

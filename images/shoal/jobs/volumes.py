@@ -1,0 +1,49 @@
+"""Files and directories of this machine that `shoal run --volume` mounts in the containers of all hosts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+import docker.types
+
+from shoal.errors import UsageError
+
+_TREE = PurePosixPath("/opt/ml")
+_MODES = {"": False, "rw": False, "ro": True}
+
+
+@dataclass(frozen=True)
+class Volume:
+    """A file or directory, and its place in the containers."""
+
+    source: Path
+    target: str
+    """An absolute path."""
+    read_only: bool = False
+
+    @classmethod
+    def parse(cls, text: str) -> Volume:
+        """Return the volume that `PATH:TARGET[:ro]` describes. Raises `UsageError`."""
+        source, _, rest = text.partition(":")
+        target, _, mode = rest.partition(":")
+        if not source or not target.startswith("/") or mode not in _MODES:
+            raise UsageError(
+                f"--volume {text}: expected PATH:TARGET or PATH:TARGET:ro. Fix: for example --volume ./cache:/cache"
+            )
+        return cls(Path(source), target, _MODES[mode])
+
+    def check(self) -> None:
+        """Raise `UsageError` if the source is missing, or the target would hide or change files of the job."""
+        if not self.source.exists():
+            raise UsageError(f"--volume {self.source}:{self.target}: no such file or directory: {self.source}")
+        target = PurePosixPath(self.target)
+        if ".." in target.parts or target.is_relative_to(_TREE) or _TREE.is_relative_to(target):
+            raise UsageError(
+                f"--volume {self.source}:{self.target}: the job has its own {_TREE}. Fix: mount it elsewhere, or use"
+                f" --channel NAME={self.source} for data"
+            )
+
+    def to_mount(self) -> docker.types.Mount:
+        """Return it in the form of Docker's SDK."""
+        return docker.types.Mount(self.target, str(self.source.resolve()), type="bind", read_only=self.read_only)

@@ -32,6 +32,7 @@ _METRICS = "output/metrics.jsonl"
 _MAX_METRICS_SIZE = 64 << 20  # characters of a file
 _PACKAGES = ("shoal-toolkit", "torch", "tensorflow", "mpi4py", "numpy", "transformers", "lightning", "accelerate")
 _PLAN_ROWS = ("launcher", "hosts", "ranks", "world_size", "interface", "hosts_from", "cwd", "command", "script")
+_MIN_SECRET_DIGITS = 12
 _MIN_SECRET = 5  # characters; a shorter value appears by chance
 
 
@@ -62,7 +63,7 @@ def write_job_report(
 def collect_report(opened: OpenJob, result: JobResult | None, build_seconds: float | None) -> JobReport:
     """Return the data of a job's report, with masked secrets. Reads metrics from the job's directory."""
     request, log = opened.record.request, opened.log
-    plan = result.plan if result else {}
+    plan = result.plan if result else _find_plan(opened.directory)
     masks = _Masks(request, plan)
     return JobReport(
         name=opened.name,
@@ -82,6 +83,17 @@ def collect_report(opened: OpenJob, result: JobResult | None, build_seconds: flo
     )
 
 
+def _find_plan(directory: Path) -> Mapping[str, Any]:
+    """Return the plan in the job.json of a job that was interrupted; empty if there is none."""
+    for path in sorted(directory.glob("*/output/job.json")):
+        try:
+            if plan := _as_mapping(_as_mapping(json.loads(path.read_bytes())).get("plan")):
+                return plan
+        except (OSError, ValueError, RecursionError):
+            continue
+    return {}
+
+
 class _Masks:
     """Masks the secrets of a job: the values of the user that `train` has masked, and the job's secret."""
 
@@ -93,7 +105,7 @@ class _Masks:
         # Without a plan nothing is known about a value, and all but short ones are masked.
         hidden = [_decode(value) for name, value in given.items() if MASK in shown[name]]
         secrets = {value for value in (*hidden, request.environment.get(SECRET, "")) if len(value) >= _MIN_SECRET}
-        self._secrets = sorted((value for value in secrets if not value.isdecimal()), key=len, reverse=True)
+        self._secrets = sorted((value for value in secrets if not _is_number(value)), key=len, reverse=True)
 
     def hide(self, text: str) -> str:
         """Return a text with masked secrets, which can be encoded as UTF-8."""
@@ -103,17 +115,25 @@ class _Masks:
         return text if text.isascii() else text.encode("utf-8", "replace").decode()
 
 
+def _is_number(value: str) -> bool:
+    """Return whether a value is a number that appears by chance: a step, a size or a rate."""
+    return len(value) < _MIN_SECRET_DIGITS and value.replace(".", "", 1).lstrip("+-").isdecimal()
+
+
 def _mask_values(given: Mapping[str, str], shown: Mapping[str, Any]) -> dict[str, str]:
     """Return the names that the user has given with the values that `train` shows; a mask if it shows none."""
     return {name: _to_text(shown[name]) if name in shown else MASK for name in given}
 
 
 def _read_masked_hyperparameters(plan: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the hyperparameters in the environment of a plan; empty if there are none."""
-    try:
-        return _as_mapping(json.loads(_as_mapping(plan.get("environment"))["SM_HPS"]))
-    except (KeyError, TypeError, ValueError, RecursionError):
-        return {}
+    """Return the hyperparameters in the environment of a plan, for the script and `train`; empty if there are none."""
+    found: dict[str, Any] = {}
+    for name in ("SM_FRAMEWORK_PARAMS", "SM_HPS"):
+        try:
+            found.update(_as_mapping(json.loads(_as_mapping(plan.get("environment"))[name])))
+        except (KeyError, TypeError, ValueError, RecursionError):
+            continue
+    return found
 
 
 def _list_causes(result: JobResult) -> list[tuple[str, str]]:
@@ -129,7 +149,7 @@ def _collect_settings(opened: OpenJob, plan: Mapping[str, Any], masks: _Masks) -
     record = opened.record
     request = record.request
     job = {
-        "image": record.image,
+        "image": record.image if record.engine != LOCAL else "",
         "engine": record.engine,
         "source": str(request.source),
         "entry point": request.entry_point,
@@ -172,11 +192,10 @@ def _list_versions(engine: str) -> dict[str, str]:
 def _read_metrics(directory: Path, began: float) -> list[Curve]:
     """Return the curves of the job's metric definitions, which `train` has written; none without definitions."""
     series: dict[Key, Series] = {}
-    for path in sorted(directory.glob(f"[!.]*/{_METRICS}")):
-        if path.is_file() and not path.parts[len(directory.parts)].startswith("attempt-"):
-            for key, at, value in _read_metrics_file(path):
-                if key in series or len(series) < MAX_SERIES:
-                    series.setdefault(key, Series()).add(round(at - began, 2), value)
+    for path in sorted(directory.glob(f"*/{_METRICS}")):
+        for key, at, value in _read_metrics_file(path):
+            if key in series or len(series) < MAX_SERIES:
+                series.setdefault(key, Series()).add(round(at - began, 2), value)
     return _make_curves(series)
 
 

@@ -53,7 +53,7 @@ def write_job_report(
     page = opened.directory / PAGE
     try:
         write_files(page, {page: render_job_page(collect_report(opened, result, build_seconds))})
-    except Exception as error:  # whatever is wrong with the report, the job's result counts
+    except Exception as error:  # also a defect of the report must not change the job's result
         text = f"warning: the report {page} was not written: {type(error).__name__}: {error}"
         console.print(strip_controls(text), markup=False, highlight=False, soft_wrap=True)
         return None
@@ -177,7 +177,7 @@ def _collect_settings(opened: OpenJob, plan: Mapping[str, Any], masks: _Masks) -
 
 
 def _list_versions(engine: str) -> dict[str, str]:
-    """Return the version of shoal, and without Docker those of the job's Python packages. An image's tag has others."""
+    """Return the version of shoal, and without Docker the versions of the job's Python packages. An image's tag has others."""
     versions = {"shoal": __version__}
     if engine == LOCAL:
         versions["Python"] = platform.python_version()

@@ -165,7 +165,7 @@ class DockerHosts:
         return target
 
     def read_usage(self) -> dict[str, Usage]:
-        """Return what the containers that run use. Only one thread may call this: it has a client of its own."""
+        """Return the CPU time and memory of the containers that run. Only one thread may call this: it has a client of its own."""
         found = {host: _read_usage(self._usage_client.api, number) for host, number in self.ids.items()}
         return {host: usage for host, usage in found.items() if usage}
 
@@ -302,7 +302,7 @@ def _container_settings(request: job.JobRequest, name: str, network: str) -> dic
 
 
 def _start_log_reader(container_id: str, host: str, console: Console, log: JobLog) -> threading.Thread:
-    """Start a thread that prints and keeps a host's log line by line; return once it is attached, so that no line is lost."""
+    """Start a thread that prints and keeps a host's log; return once it is attached, so that no line is lost."""
     attached = threading.Event()
 
     def print_lines() -> None:
@@ -337,7 +337,7 @@ def _report_exit(host: str, container_id: str, arrivals: queue.SimpleQueue[Arriv
 
 
 def _read_usage(api: docker.APIClient, container_id: str) -> Usage | None:
-    """Return what a container uses; None if it does not run."""
+    """Return the CPU time and memory of a container; None if it does not run."""
     try:
         stats = api.stats(container_id, stream=False, one_shot=True)
         cache = stats["memory_stats"].get("stats", {}).get("inactive_file", 0)

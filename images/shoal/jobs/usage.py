@@ -19,7 +19,7 @@ _MAX_SHARE = 0.01
 
 @dataclass(frozen=True)
 class Usage:
-    """What a host has used."""
+    """CPU time and memory of a host."""
 
     cpu_seconds: float
     """Since its start."""
@@ -72,7 +72,7 @@ def _sample(series: dict[Key, Series], began: float, read: Reader, ended: thread
 
 
 def read_machine(name: str = "this machine", proc: Path = Path("/proc")) -> Mapping[str, Usage]:
-    """Return what all processes of this machine use, from /proc; none on systems without it."""
+    """Return the CPU time and memory that are in use on this machine, from /proc; none on systems without it."""
     try:
         ticks = [int(word) for word in (proc / "stat").read_text().split("\n", 1)[0].split()[1:8]]
         memory = dict(line.split(":", 1) for line in (proc / "meminfo").read_text().splitlines())

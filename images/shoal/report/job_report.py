@@ -19,7 +19,7 @@ _MAX_BYTES = 4_700_000
 _MAX_POINTS = 60_000  # of all curves
 _MAX_CURVES = 2_000
 _MAX_LINE = 4_000  # characters
-_LINE_OVERHEAD = 26  # bytes of a line in JSON besides its text
+_LINE_OVERHEAD = 26  # bytes of a line in JSON in addition to its text
 _DATA = re.compile(r'<script type="application/json" id="job">(.*?)</script>', re.DOTALL)
 
 

@@ -177,7 +177,7 @@ def _collect_settings(opened: OpenJob, plan: Mapping[str, Any], masks: _Masks) -
 
 
 def _list_versions(engine: str) -> dict[str, str]:
-    """Return the version of shoal, and without Docker the versions of the job's Python packages. An image's tag has others."""
+    """Return the version of shoal, and without Docker the versions of Python packages. The image's tag names others."""
     versions = {"shoal": __version__}
     if engine == LOCAL:
         versions["Python"] = platform.python_version()

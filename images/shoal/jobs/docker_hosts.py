@@ -165,7 +165,7 @@ class DockerHosts:
         return target
 
     def read_usage(self) -> dict[str, Usage]:
-        """Return the CPU time and memory of the containers that run. Only one thread may call this: it has a client of its own."""
+        """Return the CPU time and memory of the containers that run. Only one thread may call this."""
         found = {host: _read_usage(self._usage_client.api, number) for host, number in self.ids.items()}
         return {host: usage for host, usage in found.items() if usage}
 

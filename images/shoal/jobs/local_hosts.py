@@ -10,7 +10,6 @@ import queue
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -25,6 +24,7 @@ from shoal.jobs.job_log import JobLog
 from shoal.jobs.watch import Arrival, HostExit
 
 _PR_SET_CHILD_SUBREAPER = 36  # of Linux
+_STDERR = 2
 _BASE = "SAGEMAKER_BASE_DIR"
 
 
@@ -110,7 +110,7 @@ class LocalHosts:
         if process.stderr is None:
             readers = [threading.Thread(target=self._print_output, args=(host, process.stdout), daemon=True)]
         else:
-            streams = ((process.stdout, self.console.file.fileno()), (process.stderr, sys.stderr.fileno()))
+            streams = ((process.stdout, self.console.file.fileno()), (process.stderr, _STDERR))
             readers = [threading.Thread(target=self._copy_output, args=(host, *pair), daemon=True) for pair in streams]
         for reader in readers:
             reader.start()

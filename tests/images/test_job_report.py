@@ -109,6 +109,7 @@ def test_comparison_lists_differences_only_and_draws_both_jobs() -> None:
     first = make_report(settings={"hyperparameters": {"lr": "0.1", "epochs": "2"}}, metrics=[curve])
     second = dataclasses.replace(first, name="digits-2", settings={"hyperparameters": {"lr": "0.2", "epochs": "2"}})
     second = dataclasses.replace(second, settings={**second.settings, "variables": {"A": "1"}})
+    first, second = (dataclasses.replace(job, plan=[("cwd", f"/jobs/{job.name}/code")]) for job in (first, second))
     assert list(list_differences(first, second)) == [
         ("hyperparameters", "lr", "0.1", "0.2"),
         ("variables", "A", "–", "1"),

@@ -33,13 +33,16 @@ def render_comparison_page(first: JobReport, second: JobReport) -> str:
 
 
 def list_differences(first: JobReport, second: JobReport) -> Iterator[tuple[str, str, str, str]]:
-    """Yield the settings and results in which two jobs differ: section, name and both values. A missing one is "–"."""
+    """Yield the settings and results in which two jobs differ: section, name and both values. A missing one is "–".
+
+    The names of the jobs themselves, such as in paths, make no difference.
+    """
     sides = [{"result": dict(job.summary), "plan": dict(job.plan), **job.settings} for job in (first, second)]
     for section in dict.fromkeys([*sides[0], *sides[1]]):
         one, other = (side.get(section, {}) for side in sides)
         for name in dict.fromkeys([*one, *other]):
             values = one.get(name, "–"), other.get(name, "–")
-            if values[0] != values[1]:
+            if values[0].replace(first.name, "") != values[1].replace(second.name, ""):
                 yield section, name, *values
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from shoal.matrix.project import Project
+from shoal.report.job_report import read_report
 
 SHOAL = Path(sys.executable).with_name("shoal")
 SCRIPT = """\
@@ -55,6 +56,10 @@ def test_two_hosts_become_one_with_all_ranks(project: Project, tmp_path: Path, c
     assert "ranks [0, 1, 2, 3] seen" in told
     assert "2 hosts × 2 ranks run as 1 host × 4 ranks" in told
     (directory,) = tmp_path.glob("code-*")
+    assert told.splitlines()[-1] == f"report: {directory / 'report.html'}"
+    report = read_report(directory)
+    assert (report.exit_code, report.settings["hyperparameters"]) == (code, {"code": str(code)})
+    assert [line.rank for line in report.log if line.text == "ranks [0, 1, 2, 3] seen"] == [0]
     if manner:
         document = json.loads(result.stdout)
         assert (document["exit_code"], document["directory"]) == (code, str(directory))

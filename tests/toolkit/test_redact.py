@@ -243,9 +243,11 @@ def test_nothing_that_train_says_or_writes_has_a_secret(tree: Tree, run: Run) ->
     tree.hyperparameters(api_key="hunter2-hunter2", nested={"password": "correct horse"})
     tree.hosts("algo-1", "algo-1")
     given = {"MY_TOKEN": "swordfish", "NESTED": TOKENS["AWS"], "SAGEMAKER_PROGRAM": "train.py"}
+    given["SHOAL_REPORTED_VARIABLES"] = "MY_TOKEN SAGEMAKER_PROGRAM MISSING"
     done = run(**given)
     assert done.out == "hunter2-hunter2\n", "the script's own output passes as it is"
     said = [line for line in done.err.splitlines() if line.startswith("train: ")]
+    assert tree.report["plan"]["variables"] == {"MY_TOKEN": "******", "SAGEMAKER_PROGRAM": "train.py"}
     explained = [run("--explain", *more, **given).out for more in ((), ("--json",))]
     json.loads(explained[1])
     shown = "\n".join([*said, tree.failure, (tree.output / "job.json").read_text(), *explained])

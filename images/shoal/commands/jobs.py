@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 
 from shoal.builds import builder
+from shoal.commands import job_reports
 from shoal.commands.common import (
     RUN,
     AsJson,
@@ -26,6 +27,7 @@ from shoal.commands.common import (
     parse_object,
     parse_pairs,
     print_json,
+    print_line,
     print_written,
     progress_console,
     report_builds,
@@ -40,6 +42,9 @@ from shoal.jobs.job import JobRequest
 from shoal.jobs.record import DOCKER, LOCAL, JobRecord, open_job, read_record
 from shoal.jobs.volumes import Volume
 from shoal.report import timeline
+from shoal.report.job_page import render_comparison_page
+from shoal.report.job_report import PAGE, read_report
+from shoal.report.output_files import choose_files, write_files
 
 _HYPERPARAMETER_HELP = (
     "Hyperparameter. VALUE is JSON if it is valid JSON (1.10 is a number, '\"1.10\"' a string), otherwise a string."
@@ -236,14 +241,22 @@ def run_job(options: RunOptions) -> None:
         try:
             result = run(opened, progress)
         except BaseException:
+            if opened.log.lines:
+                job_reports.write_job_report(progress, opened, None, build_seconds)
             if opened.has_checkpoints:
                 summary.print_resume_command(progress, record.request, opened.name)
             raise
         opened.update(exit_code=result.exit_code)
         result = dataclasses.replace(result, checkpoints=opened.checkpoints.path if opened.has_checkpoints else None)
+        result = dataclasses.replace(
+            result, report=job_reports.write_job_report(progress, opened, result, build_seconds)
+        )
     summary.print_summary(progress, record.request, result, build_seconds)
     if options.as_json:
-        print_json({**vars(result), "build_seconds": build_seconds})
+        known = {name: value for name, value in vars(result).items() if name != "plan"}
+        print_json({**known, "build_seconds": build_seconds})
+    if result.report:
+        print_line(f"report: {result.report}", progress)
     raise typer.Exit(result.exit_code)
 
 
@@ -292,6 +305,22 @@ def report_timeline(
     analysis, written = timeline.write_timeline_report(paths, page, as_json)
     timeline.print_timeline_report(console, analysis)
     print_written(written)
+
+
+@reports.command("compare")
+def report_comparison(
+    first: Annotated[Path, typer.Argument(metavar="A", help="Directory of a job, or its report.html.")],
+    second: Annotated[Path, typer.Argument(metavar="B", help="Directory of another job, or its report.html.")],
+    page: Annotated[Path, typer.Option("-o", "--output", help="HTML page to write.")] = Path("comparison.html"),
+) -> None:
+    """Write an HTML page with the curves of two jobs and the settings in which they differ.
+
+    Example: shoal report compare jobs/one jobs/other
+    """
+    read = [path / PAGE if path.is_dir() else path for path in (first, second)]
+    choose_files(page, as_json=False, read=read)
+    write_files(page, {page: render_comparison_page(*(read_report(path) for path in read))})
+    print_written([page])
 
 
 def _build_image(name: str, progress: Console) -> tuple[str, float]:

@@ -28,6 +28,8 @@ from shoal import docker_client
 from shoal.docker_client import archive, containers
 from shoal.errors import DockerError, UsageError
 from shoal.jobs import checkpoints, gpus, job, restarts
+from shoal.jobs.job_log import JobLog
+from shoal.jobs.usage import Usage
 from shoal.jobs.watch import STOP_SECONDS, Arrival, HostExit
 
 _STOP_MARGIN = 5
@@ -53,6 +55,8 @@ class DockerHosts:
     devices: Mapping[str, gpus.Devices]
     """The GPUs of each host."""
     network: str
+    log: JobLog
+    """Keeps the lines of all hosts."""
     by_name: dict[str, Container] = field(default_factory=dict)
     arrivals: queue.SimpleQueue[Arrival] = field(default_factory=queue.SimpleQueue)
     """Containers that have ended."""
@@ -101,7 +105,7 @@ class DockerHosts:
     def start(self, *hosts: str) -> None:
         """Start containers, and threads that print their logs and put their exits into `arrivals`."""
         for host in hosts:
-            self.readers.append(_start_log_reader(str(self.by_name[host].id), host, self.console))
+            self.readers.append(_start_log_reader(str(self.by_name[host].id), host, self.console, self.log))
         for host in hosts:
             self.by_name[host].start()
         for host in hosts:
@@ -161,6 +165,15 @@ class DockerHosts:
                     self._print_skipped(f"{target.name}: not collected: {skipped}")
         return target
 
+    def read_usage(self) -> dict[str, Usage]:
+        """Return the CPU time and memory of the containers that run. Only one thread may call this."""
+        found = {host: _read_usage(self._usage_client.api, number) for host, number in self.ids.items()}
+        return {host: usage for host, usage in found.items() if usage}
+
+    @functools.cached_property
+    def _usage_client(self) -> docker.DockerClient:
+        return docker_client.connect()  # clients are not shared between threads
+
     def _print_skipped(self, text: str) -> None:
         self.console.print(containers.strip_controls(text), markup=False, soft_wrap=True)
 
@@ -187,7 +200,12 @@ class DockerHosts:
 
 @contextlib.contextmanager
 def create_hosts(
-    client: docker.DockerClient, image: str, request: job.JobRequest, name: str, console: Console
+    client: docker.DockerClient,
+    image: str,
+    request: job.JobRequest,
+    name: str,
+    console: Console,
+    log: JobLog | None = None,
 ) -> Iterator[DockerHosts]:
     """Create the network, the volume and the containers of a job, and yield them. Start nothing.
 
@@ -212,6 +230,7 @@ def create_hosts(
             secret=job.make_secret(request.environment),
             devices=dict(zip(request.host_names, devices)),
             network=str(network.name),
+            log=log or JobLog(),
         )
         for host in request.host_names:
             hosts.create(host)
@@ -285,8 +304,8 @@ def _container_settings(request: job.JobRequest, name: str, network: str) -> dic
     }
 
 
-def _start_log_reader(container_id: str, host: str, console: Console) -> threading.Thread:
-    """Start a thread that prints a host's log line by line; return once it is attached, so that no line is lost."""
+def _start_log_reader(container_id: str, host: str, console: Console, log: JobLog) -> threading.Thread:
+    """Start a thread that prints and keeps a host's log; return once it is attached, so that no line is lost."""
     attached = threading.Event()
 
     def print_lines() -> None:
@@ -298,6 +317,7 @@ def _start_log_reader(container_id: str, host: str, console: Console) -> threadi
             attached.set()
         for line in containers.split_lines(stream):
             console.print(f"{host} | {line}", markup=False, highlight=False, soft_wrap=True)
+            log.add(host, line)
 
     thread = threading.Thread(target=print_lines, name=f"logs of {host}", daemon=True)
     thread.start()
@@ -317,6 +337,16 @@ def _report_exit(host: str, container_id: str, arrivals: queue.SimpleQueue[Arriv
         arrivals.put((host, container_id, HostExit(code, out_of_memory)))
     except (docker.errors.DockerException, requests.RequestException, DockerError) as error:
         arrivals.put((host, container_id, error))
+
+
+def _read_usage(api: docker.APIClient, container_id: str) -> Usage | None:
+    """Return the CPU time and memory of a container; None if it does not run."""
+    try:
+        stats = api.stats(container_id, stream=False, one_shot=True)
+        cache = stats["memory_stats"].get("stats", {}).get("inactive_file", 0)
+        return Usage(stats["cpu_stats"]["cpu_usage"]["total_usage"] / 1e9, stats["memory_stats"]["usage"] - cache)
+    except (docker.errors.APIError, KeyError):
+        return None
 
 
 def stop_containers(ids: Iterable[str]) -> None:

@@ -13,7 +13,7 @@ from rich.console import Console
 from shoal import docker_client
 from shoal.docker_client import containers
 from shoal.errors import UsageError
-from shoal.jobs import docker_hosts, job
+from shoal.jobs import docker_hosts, job, usage
 from shoal.jobs.docker_hosts import DockerHosts
 from shoal.jobs.record import OpenJob
 from shoal.jobs.watch import Watch
@@ -41,7 +41,9 @@ def run_job_in_docker(opened: OpenJob, console: Console) -> job.JobResult:
     is_filled = opened.resumed and _keep_volume(client, opened, console)
     with (
         _remove_all_at_end(client, opened, console),
-        docker_hosts.create_hosts(client, opened.record.image, opened.record.request, opened.name, console) as hosts,
+        docker_hosts.create_hosts(
+            client, opened.record.image, opened.record.request, opened.name, console, opened.log
+        ) as hosts,
     ):
         if not is_filled:
             hosts.fill(opened.checkpoints)
@@ -49,7 +51,8 @@ def run_job_in_docker(opened: OpenJob, console: Console) -> job.JobResult:
         hosts.start(*hosts.by_name)
         opened.update(uncollected=True)
         try:
-            exits = watch.wait()
+            with usage.sample_usage(opened.log.usage, opened.log.began, hosts.read_usage):
+                exits = watch.wait()
         except BaseException:
             hosts.kill()  # those that a second interrupt did not wait for
             _collect(hosts, opened)  # the script may have saved files before it ended

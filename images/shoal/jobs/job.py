@@ -27,6 +27,8 @@ SECRET, SECRET_FILE = "SHOAL_JOB_SECRET", "SHOAL_JOB_SECRET_FILE"
 _SECRET_LENGTHS = range(16, 4096 + 1)  # characters that `train` takes in a file
 RESOURCE_CONFIG = "input/config/resourceconfig.json"
 """The only file of the tree that differs between hosts."""
+REPORTED_VARIABLES = "SHOAL_REPORTED_VARIABLES"
+"""The variable with the names of those that `train` lists in job.json, with masked secrets."""
 SHM_SIZE = "1g"
 """The default size of a host's /dev/shm."""
 
@@ -127,8 +129,12 @@ class JobRequest:
 
     @property
     def script_variables(self) -> dict[str, str]:
-        """The variable that names the script; it overrides an image's own `ENV SAGEMAKER_PROGRAM`."""
-        return {"SAGEMAKER_PROGRAM": self.entry_point}
+        """The variable that names the script, and the one that names the user's variables for job.json.
+
+        The first overrides an image's own `ENV SAGEMAKER_PROGRAM`.
+        """
+        reported = {REPORTED_VARIABLES: " ".join(self.environment)} if self.environment else {}
+        return {"SAGEMAKER_PROGRAM": self.entry_point, **reported}
 
     @property
     def train_command(self) -> list[str]:
@@ -171,6 +177,10 @@ class JobResult:
     """By host, its failure file and other problems."""
     restarts: Sequence[Mapping[str, Any]] = ()
     """The restarts of the job: number, time (`at`), reason, host or rank, and seconds."""
+    plan: Mapping[str, Any] = field(default_factory=dict)
+    """The plan of `train` with masked secrets, as `train --explain --json` prints it; empty if there is none."""
+    report: Path | None = None
+    """The page about the job; None if it was not written."""
     checkpoints: Path | None = None
     """The directory with its checkpoints; None if it has none."""
 
@@ -395,6 +405,7 @@ def read_result(
         except ValueError as error:
             reports[part] = {}
             messages.setdefault(first_host, []).append(f"output/{part}: {error}")
+    plan = reports["job.json"].pop("plan", None)
     return JobResult(
         name=name,
         exit_code=next((code for code in exit_codes.values() if code), 0),
@@ -404,6 +415,7 @@ def read_result(
         metrics=reports["data/metrics.json"],
         messages={host: "\n".join(lines) for host, lines in messages.items()},
         restarts=reports["job.json"].get("restarts", ()),
+        plan=plan if isinstance(plan, dict) else {},
     )
 
 

@@ -20,9 +20,11 @@ from rich.console import Console
 
 from shoal.docker_client import containers
 from shoal.jobs import job, restarts
+from shoal.jobs.job_log import JobLog
 from shoal.jobs.watch import Arrival, HostExit
 
 _PR_SET_CHILD_SUBREAPER = 36  # of Linux
+_STDERR = 2
 _BASE = "SAGEMAKER_BASE_DIR"
 
 
@@ -43,6 +45,8 @@ class LocalHosts:
     """The directory of each host that stands for its /opt/ml."""
     lock: int
     """A file descriptor."""
+    log: JobLog = field(default_factory=JobLog)
+    """Keeps the lines of all hosts."""
     arrivals: queue.SimpleQueue[Arrival] = field(default_factory=queue.SimpleQueue)
     """Hosts that have ended."""
     ids: dict[str, str] = field(default_factory=dict)
@@ -74,9 +78,11 @@ class LocalHosts:
         """
         adopt_orphans = getattr(ctypes.CDLL(None), "prctl", lambda *_: None)
         adopt_orphans(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-        streams: dict[str, Any] = {"stdout": self.console.file}
-        if len(self.trees) > 1:
-            streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        several = len(self.trees) > 1
+        streams: dict[str, Any] = {
+            "stdout": subprocess.PIPE,
+            "stderr": subprocess.STDOUT if several else subprocess.PIPE,
+        }
         for host in hosts:
             environment = {**self.environment, _BASE: str(self.trees[host]), **self._variables[host]}
             environment["SAGEMAKER_SUBMIT_DIRECTORY"] = str(self.trees[host] / "code")
@@ -91,20 +97,36 @@ class LocalHosts:
 
         The processes that a killed `train` has left are killed before: they would still write checkpoints.
         """
-        printer = threading.Thread(target=self._print_output, args=(host, process.stdout), daemon=True)
-        if process.stdout is not None:
-            printer.start()
+        readers = self._start_readers(host, process)
         code = process.wait()
         if code < 0:
             kill_orphans(self.trees[host])
-        if process.stdout is not None:
-            printer.join(timeout=10)  # a process of the script may live on, with this stream
+        for reader in readers:
+            reader.join(timeout=10)  # a process of the script may live on, with this stream
         self.arrivals.put((host, number, HostExit(128 - code if code < 0 else code)))
 
+    def _start_readers(self, host: str, process: subprocess.Popen[bytes]) -> list[threading.Thread]:
+        """Start threads that print and keep the output of a host. One host's bytes are not changed."""
+        assert process.stdout is not None
+        if process.stderr is None:
+            readers = [threading.Thread(target=self._print_output, args=(host, process.stdout), daemon=True)]
+        else:
+            streams = ((process.stdout, self.console.file.fileno()), (process.stderr, _STDERR))
+            readers = [threading.Thread(target=self._copy_output, args=(host, *pair), daemon=True) for pair in streams]
+        for reader in readers:
+            reader.start()
+        return readers
+
     def _print_output(self, host: str, stream: IO[bytes]) -> None:
-        """Body of a thread: print lines with the name of a host."""
-        for line in containers.split_lines(iter(lambda: os.read(stream.fileno(), 1 << 16), b"")):
+        """Body of a thread: print lines with the name of a host, and keep them."""
+        for line in containers.split_lines(_read_chunks(stream)):
             self.console.print(f"{host} | {line}", markup=False, highlight=False, soft_wrap=True)
+            self.log.add(host, line)
+
+    def _copy_output(self, host: str, stream: IO[bytes], target: int) -> None:
+        """Body of a thread: copy the output of a host to a file descriptor at once, and keep its lines."""
+        for line in containers.split_lines(_copy_chunks(_read_chunks(stream), target)):
+            self.log.add(host, line)
 
     def stop(self, hosts: Iterable[str]) -> None:
         """Stop hosts, all at the same time, and wait for them; an interrupt ends the wait."""
@@ -131,6 +153,22 @@ class LocalHosts:
             return restarts.parse_restarts((self.trees[host] / "output" / "job.json").read_bytes())
         except FileNotFoundError:
             return []
+
+
+def _read_chunks(stream: IO[bytes]) -> Iterator[bytes]:
+    return iter(lambda: os.read(stream.fileno(), 1 << 16), b"")
+
+
+def _copy_chunks(chunks: Iterable[bytes], target: int) -> Iterator[bytes]:
+    """Yield the chunks, each after it was written to a file descriptor. After an error nothing more is written."""
+    for chunk in chunks:
+        try:
+            rest = chunk
+            while rest:
+                rest = rest[os.write(target, rest) :]
+        except OSError:  # the reader of our output has gone
+            target = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+        yield chunk
 
 
 def kill_orphans(tree: Path) -> None:

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from shoal.docker_client import containers
 from shoal.errors import DockerError, UsageError
-from shoal.jobs import checkpoints, distribution, gpus, job, restarts
+from shoal.jobs import checkpoints, distribution, gpus, job, restarts, usage
 from shoal.jobs.local_hosts import LocalHosts
 from shoal.jobs.record import OpenJob, collect_tree, remove_checkpoints
 from shoal.jobs.watch import STOP_SECONDS, Watch
@@ -45,7 +45,8 @@ def run_job_locally(opened: OpenJob, console: Console) -> job.JobResult:
     opened.update(uncollected=True)
     try:
         hosts.start(*hosts.trees)
-        watch.wait()
+        with usage.sample_usage(opened.log.usage, opened.log.began, usage.read_machine):
+            watch.wait()
     finally:
         with containers.delay_interrupts():
             hosts.kill()  # those that a second interrupt did not wait for
@@ -82,7 +83,7 @@ def _create_hosts(opened: OpenJob, console: Console) -> LocalHosts:
             (tree / checkpoints.CONTENT).symlink_to(shared, target_is_directory=True)
     opened.checkpoints.copy_to(shared)
     environment = {**_make_environment(request, opened.name), "PATH": _extend_path(train.parent)}
-    hosts = LocalHosts(request, console, train, environment, trees, opened.checkpoints.lock)
+    hosts = LocalHosts(request, console, train, environment, trees, opened.checkpoints.lock, opened.log)
     for name in names:
         hosts.create(name)
     return hosts

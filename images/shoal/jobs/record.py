@@ -6,7 +6,7 @@ import contextlib
 import os
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import pydantic
 
 from shoal.errors import UsageError, did_you_mean
 from shoal.jobs import checkpoints, job
+from shoal.jobs.job_log import JobLog
 
 RECORD = "request.json"
 _EARLIER = "attempt-"
@@ -47,6 +48,8 @@ class OpenJob:
     record: JobRecord
     checkpoints: checkpoints.CheckpointDirectory
     resumed: bool
+    log: JobLog = field(default_factory=JobLog)
+    """The log of this command, which is kept in memory."""
 
     @property
     def has_checkpoints(self) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from shoal_toolkit import redact
 from shoal_toolkit.errors import TrainError
 from shoal_toolkit.job.contract import Cluster, Paths
-from shoal_toolkit.job.settings import Settings
+from shoal_toolkit.job.settings import REPORTED_VARIABLES, Settings
 from shoal_toolkit.light_typing import Any, NamedTuple, Protocol
 from shoal_toolkit.log import write_log
 from shoal_toolkit.output.output import Output
@@ -194,10 +194,24 @@ class Host(Role):
     def _record(self, result: Result) -> int:
         """Writes the result files, and returns the exit code. A preflight only logs its message."""
         if not self.task.preflight:
-            return write_result(self.task.paths, result, self.report)
+            return write_result(self.task.paths, result, {**self.report, **self._describe_plan()})
         if result.message:
             write_log(result.message)
         return result.exit_code
+
+    def _describe_plan(self) -> dict[str, Any]:
+        """Returns the plan for job.json of the first host, with masked secrets; empty on other hosts.
+
+        `variables` has the variables of the user that REPORTED_VARIABLES names.
+        """
+        if not (self.has_plan and self.plan.is_first):
+            return {}
+        from shoal_toolkit.plan.explain import plan_to_dict
+
+        names = self.task.environ.get(REPORTED_VARIABLES, "").split()
+        variables = {name: self.task.environ[name] for name in names if name in self.task.environ}
+        plan = redact.mask_json(plan_to_dict(self.plan))
+        return {"plan": {**plan, "variables": redact.mask_environment(variables)}}
 
     def _run_until(self, finished: Callable[[], bool], seconds: float) -> bool:
         """Serves events until `finished()` or the time limit; returns whether the limit was reached."""

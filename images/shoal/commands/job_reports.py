@@ -1,0 +1,251 @@
+"""Collects the data of a job's report, and writes its page into the job's directory.
+
+`train` decides which values are secrets, and job.json has its masked plan. A value that it has masked is masked in the
+log too. Values are left out if there is no plan.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import platform
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from shoal import __version__
+from shoal.docker_client.containers import strip_controls
+from shoal.jobs import summary
+from shoal.jobs.job import SECRET, JobRequest, JobResult
+from shoal.jobs.job_log import MAX_SERIES, Key, Series
+from shoal.jobs.record import LOCAL, OpenJob
+from shoal.report.job_page import render_job_page
+from shoal.report.job_report import PAGE, Curve, JobReport, LogLine
+from shoal.report.output_files import write_files
+
+MASK = "******"
+_METRICS = "output/metrics.jsonl"
+_MAX_METRICS_SIZE = 64 << 20  # characters of a file
+_PACKAGES = ("shoal-toolkit", "torch", "tensorflow", "mpi4py", "numpy", "transformers", "lightning", "accelerate")
+_PLAN_ROWS = ("launcher", "hosts", "ranks", "world_size", "interface", "hosts_from", "cwd", "command", "script")
+_MIN_SECRET_DIGITS = 12
+_MIN_SECRET = 5  # characters; a shorter value appears by chance
+
+
+def write_job_report(
+    console: Console, opened: OpenJob, result: JobResult | None, build_seconds: float | None
+) -> Path | None:
+    """Write the page of a job that has ended. If that fails, print a warning, and change nothing else.
+
+    Args:
+        console: The console for the warning.
+        opened: The job.
+        result: How it ended; None if it was interrupted.
+        build_seconds: How long the build of its image took; None without a build.
+
+    Returns:
+        The page, or None if it was not written.
+    """
+    page = opened.directory / PAGE
+    try:
+        write_files(page, {page: render_job_page(collect_report(opened, result, build_seconds))})
+    except Exception as error:  # also a defect of the report must not change the job's result
+        text = f"warning: the report {page} was not written: {type(error).__name__}: {error}"
+        console.print(strip_controls(text), markup=False, highlight=False, soft_wrap=True)
+        return None
+    return page
+
+
+def collect_report(opened: OpenJob, result: JobResult | None, build_seconds: float | None) -> JobReport:
+    """Return the data of a job's report, with masked secrets. Reads metrics from the job's directory."""
+    request, log = opened.record.request, opened.log
+    plan = result.plan if result else _find_plan(opened.directory)
+    masks = _Masks(request, plan)
+    return JobReport(
+        name=opened.name,
+        started=time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(log.began)),
+        exit_code=result.exit_code if result else None,
+        causes=[(hosts, masks.hide(text)) for hosts, text in _list_causes(result)] if result else [],
+        summary=summary.summary_rows(request, result, build_seconds) if result else [],
+        plan=[(name, masks.hide(_to_text(plan[name]))) for name in _PLAN_ROWS if plan.get(name)],
+        reasons=[masks.hide(_to_text(note)) for note in _as_list(plan.get("notes"))],
+        settings=_collect_settings(opened, plan, masks),
+        restarts=[masks.hide(summary.describe_restart(each)) for each in result.restarts] if result else [],
+        metrics=_read_metrics(opened.directory, log.began) or _make_curves(log.series),
+        usage=_make_curves(log.usage),
+        log=[LogLine(line.seconds, line.host, line.rank, masks.hide(line.text)) for line in log.lines],
+        omitted=log.omitted,
+        omitted_at=log.omitted_at if log.omitted else 0,
+    )
+
+
+def _find_plan(directory: Path) -> Mapping[str, Any]:
+    """Return the plan in the job.json of a job that was interrupted; empty if there is none."""
+    for path in sorted(directory.glob("*/output/job.json")):
+        try:
+            if plan := _as_mapping(_as_mapping(json.loads(path.read_bytes())).get("plan")):
+                return plan
+        except (OSError, ValueError, RecursionError):
+            continue
+    return {}
+
+
+class _Masks:
+    """Masks the secrets of a job: the values of the user that `train` has masked, and the job's secret."""
+
+    def __init__(self, request: JobRequest, plan: Mapping[str, Any]) -> None:
+        self.hyperparameters = _mask_values(request.hyperparameters, _read_masked_hyperparameters(plan))
+        self.variables = _mask_values(request.environment, _as_mapping(plan.get("variables")))
+        given = {**request.environment, **request.hyperparameters}
+        shown = {**self.variables, **self.hyperparameters}
+        # Without a plan nothing is known about a value, and all but short ones are masked.
+        hidden = [_decode(value) for name, value in given.items() if MASK in shown[name]]
+        secrets = {value for value in (*hidden, request.environment.get(SECRET, "")) if len(value) >= _MIN_SECRET}
+        self._secrets = sorted((value for value in secrets if not _is_number(value)), key=len, reverse=True)
+
+    def hide(self, text: str) -> str:
+        """Return a text with masked secrets, which can be encoded as UTF-8."""
+        for secret in self._secrets:
+            if secret in text:
+                text = text.replace(secret, MASK)
+        return text if text.isascii() else text.encode("utf-8", "replace").decode()
+
+
+def _is_number(value: str) -> bool:
+    """Return whether a value is a number that appears by chance: a step, a size or a rate."""
+    return len(value) < _MIN_SECRET_DIGITS and value.replace(".", "", 1).lstrip("+-").isdecimal()
+
+
+def _mask_values(given: Mapping[str, str], shown: Mapping[str, Any]) -> dict[str, str]:
+    """Return the names that the user has given with the values that `train` shows; a mask if it shows none."""
+    return {name: _to_text(shown[name]) if name in shown else MASK for name in given}
+
+
+def _read_masked_hyperparameters(plan: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the hyperparameters in the environment of a plan, for the script and `train`; empty if there are none."""
+    found: dict[str, Any] = {}
+    for name in ("SM_FRAMEWORK_PARAMS", "SM_HPS"):
+        try:
+            found.update(_as_mapping(json.loads(_as_mapping(plan.get("environment"))[name])))
+        except (KeyError, TypeError, ValueError, RecursionError):
+            continue
+    return found
+
+
+def _list_causes(result: JobResult) -> list[tuple[str, str]]:
+    """Return each failure once, after the names of its hosts."""
+    hosts: dict[str, list[str]] = {}
+    for host, message in result.messages.items():
+        hosts.setdefault(message, []).append(host)
+    return [(", ".join(names), message) for message, names in hosts.items()]
+
+
+def _collect_settings(opened: OpenJob, plan: Mapping[str, Any], masks: _Masks) -> dict[str, dict[str, str]]:
+    """Return the names and values that the page shows, by section."""
+    record = opened.record
+    request = record.request
+    job = {
+        "image": record.image if record.engine != LOCAL else "",
+        "engine": record.engine,
+        "source": str(request.source),
+        "entry point": request.entry_point,
+        "hosts": f"{request.min_hosts}:{request.hosts}" if request.min_hosts else str(request.hosts),
+        "processes per host": _to_text(request.procs_per_host),
+        "distribution": json.dumps(request.distribution) if request.distribution else "",
+        "restarts allowed": str(request.max_restarts),
+        "shared memory": request.shm_size or "",
+        "memory": request.memory or "",
+        "GPUs": request.gpus or "",
+        **{f"channel {name}": str(path) for name, path in request.channels.items()},
+    }
+    environment = {str(name): _to_text(value) for name, value in _as_mapping(plan.get("environment")).items()}
+    sections = {
+        "job": {name: value for name, value in job.items() if value},
+        "hyperparameters": masks.hyperparameters,
+        "variables": masks.variables,
+        "versions": _list_versions(record.engine),
+        "environment of the script": environment,
+    }
+    return {
+        section: {masks.hide(name): masks.hide(value) for name, value in values.items()}
+        for section, values in sections.items()
+    }
+
+
+def _list_versions(engine: str) -> dict[str, str]:
+    """Return the version of shoal, and without Docker the versions of Python packages. The image's tag names others."""
+    versions = {"shoal": __version__}
+    if engine == LOCAL:
+        versions["Python"] = platform.python_version()
+        for name in _PACKAGES:
+            try:
+                versions[name] = importlib.metadata.version(name)
+            except importlib.metadata.PackageNotFoundError:
+                continue
+    return versions
+
+
+def _read_metrics(directory: Path, began: float) -> list[Curve]:
+    """Return the curves of the job's metric definitions, which `train` has written; none without definitions."""
+    series: dict[Key, Series] = {}
+    for path in sorted(directory.glob(f"*/{_METRICS}")):
+        for key, at, value in _read_metrics_file(path):
+            if key in series or len(series) < MAX_SERIES:
+                series.setdefault(key, Series()).add(round(at - began, 2), value)
+    return _make_curves(series)
+
+
+def _read_metrics_file(path: Path) -> Iterator[tuple[Key, float, float]]:
+    """Yield the origin, time and value of each metric in a file. Lines of another form are skipped."""
+    left = _MAX_METRICS_SIZE
+    with path.open(encoding="utf-8", errors="replace") as file:
+        while left > 0 and (line := file.readline(left)):
+            left -= len(line)
+            try:
+                record = json.loads(line, parse_constant=str)
+                at = _parse_time(record["time"])
+                yield (str(record["name"]), str(record["host"]), int(record["rank"])), at, float(record["value"])
+            except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+                continue
+
+
+def _parse_time(text: str) -> float:
+    """Return the time of a text such as 2026-01-31T12:00:00.123Z, in seconds since 1970. Raises ValueError."""
+    return datetime.fromisoformat(text).timestamp()
+
+
+def _make_curves(series: Mapping[Key, Series]) -> list[Curve]:
+    ordered = sorted(
+        series.items(), key=lambda item: (item[0][0], -1 if item[0][2] is None else item[0][2], item[0][1])
+    )
+    return [Curve(name, host, rank, list(points.times), list(points.values)) for (name, host, rank), points in ordered]
+
+
+def _decode(value: str) -> str:
+    """Return the text of a hyperparameter, without the quotes of JSON."""
+    try:
+        decoded = json.loads(value)
+    except (ValueError, RecursionError):
+        return value
+    return decoded if isinstance(decoded, str) else value
+
+
+def _as_mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _as_list(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _to_text(value: Any) -> str:
+    """Return a value of JSON as text for people; empty for None."""
+    if value is None:
+        return ""
+    if isinstance(value, list) and all(isinstance(item, str) for item in value):
+        return " ".join(value)
+    return value if isinstance(value, str) else json.dumps(value)

@@ -1,0 +1,140 @@
+"""Keeps the log of a job while it runs: its lines with time, host and rank, and the numbers that lines name."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import threading
+import time
+from array import array
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+_HALF = 50_000
+"""How many lines are kept of the beginning of the log, and of its end."""
+_MAX_LINE = 4_096  # characters
+MAX_SERIES = 2_000
+_MAX_POINTS = 1_000  # of a series
+_PREFIX = re.compile(r"\[(\d{1,9}),([^\]\s]{1,255})\] ?")
+_ESCAPES = re.compile(r"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b]*\x07)")
+_NUMBER = re.compile(r"(?<![\w.-])([A-Za-z_][\w./-]{0,63})=([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)(?![\w.])")
+
+
+class Line(NamedTuple):
+    """A line of the log."""
+
+    seconds: float
+    """When it came, after the start of the job."""
+    host: str
+    rank: int | None
+    text: str
+
+
+@dataclass
+class Series:
+    """Values of a name over time. If there are too many, every second one is dropped."""
+
+    times: array[float] = field(default_factory=lambda: array("d"))
+    values: array[float] = field(default_factory=lambda: array("d"))
+    _step: int = 1
+    _count: int = 0
+
+    def add(self, seconds: float, value: float) -> None:
+        """Add a value, unless it is one of those that are dropped."""
+        if self._count % self._step == 0:
+            self.times.append(seconds)
+            self.values.append(value)
+        self._count += 1
+        if len(self.times) >= _MAX_POINTS:
+            self.times, self.values, self._step = self.times[::2], self.values[::2], self._step * 2
+
+
+Key = tuple[str, str, int | None]
+"""A name, a host and a rank."""
+
+
+@dataclass
+class JobLog:
+    """The log of a job, in bounded memory: its first and last lines, and series of numbers.
+
+    Threads may add lines at the same time.
+    """
+
+    began: float = field(default_factory=time.time)
+    omitted: int = 0
+    """How many lines between head and tail are not kept."""
+    series: dict[Key, Series] = field(default_factory=dict)
+    """The numbers that the script has written as name=value."""
+    usage: dict[Key, Series] = field(default_factory=dict)
+    """CPU and memory of hosts."""
+    _head: list[Line] = field(default_factory=list)
+    _tail: deque[Line] = field(default_factory=lambda: deque(maxlen=_HALF))
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def lines(self) -> list[Line]:
+        """The lines that are kept. Others are left out before index `omitted_at`."""
+        return [*self._head, *self._tail]
+
+    @property
+    def omitted_at(self) -> int:
+        """The index in `lines` before which lines are left out."""
+        return len(self._head)
+
+    def add(self, host: str, text: str) -> None:
+        """Add a line that came from a host now. Its rank is in its prefix, or in its JSON; colours are removed."""
+        line = parse_line(round(time.time() - self.began, 2), host, text)
+        with self._lock:
+            if len(self._head) < _HALF:
+                self._head.append(line)
+            else:
+                self.omitted += len(self._tail) == _HALF
+                self._tail.append(line)
+            if "=" in line.text and not line.text.startswith("train: "):
+                for name, value in find_numbers(line.text):
+                    self._add_number((name, line.host, line.rank), line.seconds, value)
+
+    def _add_number(self, key: Key, seconds: float, value: float) -> None:
+        if key in self.series or len(self.series) < MAX_SERIES:
+            self.series.setdefault(key, Series()).add(seconds, value)
+
+
+def parse_line(seconds: float, host: str, text: str) -> Line:
+    """Return a line of the log with its origin.
+
+    Args:
+        seconds: When it came.
+        host: The host from which it came, for lines that name none.
+        text: `[rank,host] text` or a JSON object of `train`, otherwise a line without a rank.
+    """
+    text = _ESCAPES.sub("", text)
+    if len(text) > _MAX_LINE:
+        text = f"{text[:_MAX_LINE]}… ({len(text) - _MAX_LINE} characters more)"
+    if found := _PREFIX.match(text):
+        return Line(seconds, found[2], int(found[1]), text[found.end() :])
+    if text.startswith('{"time": '):
+        return _parse_json(seconds, host, text)
+    return Line(seconds, host, None, text)
+
+
+def _parse_json(seconds: float, host: str, text: str) -> Line:
+    """Return a line of SHOAL_LOG_FORMAT=json. A line that is none is returned as it is."""
+    try:
+        record = json.loads(text)
+        rank = record["rank"]
+        if rank is None or (type(rank) is int and rank >= 0):
+            return Line(seconds, str(record["host"]), rank, str(record["message"]))
+    except (ValueError, KeyError, RecursionError):
+        pass
+    return Line(seconds, host, None, text)
+
+
+def find_numbers(text: str) -> Iterator[tuple[str, float]]:
+    """Yield the finite numbers that a line names, such as loss=0.25."""
+    for name, number in _NUMBER.findall(text):
+        value = float(number)
+        if math.isfinite(value):
+            yield name, value

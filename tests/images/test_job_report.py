@@ -1,0 +1,228 @@
+"""The report of a job: its page for a large job, hostile log lines, masked secrets, and the comparison of two jobs."""
+
+from __future__ import annotations
+
+import dataclasses
+import html.parser
+import io
+import json
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from rich.console import Console
+
+from shoal.commands import job_reports
+from shoal.errors import UsageError
+from shoal.jobs import job_log
+from shoal.jobs.job import JobRequest, JobResult
+from shoal.jobs.job_log import JobLog, find_numbers, parse_line
+from shoal.jobs.record import JobRecord, OpenJob
+from shoal.jobs.usage import CPU, MEMORY, Usage, sample_usage
+from shoal.report.job_page import list_differences, render_comparison_page, render_job_page
+from shoal.report.job_report import Curve, JobReport, LogLine, fit_report, read_report
+
+MOST_BYTES = 5_000_000
+HOSTILE = "</script><script>alert(1)</script><!-- <script> \u2028 \x00 \U0001f41f & \" ' \\"
+
+
+class Scripts(html.parser.HTMLParser):
+    """Collects the scripts of a page, as a browser delimits them, and the addresses that it would load."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.scripts: list[str] = []
+        self.addresses: list[str] = []
+        self._inside = False
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self._inside = tag == "script"
+        self.scripts += [""] * self._inside
+        self.addresses += [value or "" for name, value in attrs if name in ("src", "href")]
+
+    def handle_endtag(self, tag: str) -> None:
+        self._inside = False
+
+    def handle_data(self, data: str) -> None:
+        if self._inside:
+            self.scripts[-1] += data
+
+
+def make_report(**changes: Any) -> JobReport:
+    return dataclasses.replace(JobReport(name="digits-1", started="2026-01-31 12:00:00", exit_code=0), **changes)
+
+
+def test_page_of_a_large_job_has_less_than_5_mb_and_says_what_it_leaves_out(tmp_path: Path) -> None:
+    metrics = [
+        Curve(name, f"algo-{rank // 8}", rank, [*range(1000)], [rank + 1 / (at + 1) for at in range(1000)])
+        for name in ("loss", "accuracy", "images_per_second")
+        for rank in range(64)
+    ]
+    log = [LogLine(at / 100, f"algo-{at % 8}", at % 64, f"step {at} loss=0.25 <{'=' * 50}>") for at in range(100_000)]
+    page = render_job_page(make_report(metrics=metrics, log=log))
+    assert len(page.encode()) <= MOST_BYTES
+    (tmp_path / "report.html").write_text(page)
+    report = read_report(tmp_path)
+    assert len(report.log) > 25_000
+    assert len(report.log) + report.omitted == 100_000
+    assert (report.log[0].text, report.log[-1].text) == (log[0].text, log[-1].text)
+    before, after = report.log[report.omitted_at - 1], report.log[report.omitted_at]
+    assert int(after.text.split()[1]) - int(before.text.split()[1]) == report.omitted + 1
+    assert {curve.rank for curve in report.metrics} == set(range(64))
+
+
+def test_a_log_that_fits_is_complete() -> None:
+    log = [LogLine(at / 100, "algo-1", 0, f"step {at}") for at in range(50_000)]
+    report = fit_report(make_report(log=log))
+    assert (len(report.log), report.omitted) == (50_000, 0)
+
+
+def test_lines_that_the_recorder_has_left_out_count_too() -> None:
+    log = [LogLine(0.0, "algo-1", 0, "x" * 200) for _ in range(50_000)]
+    report = fit_report(make_report(log=log, omitted=7, omitted_at=25_000))
+    assert report.omitted == 7 + 50_000 - len(report.log)
+    assert 0 < report.omitted_at < len(report.log)
+
+
+def test_hostile_texts_end_no_script_and_are_read_back_unchanged(tmp_path: Path) -> None:
+    report = make_report(
+        name=HOSTILE,
+        exit_code=1,
+        causes=[(HOSTILE, HOSTILE)],
+        log=[LogLine(0.0, HOSTILE, 0, HOSTILE)],
+        settings={HOSTILE: {HOSTILE: HOSTILE}},
+        metrics=[Curve(HOSTILE, HOSTILE, 0, [0.0], [1.0])],
+    )
+    page = render_job_page(report)
+    (tmp_path / "report.html").write_text(page)
+    assert read_report(tmp_path).log == report.log
+    for text, scripts in ((page, 3), (render_comparison_page(report, report), 3)):
+        found = Scripts(text)
+        assert len(found.scripts) == scripts
+        assert not any("alert(1)" in script for script in found.scripts[1:])
+        assert found.addresses == []  # the page works without a network
+
+
+def test_comparison_lists_differences_only_and_draws_both_jobs() -> None:
+    curve = Curve("loss", "algo-1", 0, [0.0, 1.0], [2.0, 1.0])
+    first = make_report(settings={"hyperparameters": {"lr": "0.1", "epochs": "2"}}, metrics=[curve])
+    second = dataclasses.replace(first, name="digits-2", settings={"hyperparameters": {"lr": "0.2", "epochs": "2"}})
+    second = dataclasses.replace(second, settings={**second.settings, "variables": {"A": "1"}})
+    first, second = (dataclasses.replace(job, plan=[("cwd", f"/jobs/{job.name}/code")]) for job in (first, second))
+    assert list(list_differences(first, second)) == [
+        ("hyperparameters", "lr", "0.1", "0.2"),
+        ("variables", "A", "–", "1"),
+    ]
+    data = json.loads(Scripts(render_comparison_page(first, second)).scripts[0])
+    assert [(job["name"], len(job["metrics"])) for job in data] == [("digits-1", 1), ("digits-2", 1)]
+
+
+def test_a_file_that_is_no_report_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "report.html").write_text("<p>another page</p>")
+    with pytest.raises(UsageError, match="not the report of a job"):
+        read_report(tmp_path)
+    with pytest.raises(UsageError, match="No such file"):
+        read_report(tmp_path / "missing.html")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("[3,algo-2] \x1b[31mloss\x1b[0m=1", ("algo-2", 3, "loss=1")),
+        ("train: ready", ("algo-1", None, "train: ready")),
+        ('{"time": "t", "host": "h", "rank": 1, "stream": "stdout", "message": "m"}', ("h", 1, "m")),
+        ('{"time": "t", "rank": [], "host": 1}', ("algo-1", None, '{"time": "t", "rank": [], "host": 1}')),
+        ("[3,] x", ("algo-1", None, "[3,] x")),
+    ],
+)
+def test_lines_have_the_rank_that_wrote_them(text: str, expected: tuple[str, int | None, str]) -> None:
+    line = parse_line(0.0, "algo-1", text)
+    assert (line.host, line.rank, line.text) == expected
+
+
+def test_numbers_of_lines() -> None:
+    line = "loss=0.25 lr=1e-3, name=x path=1.2.3 big=1e999 step=7"
+    assert list(find_numbers(line)) == [("loss", 0.25), ("lr", 0.001), ("step", 7.0)]
+
+
+def test_log_keeps_its_ends_and_a_long_series_keeps_its_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job_log, "_HALF", 10)
+    log = JobLog()
+    for at in range(5000):
+        log.add("algo-1", f"[1,algo-1] step={at}")
+    assert [line.text for line in log.lines] == [f"step={at}" for at in (*range(10), *range(4990, 5000))]
+    assert (log.omitted, log.omitted_at) == (4980, 10)
+    values = log.series["step", "algo-1", 1].values
+    assert len(values) <= 1000
+    assert values[0] == 0
+    assert values[-1] > 4900
+
+
+def open_finished_job(directory: Path, **options: Any) -> OpenJob:
+    request = JobRequest(source=directory, entry_point="train.py", **options)
+    return OpenJob("digits-1", directory, JobRecord("image:1", "docker", request), cast(Any, None), False)
+
+
+def test_secrets_are_masked_everywhere(tmp_path: Path) -> None:
+    secrets = {"API_TOKEN": "abcdef123456", "SHOAL_JOB_SECRET": "0123456789abcdef"}
+    opened = open_finished_job(
+        tmp_path, environment={**secrets, "LEVEL": "debug"}, hyperparameters={"db_password": "hunter2-x", "lr": "0.1"}
+    )
+    for value in (*secrets.values(), "hunter2-x", "debug", "0.1"):
+        opened.log.add("algo-1", f"the value is {value}.")
+    masked = {"API_TOKEN": "******", "SHOAL_JOB_SECRET": "******", "LEVEL": "debug"}
+    plan = {
+        "launcher": "mpi",
+        "notes": ["launcher mpi: two ranks"],
+        "variables": masked,
+        "environment": {"SM_HPS": '{"db_password": "******", "lr": 0.1}'},
+    }
+    result = JobResult("digits-1", 1, tmp_path, {}, {}, {}, {"algo-1": "hunter2-x failed"}, plan=plan)
+    report = job_reports.collect_report(opened, result, None)
+    page = render_job_page(report)
+    assert not [secret for secret in (*secrets.values(), "hunter2-x") if secret in page]
+    assert [line.text for line in report.log][-2:] == ["the value is debug.", "the value is 0.1."]
+    assert report.causes == [("algo-1", "****** failed")]
+    assert report.settings["hyperparameters"] == {"db_password": "******", "lr": "0.1"}
+    assert report.settings["variables"] == masked
+    assert report.reasons == ["launcher mpi: two ranks"]
+
+
+def test_values_are_masked_if_train_has_not_said_which_are_secrets(tmp_path: Path) -> None:
+    opened = open_finished_job(tmp_path, environment={"PLAIN": "perhaps-secret"})
+    opened.log.add("algo-1", "perhaps-secret")
+    report = job_reports.collect_report(opened, None, None)
+    assert "perhaps-secret" not in render_job_page(report)
+    assert report.exit_code is None
+
+
+def test_metric_definitions_come_before_numbers_in_the_log(tmp_path: Path) -> None:
+    opened = open_finished_job(tmp_path)
+    opened.log.add("algo-1", "[0,algo-1] other=1")
+    assert [curve.name for curve in job_reports.collect_report(opened, None, None).metrics] == ["other"]
+    output = tmp_path / "algo-1" / "output"
+    output.mkdir(parents=True)
+    record = {"time": "2026-01-31T12:00:00.500Z", "name": "loss", "value": 0.25, "rank": 1, "host": "algo-1"}
+    lines = [json.dumps(record), "nonsense", json.dumps({**record, "rank": None}), json.dumps({**record, "value": []})]
+    (output / "metrics.jsonl").write_text("\n".join(lines))
+    opened.log.began = 1769860800.0
+    (curve,) = job_reports.collect_report(opened, None, None).metrics
+    assert (curve.name, curve.rank, [*curve.times], [*curve.values]) == ("loss", 1, [0.5], [0.25])
+
+
+def test_a_report_that_cannot_be_written_is_a_warning(tmp_path: Path) -> None:
+    (tmp_path / "report.html").mkdir()
+    said = io.StringIO()
+    assert job_reports.write_job_report(Console(file=said), open_finished_job(tmp_path), None, None) is None
+    assert "warning: the report" in said.getvalue()
+
+
+def test_usage_is_measured_per_host_and_errors_do_not_matter() -> None:
+    series: dict[job_log.Key, job_log.Series] = {}
+    with sample_usage(series, 0.0, lambda: {"algo-1": Usage(1.0, 5_000_000)}):
+        pass
+    assert [*series["memory (MB)", "algo-1", None].values] == [5.0]
+    assert {name for name, _, _ in series} <= {CPU, MEMORY}
+    with sample_usage(series, 0.0, lambda: {}["gone"]):
+        pass

@@ -224,5 +224,9 @@ def test_usage_is_measured_per_host_and_errors_do_not_matter() -> None:
         pass
     assert [*series["memory (MB)", "algo-1", None].values] == [5.0]
     assert {name for name, _, _ in series} <= {CPU, MEMORY}
-    with sample_usage(series, 0.0, lambda: {}["gone"]):
+
+    def fail() -> dict[str, Usage]:
+        raise OSError("Docker is gone")
+
+    with sample_usage(series, 0.0, fail):
         pass

@@ -53,8 +53,7 @@ def main() -> None:
     mark("loaded", time.time(), manager.current_step())
     while (step := manager.current_step()) < int(os.environ["RESUME_STEPS"]):
         managed.zero_grad()
-        loss: torch.Tensor = nn.functional.cross_entropy(parallel(torch.randn(32, 64)), torch.randint(0, 10, (32,)))
-        loss.backward()  # type: ignore[no-untyped-call]
+        nn.functional.cross_entropy(parallel(torch.randn(32, 64)), torch.randint(0, 10, (32,))).backward()  # type: ignore[no-untyped-call]
         managed.step()
         time.sleep(STEP_SECONDS)
         if manager.current_step() > step:

@@ -124,7 +124,7 @@ docs: reference .venv-docs/stamp ## write the generated pages, and build the doc
 	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict
 	@echo "open build/site/index.html"
 
-docs-serve: reference .venv-docs/stamp ## serve the documentation site on 127.0.0.1:$(DOCS_PORT), and rebuild it after changes
+docs-serve: reference .venv-docs/stamp ## serve the documentation site on 127.0.0.1 (DOCS_PORT=8000), and rebuild it after changes
 	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs serve --dev-addr 127.0.0.1:$(DOCS_PORT)
 
 reference: setup ## write docs/api and docs/reference from the code

@@ -119,11 +119,12 @@ bench-faults: IMAGE := pytorch-training:2.13.0-cpu-py311-debian12
 bench-faults: image ## measure how long each fault takes to end, without other load (docs/reliability.md)
 	@$(BIN)/python benchmarks/faults.py
 
+# Not with --quiet: --strict would not see the warnings.
 docs: reference .venv-docs/stamp ## write the generated pages, and build the documentation site into build/site
-	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs --quiet build --strict
+	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict
 	@echo "open build/site/index.html"
 
-docs-serve: reference .venv-docs/stamp ## serve the documentation site on 127.0.0.1:$(DOCS_PORT), and rebuild it after changes
+docs-serve: reference .venv-docs/stamp ## serve the documentation site on 127.0.0.1 (DOCS_PORT=8000), and rebuild it after changes
 	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs serve --dev-addr 127.0.0.1:$(DOCS_PORT)
 
 reference: setup ## write docs/api and docs/reference from the code

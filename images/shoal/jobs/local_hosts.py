@@ -80,7 +80,7 @@ class LocalHosts:
         for host in hosts:
             environment = {**self.environment, _BASE: str(self.trees[host]), **self._variables[host]}
             environment["SAGEMAKER_SUBMIT_DIRECTORY"] = str(self.trees[host] / "code")
-            command = [self.train, *self.request.train_command[1:]]
+            command = [str(self.train), *self.request.train_command[1:]]
             process = subprocess.Popen(command, env=environment, pass_fds=[self.lock], **streams)
             thread = threading.Thread(target=self._await_end, args=(host, self.ids[host], process), daemon=True)
             self._running[host] = process, thread

@@ -77,21 +77,7 @@ def test_arguments_reach_a_shell_script_in_order_and_unchanged(tmp_path: Path) -
     (tmp_path / "code").mkdir()
     (tmp_path / "code" / "show.sh").write_text('for word; do echo "<$word>"; done\n')
     words = ["--epochs", "3", "--explain", "data", "", "a  b", "$HOME", "--", '{"a": 1}']
-<<<<<<< HEAD
-    command: list[str | Path] = [
-        SHOAL,
-        "run",
-        "any:1",
-        "code/show.sh",
-        "--local",
-        "--hyperparameter",
-        "seed=7",
-        "--",
-        *words,
-    ]
-=======
     command = [str(SHOAL), "run", "any:1", "code/show.sh", "--local", "--hyperparameter", "seed=7", "--", *words]
->>>>>>> cmd
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
     shown = [line for line in result.stdout.splitlines() if line.startswith("<")]

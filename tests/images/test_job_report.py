@@ -8,6 +8,7 @@ import io
 import json
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 from rich.console import Console
@@ -224,5 +225,5 @@ def test_usage_is_measured_per_host_and_errors_do_not_matter() -> None:
         pass
     assert [*series["memory (MB)", "algo-1", None].values] == [5.0]
     assert {name for name, _, _ in series} <= {CPU, MEMORY}
-    with sample_usage(series, 0.0, lambda: {}["gone"]):
+    with sample_usage(series, 0.0, Mock(side_effect=OSError("Docker has gone"))):
         pass

@@ -27,7 +27,7 @@ $ shoal run pytorch train.py --procs-per-host 2 --distribution '{"mpi": {"enable
 
 Keys of the launch override keys of the script, one by one. An unknown key is an error that suggests the right name.
 
-`shoal plan-model` recommends values: [plan memory first](../modelparallel.md#plan-memory-first)."""
+`shoal estimate` recommends values: [plan memory first](../modelparallel.md#plan-memory-first)."""
 _REFUSED = """## Not supported
 
 Any value but the neutral one raises `SMPUnsupportedError`, with an alternative."""

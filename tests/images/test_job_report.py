@@ -8,6 +8,7 @@ import io
 import json
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 from rich.console import Console
@@ -224,9 +225,13 @@ def test_usage_is_measured_per_host_and_errors_do_not_matter() -> None:
         pass
     assert [*series["memory (MB)", "algo-1", None].values] == [5.0]
     assert {name for name, _, _ in series} <= {CPU, MEMORY}
+<<<<<<< HEAD
 
     def fail() -> dict[str, Usage]:
         raise OSError("Docker is gone")
 
     with sample_usage(series, 0.0, fail):
+=======
+    with sample_usage(series, 0.0, Mock(side_effect=OSError("Docker has gone"))):
+>>>>>>> rep
         pass

@@ -32,10 +32,10 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-reports = typer.Typer(help="Old names of `size`, `diff` and `timeline`.", no_args_is_help=True)
-app.add_typer(reports, name="report", hidden=True)
 BUILD, RUN, INSPECT, SET_UP = "Build images", "Run jobs", "Inspect images", "Get started"
 """The panels of `shoal --help`."""
+reports = typer.Typer(help="Compare the reports of jobs.", no_args_is_help=True)
+app.add_typer(reports, name="report", rich_help_panel=RUN)
 console = Console(highlight=False)
 
 EXPECTED = (ShoalError, docker.errors.DockerException, requests.RequestException, urllib3.exceptions.HTTPError)

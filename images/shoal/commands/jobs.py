@@ -307,7 +307,7 @@ def report_timeline(
     print_written(written)
 
 
-@reports.command("compare")
+@reports.command("compare", epilog="More: docs/job-report.md")
 def report_comparison(
     first: Annotated[Path, typer.Argument(metavar="A", help="Directory of a job, or its report.html.")],
     second: Annotated[Path, typer.Argument(metavar="B", help="Directory of another job, or its report.html.")],

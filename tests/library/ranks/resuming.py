@@ -103,5 +103,5 @@ def train(checkpoint: Checkpoint, loader: Any, model: Any, optimizer: Any) -> It
 
 if __name__ == "__main__":
     main()
-    # After all threads of Python. A thread of torch 2.0's gloo that still works then can abort the process.
-    atexit.register(os._exit, 0)
+    if torch.__version__.startswith("2.0."):  # a thread of its gloo that still works at the end can abort the process
+        atexit.register(os._exit, 0)  # after all threads of Python

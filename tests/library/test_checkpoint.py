@@ -119,7 +119,7 @@ def test_killed_at_random_moments_it_trains_as_if_it_had_not_been(two_ranks: Two
     assert whole.start(lambda ranks: None) == [0, 0]
     drawn = random.Random(SEED)
     ways: list[Callable[[list[subprocess.Popen[str]]], None]] = [killed.kill_in_a_save, killed.stop_after_a_save]
-    ways += [killed.kill_after(drawn.uniform(0, whole.seconds)) for _ in range(times(3, 50))]
+    ways += [killed.kill_after(drawn.uniform(0, whole.seconds)) for _ in range(times(2, 50))]
     drawn.shuffle(ways)
     for way in ways:
         killed.start(way)

@@ -30,7 +30,7 @@ print("loaded", len(model.variables))
         (1, {"partitions": 1, "microbatches": 4}, "dense:get"),
         (2, {"partitions": 2, "microbatches": 1}, "dense:get dense:compute clipped regularized"),
         (2, {"partitions": 2, "microbatches": 4}, "skips legacy:get tied pinned frozen headless clipped_legacy scaled"),
-        (2, {"partitions": 2, "microbatches": 4, "pipeline": "simple"}, "images masked sequential borrowing"),
+        (2, {"partitions": 2, "microbatches": 2, "pipeline": "simple"}, "images masked sequential borrowing"),
         (2, {"partitions": 2, "microbatches": 2, "pipeline": "simple"}, "words"),  # tracing each microbatch takes 2 s
         (4, {"partitions": 4, "microbatches": 1}, "dense"),
         (4, {"partitions": 4, "microbatches": 4}, "transformer"),

@@ -17,7 +17,12 @@ from links import ROOT, find_links
 DOCS = "docs/"
 PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "examples/README.md")
 """Files that the navigation names; the others are found by their links."""
-_LANGUAGES = {".py": "python", ".yml": "yaml", ".yaml": "yaml", ".json": "json", ".sh": "bash", ".sbatch": "bash"}
+_LANGUAGES = {
+    **dict.fromkeys((".yml", ".yaml"), "yaml"),
+    **dict.fromkeys((".json", ".ipynb"), "json"),
+    **dict.fromkeys((".sh", ".sbatch"), "bash"),
+    ".py": "python",
+}
 
 
 def on_files(files: Any, config: Any) -> Any:

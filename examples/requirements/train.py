@@ -46,7 +46,7 @@ def main() -> None:
     for _ in range(arguments.epochs):
         optimizer.zero_grad()
         loss = functional.cross_entropy(model(images[share]), labels[share])
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         optimizer.step()
 
     if rank == 0:

@@ -1,4 +1,4 @@
-"""Runs a script with a SageMaker SDK, and sends all its requests to AWS_ENDPOINT_URL.
+"""Runs a script or the cells of a notebook with a SageMaker SDK, and sends all its requests to AWS_ENDPOINT_URL.
 
     python sagemaker_redirect.py SCRIPT [ARGUMENT ...]
 
@@ -7,9 +7,11 @@ The SDKs name the address of some services themselves, which is stronger than th
 
 from __future__ import annotations
 
+import json
 import os
 import runpy
 import sys
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -20,11 +22,23 @@ _send = URLLib3Session.send
 
 
 def send(session: Any, request: Any) -> Any:
-    """Sends a request to the endpoint, whatever its address. The server finds the service in the signature."""
+    """Sends a request to the endpoint, and ignores its address. The server finds the service in the signature."""
     request.url = urlsplit(request.url)._replace(scheme=ENDPOINT.scheme, netloc=ENDPOINT.netloc).geturl()
     return _send(session, request)
 
 
+def run_cells(notebook: Path) -> None:
+    """Runs the code cells of a notebook in its directory, one after the other."""
+    os.chdir(notebook.parent)
+    names: dict[str, Any] = {"__name__": "__main__"}
+    for cell in json.loads(notebook.read_text())["cells"]:
+        if cell["cell_type"] == "code":
+            exec("".join(cell["source"]), names)
+
+
 URLLib3Session.send = send
 sys.argv = sys.argv[1:]
-runpy.run_path(sys.argv[0], run_name="__main__")
+if sys.argv[0].endswith(".ipynb"):
+    run_cells(Path(sys.argv[0]).resolve())
+else:
+    runpy.run_path(sys.argv[0], run_name="__main__")

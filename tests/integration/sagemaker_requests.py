@@ -45,7 +45,7 @@ _REGION = "us-west-2"
 
 
 class Case(NamedTuple):
-    """A script of examples/sagemaker, and the SDK that runs it."""
+    """A script or notebook of examples/sagemaker, and the SDK that runs it."""
 
     sdk: str
     script: str
@@ -53,7 +53,7 @@ class Case(NamedTuple):
 
     @property
     def name(self) -> str:
-        return "-".join((self.script.removesuffix(".py"), *self.arguments[:1]))
+        return "-".join((Path(self.script).stem, *self.arguments[:1]))
 
 
 CASES = (
@@ -61,6 +61,8 @@ CASES = (
     Case("2", "pytorch_dataparallel.py"),
     Case("2", "pytorch_modelparallel.py"),
     Case("2", "tensorflow_dataparallel.py"),
+    Case("2", "notebook.ipynb"),
+    Case("2", "huggingface_finetune.py", (BUCKET,)),
     Case("2", "channels_and_spot.py", (BUCKET, "fs-0123456789abcdef0", "subnet-0123", "sg-0123")),
     *(Case("3", "modeltrainer.py", (kind,)) for kind in ("mpi", "torchrun", "train")),
 )
@@ -159,7 +161,7 @@ def record(case: Case) -> dict[str, Any]:
     aws = FakeAws()
     try:
         command: list[str | Path] = [python, REDIRECT, EXAMPLES / case.script, IMAGE, ROLE, *case.arguments]
-        output = _run_until_job(command, aws)
+        output = _run_notebook(command, aws) if case.script.endswith(".ipynb") else _run_until_job(command, aws)
         uploads = aws.uploads()
     finally:
         aws.stop()
@@ -195,8 +197,14 @@ def _run_until_job(command: list[str | Path], aws: FakeAws) -> str:
         return output.read()
 
 
+def _run_notebook(command: list[str | Path], aws: FakeAws) -> str:
+    """Runs all cells of a notebook, which does not wait for its job. Returns its output. Raises if a cell fails."""
+    variables = sdk_variables(AWS_ENDPOINT_URL=aws.endpoint)
+    return subprocess.run(command, env=variables, check=True, stdout=subprocess.PIPE, text=True, timeout=300).stdout
+
+
 def _digest(content: bytes) -> str | dict[str, str]:
-    """Returns the digest of a file; of an archive those of its files, because the archive holds times."""
+    """Returns the digest of a file; of an archive the digests of its files, because the archive holds times."""
     if not content.startswith(b"\x1f\x8b"):
         return hashlib.sha256(content).hexdigest()
     with tarfile.open(fileobj=io.BytesIO(content)) as archive:

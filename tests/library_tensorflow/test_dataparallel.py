@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import tarfile
 from pathlib import Path
 
 import pytest
-from tests.launching import Mpirun, TwoRanks
+from tests.launching import Alone, Mpirun, TwoRanks
 
 RANKS = Path(__file__).parent / "ranks"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def as_hosts(ranks_per_host: int, script: str) -> tuple[object, ...]:
@@ -53,6 +55,17 @@ def test_training_on_several_hosts_is_that_of_one_process(mpirun: Mpirun, free_p
 @pytest.mark.mpi
 def test_fit_trains_on_all_ranks(mpirun: Mpirun, tmp_path: Path) -> None:
     assert mpirun(2, RANKS / "fit.py", tmp_path).count("equal") == 2
+
+
+@pytest.mark.mpi
+def test_the_keras_examples_model_predicts_in_plain_keras(mpirun: Mpirun, alone: Alone, tmp_path: Path) -> None:
+    log = mpirun(2, EXAMPLES / "keras" / "train.py", "--epochs", "10", CUDA_VISIBLE_DEVICES="")
+    assert log.count("Epoch ") == 10, "rank 0 alone prints"
+    assert "world size 2" in log
+    with tarfile.open(tmp_path / "model.tar.gz", "w:gz") as archive:
+        archive.add(tmp_path / "model" / "1", "1")
+    log = alone(EXAMPLES / "inference" / "predict_keras.py", "model.tar.gz", CUDA_VISIBLE_DEVICES="")
+    assert int(log.splitlines()[-1].split()[0]) >= 32, log
 
 
 @pytest.mark.mpi

@@ -60,6 +60,10 @@ PLANS = {
         {"algo-1": 8},
         ["train_torch.py", "--checkpoint-dir", "/opt/ml/checkpoints", "--epochs", "3"],
     ),
+    "notebook": Expected("torch_distributed", BOTH, ["train.py", "--epochs", "10", "--lr", "0.003"]),
+    "huggingface_finetune-bucket-of-data": Expected(
+        "smdataparallel", BOTH, ["train.py", "--epochs", "3", "--model", "distilbert-base-uncased"]
+    ),
     "modeltrainer-train": Expected("mpi", BOTH, ["train.py", "--epochs", "3"]),
 }
 

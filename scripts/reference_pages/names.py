@@ -51,6 +51,15 @@ def write() -> str:
     return page(_HEAD, *(part for package, link in PACKAGES.items() for part in _describe(package, link)))
 
 
+def list_states(package: str) -> list[tuple[str, str]]:
+    """Returns each public name of a package, and whether it works: WORKS, NO_EFFECT, UNSUPPORTED or "module".
+
+    Args:
+        package: A key of `PACKAGES`.
+    """
+    return [(name, _explain(package, name)[0]) for name in _list_names(package)]
+
+
 def _describe(package: str, link: str) -> Iterator[str]:
     yield f"## {package}"
     yield f"{_first_line(_read(package))} More: {link}."

@@ -35,7 +35,9 @@ _HEAD = f"""# Names of `smdistributed`
 
 - **{WORKS}**: as published by AWS. The linked page describes exceptions.
 - **{NO_EFFECT}**: you can call it, and it warns.
-- **{UNSUPPORTED}**: you can import it. If you use it, you get an error with an alternative."""
+- **{UNSUPPORTED}**: you can import it. If you use it, you get an error with an alternative.
+
+[Release notes](releases.md): the version of the library, and AWS's versions with these names."""
 _NO_NAMES = ("annotations", "core")
 
 

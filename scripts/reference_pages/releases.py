@@ -1,4 +1,4 @@
-"""docs/reference/releases.md: which version of the library follows which of AWS's, and which names work in the newest."""
+"""docs/reference/releases.md: which of AWS's versions each version of the library follows, and which names work."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _INTERFACES = {
 }
 _HEAD = """# Release notes of `smdistributed`
 
-These notes are about the library, the wheel `shoal-smdistributed`. [The changelog](../../CHANGELOG.md) is about all of Shoal.
-`make reference` writes this page: versions, numbers and lists come from the source.
+These notes are about the library, the wheel `shoal-smdistributed`. [The changelog](../../CHANGELOG.md) is about all of
+Shoal. `make reference` writes this page: versions, numbers and lists come from the source.
 
 AWS numbers its data parallel and its model parallel library separately. The library here has one version of its own.
 Scripts that look for AWS's number find it in `smdistributed.modelparallel.__version__`."""
@@ -38,9 +38,8 @@ def write() -> str:
             f"docs/reference/releases.toml begins with version {newest}, and the library is {current}. "
             f"Fix: add a [[release]] with version {current} at its top."
         )
-    return page(
-        _HEAD, *_describe(releases[0]), *_list_facts(), *(part for old in releases[1:] for part in _describe(old))
-    )
+    older = (part for release in releases[1:] for part in _describe(release))
+    return page(_HEAD, *_describe(releases[0]), *_list_facts(), *older)
 
 
 def _describe(release: dict[str, Any]) -> Iterator[str]:
@@ -58,10 +57,13 @@ def _list_facts() -> Iterator[str]:
     rows = ((code(package), *(str(count[column]) for column in columns)) for package, count in counts.items())
     yield table(("public names of", *columns), rows)
     yield "These names are not supported, or have no effect:"
-    for package, found in states.items():
-        others = [f"{code(name)} ({state})" for name, state in found if state in columns[1:]]
-        if others:
-            yield f"- {code(package)}: {', '.join(others)}"
+    others = (
+        (code(package), state, code(" ".join(name for name, found in pairs if found == state)))
+        for package, pairs in states.items()
+        for state in columns[1:]
+        if counts[package][state]
+    )
+    yield table(("package", "here", "names"), others)
     yield "[All names](python.md) has a line for each, and [`mp_parameters`](mp-parameters.md) lists the keys."
 
 

@@ -85,7 +85,7 @@ def run_job(image: str) -> dict[str, Any]:
     """Run a job of 2 hosts × 2 ranks, and return when its steps ended, in seconds from the start of the command."""
     channel = ROOT / ".cache" / "digits"
     subprocess.run([sys.executable, ROOT / "examples" / "digits" / "prepare.py", channel], check=True)
-    command = [Path(sys.executable).with_name("shoal"), "run", image, "examples/digits/train.py", "--hosts", "2"]
+    command = [str(Path(sys.executable).with_name("shoal")), "run", image, "examples/digits/train.py", "--hosts", "2"]
     command += ["--procs-per-host", "2", "--channel", f"training={channel}"]
     began, found = time.time(), dict[str, Any](image=image, machine=machine(), epochs=[])
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
@@ -186,7 +186,7 @@ def _read_mib(cell: str) -> int:
 
 def draw_job(job: dict[str, Any]) -> str:
     """Draw the steps of a job over time, and its loss below them."""
-    end, epochs = job["end"], job["epochs"]
+    end, epochs = float(job["end"]), job["epochs"]
 
     def x(seconds: float) -> float:
         return LEFT + 190 + (RIGHT - LEFT - 190) * seconds / end

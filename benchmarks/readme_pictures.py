@@ -1,7 +1,8 @@
 """Draws the pictures of README.md and docs/benchmarks.md into docs/pictures, from recorded results.
 
-Times and total sizes are the figures in docs/benchmarks.md. `--parts IMAGE` first measures the parts of an image, and
-`--job IMAGE` runs a job of 2 hosts × 2 ranks in one. They write benchmarks/data. Docker must have the images.
+Times and total sizes are the figures in docs/benchmarks.md. Two options first measure something, and write it to
+benchmarks/data: `--parts IMAGE` the parts of an image, `--job IMAGE` a job of 2 hosts × 2 ranks. Docker must have the
+images.
 """
 
 from __future__ import annotations

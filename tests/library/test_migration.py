@@ -16,7 +16,8 @@ GUIDES = Path(__file__).parents[2] / "docs" / "migrate"
 
 def read_block(guide: str, language: str) -> str:
     """Return the first block of a guide in this language that imports torch."""
-    blocks: list[str] = re.findall(rf"^```{language}\n(.*?)^```$", (GUIDES / guide).read_text(), re.DOTALL | re.MULTILINE)
+    text = (GUIDES / guide).read_text()
+    blocks: list[str] = re.findall(rf"^```{language}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
     return next(block for block in blocks if "import torch" in block)
 
 

@@ -1,7 +1,8 @@
-"""The pictures of README.md are those that benchmarks/readme_pictures.py draws from the recorded figures."""
+"""README.md has the pictures that benchmarks/readme_pictures.py draws, and the time of the job that it recorded."""
 
 from __future__ import annotations
 
+import json
 import runpy
 from pathlib import Path
 
@@ -15,3 +16,8 @@ def test_the_pictures_are_fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     pictures = runpy.run_path(str(ROOT / "benchmarks" / "readme_pictures.py"))["draw_all"]()
     for name, picture in pictures.items():
         assert (ROOT / "docs" / "pictures" / name).read_text() == picture, "run benchmarks/readme_pictures.py"
+
+
+def test_readme_says_how_long_the_recorded_job_took() -> None:
+    job = json.loads((ROOT / "benchmarks" / "data" / "job.json").read_text())
+    assert f"The last command took {job['end']:.0f} s" in (ROOT / "README.md").read_text()

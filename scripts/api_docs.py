@@ -49,7 +49,9 @@ _HEAD = """# smdistributed.dataparallel: Python API
 
 `make docs` writes this page from the docstrings. To begin, see [the examples](../../examples/README.md). "AWS developer
 guide" and "published scripts" name the source of a behaviour.
-"""
+
+[Release notes](../reference/releases.md): the version of the library, and AWS's versions with these names. To move a
+script here, see [the guide](../migrate/smdistributed.md)."""
 
 
 def page() -> str:

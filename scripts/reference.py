@@ -1,4 +1,4 @@
-"""Writes the pages of docs/reference from the code and its data. `--check` writes nothing.
+"""Writes the pages of docs/reference, and tables of a guide, from the code and its data. `--check` writes nothing.
 
 It is an error if a variable or a key is in the code, but has no description in docs/reference, or the other way round.
 """
@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from reference_pages import commands, images, mp_parameters, names, variables
+from reference_pages import commands, images, migration, mp_parameters, names, releases, variables
 
 ROOT = Path(__file__).resolve().parents[1]
 DIRECTORY = ROOT / "docs" / "reference"
@@ -20,6 +20,8 @@ PAGES: dict[str, Callable[[], str]] = {
     "images.md": images.write,
     "mp-parameters.md": mp_parameters.write,
     "python.md": names.write,
+    "releases.md": releases.write,
+    "../migrate/smdistributed.md": migration.write,
 }
 
 
@@ -28,7 +30,7 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a page is stale")
     check = parser.parse_args().check
     for name, write in PAGES.items():
-        path, text = DIRECTORY / name, write()
+        path, text = (DIRECTORY / name).resolve(), write()
         if not check:
             path.write_text(text)
         elif not path.exists() or path.read_text() != text:

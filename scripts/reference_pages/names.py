@@ -35,7 +35,9 @@ _HEAD = f"""# Names of `smdistributed`
 
 - **{WORKS}**: as published by AWS. The linked page describes exceptions.
 - **{NO_EFFECT}**: you can call it, and it warns.
-- **{UNSUPPORTED}**: you can import it. If you use it, you get an error with an alternative."""
+- **{UNSUPPORTED}**: you can import it. If you use it, you get an error with an alternative.
+
+[Release notes](releases.md): the version of the library, and AWS's versions with these names."""
 _NO_NAMES = ("annotations", "core")
 
 
@@ -49,6 +51,15 @@ class Definition(NamedTuple):
 def write() -> str:
     """Returns the page."""
     return page(_HEAD, *(part for package, link in PACKAGES.items() for part in _describe(package, link)))
+
+
+def list_states(package: str) -> list[tuple[str, str]]:
+    """Returns each public name of a package, and whether it works: WORKS, NO_EFFECT, UNSUPPORTED or "module".
+
+    Args:
+        package: A key of `PACKAGES`.
+    """
+    return [(name, _explain(package, name)[0]) for name in _list_names(package)]
 
 
 def _describe(package: str, link: str) -> Iterator[str]:

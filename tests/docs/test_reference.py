@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGES = ("shoal", "variables", "images", "mp-parameters", "python")
+PAGES = ("shoal", "variables", "images", "mp-parameters", "python", "releases", "../migrate/smdistributed")
 
 
 @pytest.fixture(autouse=True)
@@ -49,6 +49,8 @@ def test_the_state_of_a_name_follows_from_its_source(package: str, name: str, st
     [
         ("mp_parameters", "EFFECTS", "fp16 =", "fp15 =", "fp15 is only in"),
         ("variables", "MEANINGS", "SM_HOSTS =", "SM_GUESTS =", "The variable SM_HOSTS has no description"),
+        ("migration", "SUCCESSORS", "all_gather =", "gather_all =", "all_gather has no entry"),
+        ("releases", "NOTES", 'version = "', 'version = "9', "the library is"),
         ("variables", "MEANINGS", "[input]", 'SHOAL_X = ["", ""]\n[input]', "`train` has no variable SHOAL_X"),
     ],
 )

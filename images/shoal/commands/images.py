@@ -36,7 +36,7 @@ from shoal.matrix import project, spec
 from shoal.sources import render
 
 
-@app.command("list", rich_help_panel=BUILD, epilog="More: README.md")
+@app.command("list", rich_help_panel=BUILD, epilog="More: docs/build.md")
 def list_images(images: Images = None, skip: Skip = None, as_json: AsJson = False) -> None:
     """List the images of buildspec.yml, and show which are built.
 
@@ -98,7 +98,7 @@ def _print_plans(here: project.Project, matrix: spec.BuildSpec, chosen: list[spe
         print_line("\n".join(map(str, plans)))
 
 
-@app.command("build", rich_help_panel=BUILD, epilog="More: README.md")
+@app.command("build", rich_help_panel=BUILD, epilog="More: docs/build.md")
 def build_images(
     context: typer.Context,
     images: Images = None,
@@ -145,7 +145,7 @@ def build_images(
         noop_cache.save_answer(context.obj, lines, builder.find_decisive_ids(matrix.with_parents(chosen), results))
 
 
-@app.command("push", rich_help_panel=BUILD, epilog="More: README.md")
+@app.command("push", rich_help_panel=BUILD, epilog="More: docs/build.md")
 def push_images(
     to: Annotated[
         str, typer.Option(metavar="REGISTRY[/PREFIX]", help="Where to push, such as registry.example.org/team.")

@@ -56,7 +56,7 @@ def write_sbom(image: AnyImage, file: OutputFile = None) -> None:
 
 
 @has_old_name(app, "manifest", "inspect")
-@app.command("inspect", rich_help_panel=INSPECT, epilog="More: README.md")
+@app.command("inspect", rich_help_panel=INSPECT, epilog="More: docs/build.md")
 def write_manifest(image: AnyImage, file: OutputFile = None, as_json: AsJson = False) -> None:
     """List the contents of an image as Markdown, and check that its tag is correct.
 

@@ -6,14 +6,15 @@ import ctypes
 import functools
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 import torch
 
 from smdistributed.core import native
-from smdistributed.core.diagnostics import CollectiveError
+from smdistributed.core.diagnostics import CollectiveError, UnexplainedError
 from smdistributed.core.flat import Flat, allocate, divide, reduce
+from smdistributed.core.network_engines import NetworkEngine
 from smdistributed.core.torch.tensors import flat_of, tensor_at
 
 if TYPE_CHECKING:
@@ -42,6 +43,23 @@ def test_who_is_late_is_found_without_torch(mpirun: Mpirun) -> None:
     assert "on host-1) did not reach all_reduce of float32 with sum, 40 bytes (collective 1 of the group)" in said
     assert "within 2 s, the group's timeout" in said
     assert "in late" in said
+
+
+class Closed:
+    """A transport whose connections the other rank has closed: gloo fails as a message is started."""
+
+    def send(self, *message: object) -> Any:
+        raise RuntimeError("Connection closed by peer")
+
+    recv = barrier = send
+
+
+@pytest.mark.parametrize("collective", ["all_reduce", "broadcast", "barrier"])
+def test_a_message_that_can_not_be_started_is_explained_as_one_that_is_lost(collective: str) -> None:
+    engine = NetworkEngine(cast("Any", Closed()), 0, 2, lambda size: 0)
+    arguments = {"all_reduce": (allocate(4, "float32"), "sum"), "broadcast": (allocate(4, "float32"), 0)}
+    with pytest.raises(UnexplainedError, match="failed: Connection closed by peer"):
+        getattr(engine, collective)(*arguments.get(collective, ()))
 
 
 REDUCTIONS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {

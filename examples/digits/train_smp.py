@@ -10,11 +10,10 @@ import time
 from typing import Any
 
 import torch
-from digits import arguments_parser
-from digits_torch import Net, load_digits, save
 from torch.nn import functional
 from torch.utils.data import DataLoader, Subset
 from torch.utils.data.distributed import DistributedSampler
+from train import Net, arguments_parser, read_digits, save
 
 import smdistributed.modelparallel.torch as smp
 
@@ -45,7 +44,7 @@ def main() -> None:
     torch.manual_seed(arguments.seed)
     torch.set_num_threads(1)  # one thread per rank is enough for this small network
 
-    digits, test = load_digits(arguments.data_dir)
+    digits, test = read_digits(arguments.data_dir)
     training = Subset(digits, range(arguments.images))
     sampler: DistributedSampler[Any] = DistributedSampler(
         training, num_replicas=smp.dp_size(), rank=smp.dp_rank(), seed=arguments.seed

@@ -10,8 +10,7 @@ import time
 from typing import Any
 
 import tensorflow as tf
-from digits import arguments_parser, read_digits, save_metrics
-from digits_tensorflow import share, share_size
+from train_tensorflow import arguments_parser, read_digits, save_metrics, share, share_size
 
 import smdistributed.modelparallel.tensorflow as smp
 
@@ -41,6 +40,7 @@ class Net(smp.DistributedModel):
 
 def main() -> None:
     parser = arguments_parser(__doc__)
+    parser.add_argument("--batch-size", type=int, default=32, help="images per replica and step (default: 32)")
     parser.add_argument("--mp_parameters", help="read by smp.init, from SM_HP_MP_PARAMETERS")
     arguments = parser.parse_args()
     smp.init(PARAMETERS)

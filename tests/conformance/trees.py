@@ -84,8 +84,8 @@ found = f"{{dist.get_world_size()}} ranks: {{sums.sum().item()}}"
 Path(f"/opt/ml/output/data/sum-{{dist.get_rank()}}").write_text(found)
 """
 DIGITS = {
-    name: (Path(__file__).parents[2] / "examples" / "digits" / name).read_text()
-    for name in ("train.py", "digits.py", "digits_torch.py")
+    path.name: path.read_text()
+    for path in (ROOT / "examples" / "digits" / "train.py", ROOT / "tests" / "library" / "ranks" / "first_generation.py")
 }
 
 

@@ -1,4 +1,4 @@
-"""Train on the digits with torch's FullyShardedDataParallel on the backend `smddp`. The rest is in train.py.
+"""Train on the digits with torch's FullyShardedDataParallel on the backend `smddp`. train.py has the rest.
 
 Each rank keeps a part of the parameters, gradients and optimizer state. The parameters of a layer are gathered while it
 computes. Runs unchanged under `train`, mpirun and torchrun, on GPUs or CPUs, and as a single process:

@@ -1,4 +1,4 @@
-"""Train on the digits with Keras' `Model.fit`, data parallel on any number of ranks. The rest is in train_tensorflow.py.
+"""Train on the digits with Keras' `Model.fit`, data parallel. train_tensorflow.py has the rest.
 
 With `smdistributed.dataparallel.tensorflow.keras`: a wrapped optimizer, and three callbacks. Runs unchanged under
 `train` and mpirun, on GPUs or CPUs, and as a single process: `python train_keras.py`. An interrupted job resumes

@@ -23,7 +23,11 @@ DIGITS, CIFAR10 = EXAMPLES / "digits", EXAMPLES / "extend-pytorch" / "cifar10.py
 GPT2 = EXAMPLES / "gpt2" / "train.py"
 BAR = 0.96
 FIRST_GENERATION = Path(__file__).parent / "ranks" / "first_generation.py"
-SCRIPTS = [DIGITS / "train.py", DIGITS / "train_torch.py", pytest.param(DIGITS / "train_fsdp.py", marks=shards_on_the_cpu)]
+SCRIPTS = [
+    DIGITS / "train.py",
+    DIGITS / "train_torch.py",
+    pytest.param(DIGITS / "train_fsdp.py", marks=shards_on_the_cpu),
+]
 
 
 def check_digits(model_dir: Path, output_dir: Path, epochs: int, world_size: int) -> None:

@@ -1,4 +1,4 @@
-"""A script with AWS's first-generation API, as published ones have it: trains the network of examples/digits/train.py."""
+"""A script with AWS's first-generation API, as published ones have it. The network is of examples/digits/train.py."""
 
 from __future__ import annotations
 

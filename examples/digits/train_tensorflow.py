@@ -56,7 +56,7 @@ def read_digits(data_dir: Path | None) -> tuple[Digits, Digits]:
             raise FileNotFoundError(f"{path} is missing. Fix: python prepare.py {data_dir}")
         with np.load(path) as file:
             pixels, numbers = file["images"], file["labels"]
-    images, labels = np.float32(pixels) / 16, np.int64(numbers)
+    images, labels = (pixels / 16).astype(np.float32), numbers.astype(np.int64)
     held_out = np.zeros(len(labels), dtype=bool)
     for digit in range(10):
         held_out[np.flatnonzero(labels == digit)[4::5]] = True

@@ -1,4 +1,4 @@
-"""Train on the digits with Keras' `Model.fit`, data parallel. train_tensorflow.py has the rest.
+"""Train on the digits with Keras' `Model.fit`, data parallel. The network is in train_tensorflow.py.
 
 With `smdistributed.dataparallel.tensorflow.keras`: a wrapped optimizer, and three callbacks. Runs unchanged under
 `train` and mpirun, on GPUs or CPUs, and as a single process: `python train_keras.py`. An interrupted job resumes
@@ -11,7 +11,8 @@ import time
 from typing import Any
 
 import tensorflow as tf
-from train_tensorflow import accuracy, arguments_parser, make_net, read_digits, save, shuffle, use_device
+from digits import arguments_parser, read_digits
+from train_tensorflow import accuracy, make_net, save, shuffle, use_device
 
 import smdistributed.dataparallel.tensorflow as sdp
 from shoal_toolkit import checkpoint as checkpoints

@@ -10,7 +10,7 @@ import torch
 import smdistributed.dataparallel.torch.distributed as dist
 from smdistributed.dataparallel.torch.parallel import DistributedDataParallel
 
-sys.path.append(str(Path(__file__).parents[3] / "examples" / "digits"))  # otherwise, train.py is beside this script
+sys.path.append(str(Path(__file__).parent / "../../../examples/digits"))  # otherwise, train.py is beside this script
 from train import Net, accuracy, arguments_parser, fit, read_digits, save
 
 

@@ -55,7 +55,7 @@ ifneq ($(ENGINE),none)
 	@scripts/engine.sh
 endif
 	@$(BIN)/python examples/digits/prepare.py $(CHANNEL)
-	@$(SHOAL) run $(IMAGE) --build --engine $(ENGINE) --source examples/digits --entry-point $(SCRIPT) \
+	@$(SHOAL) run $(IMAGE) examples/digits/$(SCRIPT) --build --engine $(ENGINE) \
 	    --hosts $(HOSTS) --procs-per-host $(PROCS_PER_HOST) --channel training=$(CHANNEL)
 
 # One run of pytest for all tests, so that waiting tests and computing tests run at the same time.

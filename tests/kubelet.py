@@ -154,7 +154,7 @@ class Kubelet:
         assert container["securityContext"] == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
         return self._start_host(
             container["image"],
-            container["args"],
+            [word.replace("$$", "$") for word in container["args"]],
             env={name: value.replace("$$", "$") for name, value in variables.items()},
             network=self._network,
             alias=f"{pod.hostname}.{pod.subdomain}{self._domain}",

@@ -1,8 +1,8 @@
-"""Train on the digits with Keras' `Model.fit`, data parallel on any number of ranks.
+"""Train on the digits with Keras' `Model.fit`, data parallel. The network is in train_tensorflow.py.
 
-With `smdistributed.dataparallel.tensorflow.keras`: a wrapped optimizer, and three callbacks. Runs
-unchanged under `train` and mpirun, on GPUs or CPUs, and as a single process: `python train_keras.py`. An interrupted
-job resumes exactly.
+With `smdistributed.dataparallel.tensorflow.keras`: a wrapped optimizer, and three callbacks. Runs unchanged under
+`train` and mpirun, on GPUs or CPUs, and as a single process: `python train_keras.py`. An interrupted job resumes
+exactly.
 """
 
 from __future__ import annotations
@@ -11,16 +11,20 @@ import time
 from typing import Any
 
 import tensorflow as tf
-from digits import arguments_parser, checkpoint_arguments, read_digits
-from digits_tensorflow import accuracy, make_net, save, shuffle, use_device
+from digits import arguments_parser, read_digits
+from train_tensorflow import accuracy, make_net, save, shuffle, use_device
 
 import smdistributed.dataparallel.tensorflow as sdp
+from shoal_toolkit import checkpoint as checkpoints
 from shoal_toolkit.checkpoint.tensorflow import Checkpoint
 from smdistributed.dataparallel.tensorflow.keras import DistributedOptimizer, callbacks
 
 
 def main() -> None:
-    parser = checkpoint_arguments(arguments_parser(__doc__, batch_size=None))
+    parser = arguments_parser(__doc__)
+    parser.add_argument("--global-batch", type=int, default=64, help="images in a step of all ranks (default: 64)")
+    parser.add_argument("--checkpoint-dir", default=checkpoints.directory(), help="default: in a job, its directory")
+    parser.add_argument("--checkpoint-every", type=int, metavar="STEPS", help="default: one checkpoint per epoch")
     parser.add_argument(
         "--warmup-epochs", type=int, default=2, help="epochs in which the learning rate rises (default: 2)"
     )

@@ -10,16 +10,33 @@ import time
 from typing import Any
 
 import torch
-from digits import arguments_parser
-from digits_torch import Net, load_digits, save
+from digits import Digits, arguments_parser, read_digits, save_metrics
 from torch.nn import functional
-from torch.utils.data import DataLoader, Subset
+from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 import smdistributed.modelparallel.torch as smp
 
 PARAMETERS = {"partitions": 4, "microbatches": 4, "ddp": True}
 """The hyperparameter `mp_parameters` of the job overrides these."""
+
+
+class Net(torch.nn.Module):
+    """From images (n, 1, 8, 8), float32 from 0 to 1, to scores (n, 10)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1 = torch.nn.Conv2d(1, 16, 3, padding=1)
+        self.conv2 = torch.nn.Conv2d(16, 32, 3, padding=1)
+        self.dropout = torch.nn.Dropout(0.25)
+        self.hidden = torch.nn.Linear(32 * 4 * 4, 64)
+        self.scores = torch.nn.Linear(64, 10)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        x = functional.relu(self.conv1(images))
+        x = functional.max_pool2d(functional.relu(self.conv2(x)), 2)
+        x = functional.relu(self.hidden(self.dropout(x.flatten(1))))
+        return self.scores(self.dropout(x))  # type: ignore[no-any-return]
 
 
 @smp.step
@@ -36,6 +53,7 @@ def test_step(model: Any, images: torch.Tensor) -> Any:
 
 def main() -> None:
     parser = arguments_parser(__doc__)
+    parser.add_argument("--batch-size", type=int, default=32, help="images per replica and step (default: 32)")
     parser.add_argument("--images", type=int, default=640, help="number of training images (default: 640)")
     parser.add_argument("--mp_parameters", help="read by smp.init, from SM_HP_MP_PARAMETERS")
     arguments = parser.parse_args()
@@ -45,8 +63,8 @@ def main() -> None:
     torch.manual_seed(arguments.seed)
     torch.set_num_threads(1)  # one thread per rank is enough for this small network
 
-    digits, test = load_digits(arguments.data_dir)
-    training = Subset(digits, range(arguments.images))
+    digits, test = map(to_tensors, read_digits(arguments.data_dir))
+    training = TensorDataset(*digits[: arguments.images])
     sampler: DistributedSampler[Any] = DistributedSampler(
         training, num_replicas=smp.dp_size(), rank=smp.dp_rank(), seed=arguments.seed
     )
@@ -82,8 +100,14 @@ def main() -> None:
             "epochs": arguments.epochs,
             "world_size": smp.size(),
         }
-        save(weights, metrics, arguments)
+        arguments.model_dir.mkdir(parents=True, exist_ok=True)
+        torch.save({name: value.cpu() for name, value in weights.items()}, arguments.model_dir / "model.pt")
+        save_metrics(metrics, arguments)
     smp.barrier()
+
+
+def to_tensors(digits: Digits) -> TensorDataset:
+    return TensorDataset(torch.from_numpy(digits.images).unsqueeze(1), torch.from_numpy(digits.labels))
 
 
 def train_epoch(model: Any, loader: Any, optimizer: Any) -> tuple[int, float]:

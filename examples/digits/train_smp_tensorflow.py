@@ -11,7 +11,6 @@ from typing import Any
 
 import tensorflow as tf
 from digits import arguments_parser, read_digits, save_metrics
-from digits_tensorflow import share, share_size
 
 import smdistributed.modelparallel.tensorflow as smp
 
@@ -41,6 +40,7 @@ class Net(smp.DistributedModel):
 
 def main() -> None:
     parser = arguments_parser(__doc__)
+    parser.add_argument("--batch-size", type=int, default=32, help="images per replica and step (default: 32)")
     parser.add_argument("--mp_parameters", help="read by smp.init, from SM_HP_MP_PARAMETERS")
     arguments = parser.parse_args()
     smp.init(PARAMETERS)
@@ -48,10 +48,11 @@ def main() -> None:
     tf.keras.utils.set_random_seed(arguments.seed)
 
     training, test = read_digits(arguments.data_dir)
+    count = len(training.labels) // smp.dp_size() * smp.dp_size()
+    samples = tf.data.Dataset.from_tensor_slices(tuple(training)).shuffle(len(training.labels), seed=arguments.seed)
     # All stages of a replica read the same batches, which must have one size.
-    batches = share(training, smp.dp_rank(), smp.dp_size(), arguments).filter(
-        lambda images, _: tf.shape(images)[0] == arguments.batch_size
-    )
+    share = samples.take(count).shard(smp.dp_size(), smp.dp_rank())
+    batches = share.batch(arguments.batch_size, drop_remainder=True)
     model = Net()  # split into stages at the first step
     optimizer = tf.keras.optimizers.Adam(arguments.lr)
     train_step, predict = make_steps(model, optimizer)
@@ -65,14 +66,13 @@ def main() -> None:
         if smp.rank() == 0:
             print(f"epoch {epoch}/{arguments.epochs} iterations {len(losses)} loss {loss:.4f}", flush=True)
 
-    count = len(test.labels) - len(test.labels) % smp.state.cfg.microbatches
-    scores = predict(test.images[:count]).merge()
+    tested = len(test.labels) - len(test.labels) % smp.state.cfg.microbatches
+    scores = predict(test.images[:tested]).merge()
     model.save_model(str(arguments.model_dir / "1"))  # all ranks call it
     if smp.rank() == 0:
-        images = share_size(training, smp.dp_size()) * smp.dp_size()
         metrics = {
-            "test_accuracy": float((scores.numpy().argmax(1) == test.labels[:count]).mean()),
-            "images_per_second": images * arguments.epochs / training_seconds,
+            "test_accuracy": float((scores.numpy().argmax(1) == test.labels[:tested]).mean()),
+            "images_per_second": count * arguments.epochs / training_seconds,
             "training_seconds": training_seconds,
             "epochs": arguments.epochs,
             "world_size": smp.size(),

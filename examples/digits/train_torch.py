@@ -1,42 +1,37 @@
-"""Train on the digits with torch's DistributedDataParallel on the backend `smddp`; an interrupted job resumes exactly.
+"""Train on the digits as train.py does, with checkpoints: an interrupted job resumes exactly.
 
-The second-generation API: one import and one backend name. A step has the same images with any number of ranks, so a
-job can go on with fewer or more hosts. Runs unchanged under `train`, mpirun and torchrun, on GPUs or CPUs, and as a
-single process: `python train_torch.py`.
+A step has the same images with any number of ranks, so a job can go on with fewer or more hosts. Runs unchanged under
+`train`, mpirun and torchrun, on GPUs or CPUs, and as a single process: `python train_torch.py`.
 """
 
 from __future__ import annotations
 
 import math
-import os
 import time
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from digits import arguments_parser, checkpoint_arguments
-from digits_torch import Net, accuracy, current_device, load_digits, save
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
+from train import Net, accuracy, arguments_parser, join_job, read_digits, save
 
-import smdistributed.dataparallel.torch.torch_smddp  # noqa: F401 (registers the backend)
+from shoal_toolkit import checkpoint as checkpoints
 from shoal_toolkit.checkpoint.torch import Checkpoint
 
 
 def main() -> None:
-    parser = arguments_parser(__doc__, batch_size="the most images that a rank takes at once")
-    arguments = checkpoint_arguments(parser).parse_args()
-    alone: dict[str, Any] = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # type: ignore[attr-defined]
-    dist.init_process_group(backend="smddp", **alone)
+    parser = arguments_parser(__doc__)
+    parser.add_argument("--global-batch", type=int, default=64, help="images in a step of all ranks (default: 64)")
+    parser.add_argument("--checkpoint-dir", default=checkpoints.directory(), help="default: in a job, its directory")
+    parser.add_argument("--checkpoint-every", type=int, metavar="STEPS", help="default: one checkpoint per epoch")
+    arguments = parser.parse_args()
+    device = join_job(arguments.seed)
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    torch.manual_seed(arguments.seed)
-    torch.set_num_threads(1)  # one thread per rank is enough for this small network
 
-    device = current_device()
-    training, test = load_digits(arguments.data_dir)
+    training, test = read_digits(arguments.data_dir)
     loader = DataLoader(training, batch_size=arguments.batch_size, shuffle=True)
-    model = DistributedDataParallel(Net().to(device), device_ids=[device] if device.type == "cuda" else None)
+    model = DistributedDataParallel(Net().to(device))
     optimizer = torch.optim.Adam(model.parameters(), lr=arguments.lr)
     totals = {"loss": torch.zeros(1, device=device)}  # of this rank, in the current epoch
     checkpoint = Checkpoint(

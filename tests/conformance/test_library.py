@@ -15,7 +15,14 @@ pytestmark = in_one_worker
 
 SUM_OF_ONE = sum(range(1000))  # rank 0 gives it once, rank 1 twice
 THREADS = {"OMP_NUM_THREADS": "1"}  # more would wait for each other, at the cost of a core
-TRAINING = Tree("library-digits", {**TWO_DATAPARALLEL, "epochs": "4"}, DIGITS, environ=THREADS, framework=PYTORCH)
+TRAINING = Tree(
+    "library-digits",
+    {**TWO_DATAPARALLEL, "epochs": "4"},
+    DIGITS,
+    "first_generation.py",
+    environ=THREADS,
+    framework=PYTORCH,
+)
 REDUCING = [tree for tree in TREES if tree.name.startswith("library-")]
 MODELPARALLEL = next(tree for tree in TREES if tree.name == "modelparallel")
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from .layout import PYTORCH, RECORD, TENSORFLOW, Tree
 
+ROOT = Path(__file__).parents[2]
 TWO_HOSTS = ("algo-1", "algo-2")
 THREE_HOSTS = ("algo-1", "algo-2", "algo-3")
 SDK_HOSTS = ("algo-1-ce2ec", "algo-2-ce2ec")
@@ -84,8 +85,11 @@ found = f"{{dist.get_world_size()}} ranks: {{sums.sum().item()}}"
 Path(f"/opt/ml/output/data/sum-{{dist.get_rank()}}").write_text(found)
 """
 DIGITS = {
-    name: (Path(__file__).parents[2] / "examples" / "digits" / name).read_text()
-    for name in ("train.py", "digits.py", "digits_torch.py")
+    path.name: path.read_text()
+    for path in (
+        ROOT / "examples" / "digits" / "train.py",
+        ROOT / "tests" / "library" / "ranks" / "first_generation.py",
+    )
 }
 
 

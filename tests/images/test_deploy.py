@@ -493,22 +493,16 @@ def test_the_file_is_only_for_its_owner(tmp_path: Path) -> None:
 
 def test_the_command_writes_a_file_and_says_what_to_do(source: Path, tmp_path: Path) -> None:
     path = tmp_path / "job.yaml"
-    words = [
-        "deploy",
-        "kubernetes",
-        "pytorch-training:1-cpu-py311",
-        "--source",
-        str(source),
-        "--entry-point",
-        "train.py",
-    ]
+    words = ["deploy", "kubernetes", "pytorch-training:1-cpu-py311", str(source / "train.py")]
     words += ["--hosts", "3", "--gpus", "1", "--registry", "registry.example.org/team/", "--namespace", "ml"]
-    result = CliRunner().invoke(app, [*words, "-o", str(path)], catch_exceptions=False)
+    result = CliRunner().invoke(app, [*words, "-o", str(path), "--", "--lr", "$x"], catch_exceptions=False)
     assert result.exit_code == 0
     job = next(each for each in yaml.load_all(path.read_text(), yaml.CSafeLoader) if each["kind"] == "Job")
     assert job["metadata"]["name"] == "my-digits-2"
     (container,) = job["spec"]["template"]["spec"]["containers"]
     assert container["image"] == "registry.example.org/team/pytorch-training:1-cpu-py311"
+    assert container["args"] == ["train", "--", "--lr", "$$x"]  # Kubernetes makes one dollar of two
+    assert {"name": "SAGEMAKER_PROGRAM", "value": "train.py"} in container["env"]
     assert result.stdout.splitlines() == [
         f"wrote {path}",
         f"check: kubectl create -n ml --dry-run=server -f {path}",
@@ -526,3 +520,18 @@ def test_the_command_prints_the_file(source: Path) -> None:
     kinds = [each["kind"] for each in yaml.load_all(result.stdout, yaml.CSafeLoader)]
     assert kinds == ["NetworkPolicy", "ConfigMap", "Secret", "MPIJob"]
     assert result.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["train.py", "--source", "s3://a/b"], "train.py: a file of this machine, but --source s3://a/b has the code"),
+        (["{}/train.py", "--entry-point", "x.py"], "both name a script"),
+        (["{}/train.py", "3"], "not after `--`. Fix: shoal deploy kubernetes IMAGE SCRIPT -- 3"),
+        (["{}/train.py", "--epochs", "3"], "put it after `--`: shoal deploy kubernetes IMAGE SCRIPT -- --epochs"),
+    ],
+)
+def test_a_script_that_is_not_clear_is_an_error(source: Path, words: list[str], problem: str) -> None:
+    words = [word.format(source) for word in words]
+    result = CliRunner().invoke(app, ["deploy", "kubernetes", "any:1", *words])
+    assert isinstance(result.exception, UsageError) and problem in str(result.exception)

@@ -90,7 +90,7 @@ def test_arguments_given_again_replace_the_earlier_ones(here: Path, monkeypatch:
     [
         ("code/train.py", None, "other.py", "code/train.py and --entry-point other.py: both name a script"),
         ("code/train.py", "code/deep", None, "code/train.py: not in --source code/deep. Fix: leave out --source"),
-        ("code", None, None, "code: a directory. Fix: shoal run IMAGE code/train.py"),
+        ("code", None, None, "code: a directory. Fix: use the path of a script, such as code/train.py"),
         ("code/trian.py", None, None, "Did you mean 'train.py'"),
         ("none/train.py", None, None, "none/train.py: no such script. Fix: "),
     ],

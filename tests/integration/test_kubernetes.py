@@ -73,8 +73,6 @@ def render(kind: str, directory: Path) -> list[dict[str, Any]]:
         "--name": "digits",
         "--namespace": NAMESPACE,
         "--hosts": str(HOSTS),
-        "--source": str(directory / "code"),
-        "--entry-point": "train.py",
         "--distribution": distribution,
         "--channel": "training=data/set-1",
         "--results": RESULTS.get(kind, "models"),
@@ -88,7 +86,9 @@ def render(kind: str, directory: Path) -> list[dict[str, Any]]:
     words = [word for pair in options.items() for word in pair]
     if kind != "trainjob":  # `train` starts one rank on a CPU, also with PET_NPROC_PER_NODE=2
         words += ["--procs-per-host", "1"]
-    result = CliRunner().invoke(app, ["deploy", "kubernetes", IMAGE, *words], catch_exceptions=False)
+    script = str(directory / "code" / "train.py")
+    words = ["deploy", "kubernetes", IMAGE, script, *words, "--", "$(HOME)"]
+    result = CliRunner().invoke(app, words, catch_exceptions=False)
     assert result.exit_code == 0, result.output
     return list(yaml.safe_load_all((directory / "job.yaml").read_text()))
 
@@ -126,7 +126,7 @@ def test_the_pods_of_a_manifest_find_each_other_and_train(
             "user": 1000,
             "shm": 96 * 2**20,
             "data": "digits",
-            "arguments": ["--epochs", "3"],
+            "arguments": ["--epochs", "3", "$(HOME)"],
             "dollars": "$(HOME) $$",
         }
         assert (results / "output" / "success").exists()

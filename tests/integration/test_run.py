@@ -90,6 +90,8 @@ def test_the_digits_job_on_two_hosts(
     for words in said:
         assert words in result.stdout
     assert "algo-1 | " in result.stdout
+    assert result.stdout.splitlines()[-1] == f"report: {directory / 'report.html'}"
+    assert "DeprecationWarning" not in result.stdout
 
 
 def test_the_result_is_the_exit_code(client: docker.DockerClient, pytorch: str, source: Path, tmp_path: Path) -> None:

@@ -22,9 +22,12 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 DIGITS, CIFAR10 = EXAMPLES / "digits", EXAMPLES / "extend-pytorch" / "cifar10.py"
 GPT2 = EXAMPLES / "gpt2" / "train.py"
 BAR = 0.96
-each_script = pytest.mark.parametrize(
-    "script", ["train.py", "train_torch.py", pytest.param("train_fsdp.py", marks=shards_on_the_cpu)]
-)
+FIRST_GENERATION = Path(__file__).parent / "ranks" / "first_generation.py"
+SCRIPTS = [
+    DIGITS / "train.py",
+    DIGITS / "train_torch.py",
+    pytest.param(DIGITS / "train_fsdp.py", marks=shards_on_the_cpu),
+]
 
 
 def check_digits(model_dir: Path, output_dir: Path, epochs: int, world_size: int) -> None:
@@ -38,29 +41,27 @@ def check_digits(model_dir: Path, output_dir: Path, epochs: int, world_size: int
 
 
 @pytest.mark.once
-@each_script
-def test_digits_alone(alone: Alone, tmp_path: Path, script: str) -> None:
-    log = alone(DIGITS / script, "--epochs", "8", "--lr", "0.003")
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_digits_alone(alone: Alone, tmp_path: Path, script: Path) -> None:
+    log = alone(script, "--epochs", "8", "--lr", "0.003")
     assert log.count("epoch ") == 8
     check_digits(tmp_path / "model", tmp_path / "output", epochs=8, world_size=1)
 
 
 @pytest.mark.mpi
-@each_script
-def test_digits_on_two_ranks_from_a_channel(mpirun: Mpirun, alone: Alone, tmp_path: Path, script: str) -> None:
+@pytest.mark.parametrize("script", [*SCRIPTS, FIRST_GENERATION])
+def test_digits_on_two_ranks_from_a_channel(mpirun: Mpirun, alone: Alone, tmp_path: Path, script: Path) -> None:
     channel = tmp_path / "channel"
     alone(DIGITS / "prepare.py", channel)
     contract = {f"SM_{name}": str(tmp_path / name) for name in ("MODEL_DIR", "OUTPUT_DATA_DIR")}
-    log = mpirun(2, DIGITS / script, "--epochs", "10", SM_CHANNEL_TRAINING=str(channel), **contract)
+    log = mpirun(2, script, "--epochs", "10", SM_CHANNEL_TRAINING=str(channel), **contract)
     assert log.count("epoch ") == 10, "rank 0 alone prints"
     check_digits(tmp_path / "MODEL_DIR", tmp_path / "OUTPUT_DATA_DIR", epochs=10, world_size=2)
 
 
 @pytest.mark.once
 @pytest.mark.mpi
-def test_digits_on_two_replicas_of_four_stages(
-    mpirun: Mpirun, alone: Alone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_digits_on_two_replicas_of_four_stages(mpirun: Mpirun, alone: Alone, tmp_path: Path) -> None:
     """8 processes: 2-way data and 4-way model parallel. 640 images in batches of 64, 32 a replica: 10 iterations."""
     channel = tmp_path / "channel"
     alone(DIGITS / "prepare.py", channel)
@@ -76,8 +77,7 @@ def test_digits_on_two_replicas_of_four_stages(
     for stage in range(4):
         assert log.count(f"replicas of stage {stage} are equal") == 2
     weights = torch.load(tmp_path / "MODEL_DIR" / "model.pt")
-    monkeypatch.syspath_prepend(DIGITS)
-    Net = runpy.run_path(str(DIGITS / "digits_torch.py"))["Net"]  # noqa: N806
+    Net = runpy.run_path(str(DIGITS / "train.py"))["Net"]  # noqa: N806
     Net().load_state_dict(weights)
     metrics = json.loads((tmp_path / "OUTPUT_DATA_DIR" / "metrics.json").read_text())
     assert metrics["world_size"] == 8 and metrics["test_accuracy"] > 0.7

@@ -98,6 +98,19 @@ def test_the_same_failure_without_a_checkpoint_in_between_ends_the_job(restarts:
     assert "restarted 3 times (SHOAL_MAX_RESTARTS)" in restarts.explain_refusal(Result(137, "was killed"))
 
 
+def test_the_log_counts_a_return_as_a_restart_but_not_against_the_limit(
+    restarts: Restarts, capfd: pytest.CaptureFixture[str]
+) -> None:
+    restarts.begin(Result(137, "killed"), {"host": "b"})
+    restarts.begin_growth("host b came back: 2 hosts", time.monotonic())
+    restarts.begin(Result(137, "killed"), {"host": "b"})
+    restarts.finish()
+    first, second, end = capfd.readouterr().err.splitlines()
+    assert first == "train: restart 1 (2 left of SHOAL_MAX_RESTARTS): killed"
+    assert second == "train: restart 3 (1 left of SHOAL_MAX_RESTARTS): killed"
+    assert end.startswith("train: restart 3: all ranks run again, after ")
+
+
 def test_a_reason_is_one_line_without_secrets(restarts: Restarts) -> None:
     variables = restarts.begin(Result(1, "ValueError: \x1b[1m" + "x" * 999 + "\nmore"), {"rank": 4})
     assert variables["SHOAL_RESTART"] == "1"
@@ -127,7 +140,7 @@ def test_a_killed_rank_starts_all_ranks_again(tree: Tree, run: Run) -> None:
     assert time.time() - 60 < time.mktime(time.strptime(restart.pop("at"), "%Y-%m-%dT%H:%M:%SZ")) - time.timezone
     assert restart == {"number": 1, "reason": reason, "rank": 1}
     assert tree.outcome() == {"success"}
-    assert f"restart 1 of at most 2 (SHOAL_MAX_RESTARTS): {reason}" in done.err
+    assert f"restart 1 (1 left of SHOAL_MAX_RESTARTS): {reason}" in done.err
     assert "mpirun detected" not in done.err
     assert set(Path("/dev/shm").iterdir()) <= segments
 
@@ -275,7 +288,7 @@ def test_a_lost_worker_comes_back(hosts: Hosts) -> None:
     until(hosts.log(FIRST), "rank 0 restart 0")
     first = hosts.trains[FIRST].pid
     hosts.lose(WORKER)
-    until(hosts.log(FIRST), "restart 1 of at most 3")
+    until(hosts.log(FIRST), "restart 1 (2 left of SHOAL_MAX_RESTARTS)")
     hosts.start(WORKER)
     assert hosts.wait() == [0, 0], hosts.log(FIRST).read_text()
     assert not alive(first)
@@ -290,7 +303,7 @@ def test_a_worker_that_is_lost_again_during_the_restart(hosts: Hosts) -> None:
     """The replacement is lost while it sets up: that is one more restart, of the same start."""
     hosts.script(WAIT_ONCE)
     hosts.lose_a_worker_that_trains()
-    until(hosts.log(FIRST), "restart 1 of at most 3")
+    until(hosts.log(FIRST), "restart 1 (2 left of SHOAL_MAX_RESTARTS)")
     (hosts.trees[1].code / "requirements.txt").write_text("")
     slow = hosts.trees[1].base / "slow"
     slow.mkdir()
@@ -300,7 +313,7 @@ def test_a_worker_that_is_lost_again_during_the_restart(hosts: Hosts) -> None:
     hosts.start(WORKER, PYTHONPATH=str(slow))
     until(hosts.log(FIRST), f"{WORKER} has come back")
     hosts.lose(WORKER)
-    until(hosts.log(FIRST), "restart 2 of at most 3")
+    until(hosts.log(FIRST), "restart 2 (1 left of SHOAL_MAX_RESTARTS)")
     (hosts.trees[1].code / "requirements.txt").unlink()
     hosts.start(WORKER)
     assert hosts.wait() == [0, 0], hosts.log(FIRST).read_text()
@@ -319,7 +332,7 @@ def test_a_worker_that_does_not_come_back(hosts: Hosts) -> None:
 def test_a_signal_during_a_restart_ends_the_job(hosts: Hosts) -> None:
     hosts.script(WAIT_ONCE)
     hosts.lose_a_worker_that_trains()
-    until(hosts.log(FIRST), "restart 1 of at most 3")
+    until(hosts.log(FIRST), "restart 1 (2 left of SHOAL_MAX_RESTARTS)")
     hosts.trains[FIRST].send_signal(signal.SIGTERM)
     assert hosts.trains[FIRST].wait(30) == 143
     assert "The job was stopped" in hosts.trees[0].failure

@@ -20,8 +20,10 @@ from shoal.commands.common import (
     resolve_tag,
     takes_fields_of,
 )
+from shoal.commands.script import Arguments, Script, ScriptCommand, split_script
 from shoal.deploy import manifest
 from shoal.deploy.request import Kind, KubernetesRequest, Storage, suggest_name
+from shoal.errors import UsageError
 from shoal.jobs.job import SHM_SIZE
 
 deploy = typer.Typer(help="Write files that run a job on a cluster.", no_args_is_help=True)
@@ -31,6 +33,7 @@ _STANDARD_OUTPUT = Path("-")
 _KIND_HELP = (
     "job: part of Kubernetes. Others need a controller: jobset JobSet, trainjob Kubeflow Trainer, mpijob MPI Operator."
 )
+_SOURCE_HELP = "Code of at most 1 MiB. Default: the directory of SCRIPT; without SCRIPT, the code is in the image."
 _STORAGE = "CLAIM[/DIR]|/DIR"
 _RESULTS_HELP = "Storage that keeps models, output and checkpoints: a PersistentVolumeClaim, or a directory of nodes."
 
@@ -40,6 +43,8 @@ class KubernetesOptions:
     """The options of `shoal deploy kubernetes`."""
 
     image: Image
+    script: Script = None
+    arguments: Arguments = None
     kind: Annotated[Kind, typer.Option(help=_KIND_HELP)] = Kind.job
     name: Annotated[str | None, typer.Option(help="Name of the job. Default: from --source or the image.")] = None
     namespace: Annotated[str | None, typer.Option(help="Namespace. Default: kubectl's current namespace.")] = None
@@ -47,10 +52,8 @@ class KubernetesOptions:
         str | None,
         typer.Option(metavar="REGISTRY[/PATH]", help="Registry to which `shoal push --to` pushed the image."),
     ] = None
-    source: Annotated[
-        str | None, typer.Option(metavar="DIR|s3://...", help="Code of at most 1 MiB. Default: in the image.")
-    ] = None
-    entry_point: Annotated[str | None, typer.Option(help="Script, relative to --source.")] = None
+    source: Annotated[str | None, typer.Option(metavar="DIR|s3://...", help=_SOURCE_HELP)] = None
+    entry_point: Annotated[str | None, typer.Option(help="Script, relative to --source, instead of SCRIPT.")] = None
     hosts: Annotated[int, typer.Option(min=1, help="Number of hosts (one pod each).")] = 1
     procs_per_host: Annotated[int | None, typer.Option(min=1, help="MPI ranks per host.")] = None
     gpus: Annotated[int, typer.Option(min=0, help="GPUs per host.")] = 0
@@ -92,15 +95,15 @@ class KubernetesOptions:
         """Return the job. Raises `UsageError` if an option is wrong, or no image of the matrix matches."""
         tag = resolve_tag(self.image) if "/" not in self.image else self.image
         image = f"{self.registry.rstrip('/')}/{tag}" if self.registry else tag
-        is_directory = self.source is not None and not self.source.startswith("s3://")
-        source = Path(self.source) if self.source is not None and is_directory else self.source
+        source, entry_point = self._read_script()
         channels = parse_pairs("--channel", self.channel)
         request = KubernetesRequest(
             kind=self.kind,
             name=self.name if self.name is not None else suggest_name(source, image),
             image=image,
             source=source,
-            entry_point=self.entry_point,
+            entry_point=entry_point,
+            arguments=tuple(self.arguments or ()),
             namespace=self.namespace,
             hosts=self.hosts,
             procs_per_host=self.procs_per_host,
@@ -123,13 +126,25 @@ class KubernetesOptions:
         request.check()
         return request
 
+    def _read_script(self) -> tuple[Path | str | None, str | None]:
+        """Return the source, which is a directory or an address, and the script in it. Raises `UsageError`."""
+        is_address = self.source is not None and self.source.startswith("s3://")
+        if self.script is None:
+            return self.source if self.source is None or is_address else Path(self.source), self.entry_point
+        if is_address:
+            raise UsageError(
+                f"{self.script}: a file of this machine, but --source {self.source} has the code. Fix: --entry-point,"
+                " relative to that address"
+            )
+        return split_script(self.script, Path(self.source) if self.source is not None else None, self.entry_point)
 
-@deploy.command("kubernetes", epilog="More: docs/kubernetes.md")
+
+@deploy.command("kubernetes", epilog="More: docs/kubernetes.md", cls=ScriptCommand)
 @takes_fields_of(KubernetesOptions)
 def deploy_kubernetes(options: KubernetesOptions) -> None:
     """Write a YAML file with which `kubectl create` runs a job. The file has the secret for the job.
 
-    Example: shoal deploy kubernetes pytorch --source examples/digits --entry-point train.py --hosts 2 --results models
+    Example: shoal deploy kubernetes pytorch examples/digits/train.py --hosts 2 --results models -- --epochs 3
     """
     request = options.to_request()
     text = manifest.format_manifest(request, manifest.build_objects(request))

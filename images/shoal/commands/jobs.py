@@ -35,7 +35,7 @@ from shoal.commands.common import (
     resolve_tag,
     takes_fields_of,
 )
-from shoal.commands.script import ScriptCommand, split_script
+from shoal.commands.script import Arguments, Script, ScriptCommand, split_script
 from shoal.errors import UsageError
 from shoal.jobs import docker_job, local_job, model_plan, summary
 from shoal.jobs.job import JobRequest
@@ -66,8 +66,6 @@ _HOSTS_HELP = (
 )
 _VOLUME_HELP = "File or directory of this machine, and its place on every host. :ro: read-only. Repeatable."
 _UNKNOWN_OPTIONS = {"ignore_unknown_options": True}
-_SCRIPT_HELP = "Path of the script, such as code/train.py. Its directory is copied to /opt/ml/code."
-_ARGUMENTS_HELP = "Arguments for the script, unchanged, after its hyperparameters."
 _PLAN_HELP = "--mp-parameters JSON, --devices N, --memory GIB, --optimizer sgd|momentum|adam."
 
 
@@ -97,8 +95,8 @@ class RunOptions:
     """The options of `shoal run`."""
 
     image: OptionalImage = None
-    script: Annotated[Path | None, typer.Argument(metavar="SCRIPT", help=_SCRIPT_HELP)] = None
-    arguments: Annotated[list[str] | None, typer.Argument(metavar="-- ARGUMENT", help=_ARGUMENTS_HELP)] = None
+    script: Script = None
+    arguments: Arguments = None
     source: Annotated[Path | None, typer.Option(help="Directory with the script. Default: the one of SCRIPT.")] = None
     entry_point: Annotated[str | None, typer.Option(help="Script, relative to --source, instead of SCRIPT.")] = None
     hosts: Annotated[str | None, typer.Option("--hosts", "--nnodes", metavar="N|MIN:MAX", help=_HOSTS_HELP)] = None

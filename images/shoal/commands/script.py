@@ -1,14 +1,19 @@
-"""The script of `shoal run`, and its arguments after `--`."""
+"""The script of a job on the command line, and its arguments after `--`."""
 
 from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer.core
 
 from shoal.errors import UsageError, did_you_mean
+
+_SCRIPT_HELP = "Path of the script, such as code/train.py. Its directory is copied to /opt/ml/code."
+_ARGUMENTS_HELP = "Arguments for the script, unchanged, after its hyperparameters."
+Script = Annotated[Path | None, typer.Argument(metavar="SCRIPT", help=_SCRIPT_HELP)]
+Arguments = Annotated[list[str] | None, typer.Argument(metavar="-- ARGUMENT", help=_ARGUMENTS_HELP)]
 
 
 class ScriptCommand(typer.core.TyperCommand):
@@ -25,16 +30,21 @@ class ScriptCommand(typer.core.TyperCommand):
             option = getattr(error, "option_name", "")
             hint = f" Did you mean {error.possibilities[0]}?" if error.possibilities else ""
             raise UsageError(
-                f"{option}: no such option.{hint} Fix: if it is for the script, put it after `--`: shoal run IMAGE"
+                f"{option}: no such option.{hint} Fix: if it is for the script, put it after `--`: {_name(ctx)} IMAGE"
                 f" SCRIPT -- {option}"
             ) from error
         if (early := ctx.params["arguments"]) and not ctx.resilient_parsing:
             raise UsageError(
-                f"{early[0]}: an argument for the script, but not after `--`. Fix: shoal run IMAGE SCRIPT --"
+                f"{early[0]}: an argument for the script, but not after `--`. Fix: {_name(ctx)} IMAGE SCRIPT --"
                 f" {shlex.join(early)}"
             )
         ctx.params["arguments"] = args[len(own) + 1 :]
         return rest
+
+
+def _name(ctx: Any) -> str:
+    """Return the words of a command, such as `shoal run`."""
+    return f"{_name(ctx.parent)} {ctx.info_name}" if ctx.parent else "shoal"
 
 
 def split_script(script: Path, source: Path | None, entry_point: str | None) -> tuple[Path, str]:
@@ -52,11 +62,11 @@ def split_script(script: Path, source: Path | None, entry_point: str | None) -> 
         raise UsageError(f"{script} and --entry-point {entry_point}: both name a script. Fix: leave out one")
     if not script.is_file():
         if script.is_dir():
-            raise UsageError(f"{script}: a directory. Fix: shoal run IMAGE {script / 'train.py'}, the path of a script")
+            raise UsageError(f"{script}: a directory. Fix: use the path of a script, such as {script / 'train.py'}")
         names = [path.name for path in script.parent.iterdir()] if script.parent.is_dir() else []
         raise UsageError(
             f"{script}: no such script.{did_you_mean(script.name, names)} Fix: use the path of a script, such as"
-            " shoal run IMAGE code/train.py"
+            " code/train.py"
         )
     if source is None:
         return script.parent, script.name

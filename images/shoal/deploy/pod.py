@@ -58,7 +58,7 @@ def build_pod_template(request: KubernetesRequest, container: str = "train") -> 
             {
                 "name": container,
                 "image": request.image,
-                "args": ["train"],
+                "args": [_escape(word) for word in job.make_command(request.arguments)],
                 "env": _build_environment(request),
                 **_build_resources(request),
                 "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
@@ -103,10 +103,14 @@ def _build_environment(request: KubernetesRequest) -> list[Object]:
     if has_secret(request):
         values[job.SECRET_FILE] = f"{SECRET_DIRECTORY}/{SECRET_KEY}"
     values |= {key: value for key, value in request.environment.items() if key != job.SECRET}
-    # Kubernetes replaces $(NAME) in values; $$ stands for $.
-    variables: list[Object] = [{"name": key, "value": value.replace("$", "$$")} for key, value in values.items()]
+    variables: list[Object] = [{"name": key, "value": _escape(value)} for key, value in values.items()]
     fields = _find_fields(request).items()
     return variables + [{"name": key, "valueFrom": {"fieldRef": {"fieldPath": path}}} for key, path in fields]
+
+
+def _escape(text: str) -> str:
+    """Return the form of a text in which it stays as it is: Kubernetes replaces $(NAME), and $$ stands for $."""
+    return text.replace("$", "$$")
 
 
 def _find_fields(request: KubernetesRequest) -> dict[str, str]:

@@ -89,6 +89,8 @@ class KubernetesRequest:
     """A directory, an s3:// address, or None: the code is in the image."""
     entry_point: str | None = None
     """The script, relative to `source`; None: the image names it."""
+    arguments: tuple[str, ...] = ()
+    """Arguments for the script, which follow its hyperparameters unchanged."""
     namespace: str | None = None
     hosts: int = 1
     procs_per_host: int | None = None
@@ -185,6 +187,8 @@ class KubernetesRequest:
     def _check_source(self) -> None:
         """Raise `UsageError` if the code cannot be found, or its requirements could not be installed."""
         _check_text("--entry-point", self.entry_point or "")
+        for argument in self.arguments:
+            _check_text("an argument for the script", argument)
         if self.source is not None and not self.entry_point:
             raise UsageError(f"--source {self.source}: the script is missing. Fix: --entry-point train.py")
         if isinstance(self.source, str):

@@ -138,8 +138,8 @@ class JobRequest:
 
     @property
     def train_command(self) -> list[str]:
-        """The command of each host: `train` with the arguments for the script, of which it parses none."""
-        return ["train", "--", *self.arguments] if self.arguments else ["train"]
+        """The command of each host."""
+        return make_command(self.arguments)
 
     def encode_hyperparameters(self, job_name: str) -> dict[str, str]:
         """Return the content of hyperparameters.json: each value is encoded as JSON, as the SageMaker SDK does.
@@ -243,6 +243,11 @@ def check_channel_name(name: str) -> None:
             f"--channel {name!r}: a name may have only letters, digits, '_', '.' and '-', as it names a directory."
             " It cannot be '.' or '..'"
         )
+
+
+def make_command(arguments: Sequence[str]) -> list[str]:
+    """Return the command of each host: `train` with the arguments for the script, of which it parses none."""
+    return ["train", "--", *arguments] if arguments else ["train"]
 
 
 def encode_hyperparameters(

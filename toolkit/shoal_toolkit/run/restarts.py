@@ -58,7 +58,7 @@ class Restarts:
         rank = f"rank {where['rank']}: " if "rank" in where else ""
         reason = f"{rank}{summarize(failure.message)}"
         variables = self._add({"reason": reason, **where})
-        write_log(f"restart {self._failures} of at most {self._most} (SHOAL_MAX_RESTARTS): {reason}")
+        write_log(f"restart {self.number} ({self._most - self._failures} left of SHOAL_MAX_RESTARTS): {reason}")
         return variables
 
     def begin_growth(self, reason: str, since: float) -> dict[str, str]:

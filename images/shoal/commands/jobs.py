@@ -41,9 +41,9 @@ from shoal.commands.common import (
 from shoal.commands.script import ScriptCommand, split_script
 from shoal.errors import UsageError
 from shoal.jobs import background, docker_job, known_jobs, local_job, model_plan, summary
-from shoal.jobs.job import JobRequest
+from shoal.jobs.job import JobRequest, JobResult
 from shoal.jobs.known_jobs import KnownJob, read_job
-from shoal.jobs.record import DOCKER, FAILED, LOCAL, OUTPUT, STOPPED, JobRecord, open_job, read_record
+from shoal.jobs.record import DOCKER, FAILED, LOCAL, OUTPUT, STOPPED, JobRecord, OpenJob, open_job, read_record
 from shoal.jobs.volumes import Volume
 from shoal.report import timeline
 from shoal.report.job_page import render_comparison_page
@@ -260,21 +260,7 @@ def run_job(options: RunOptions) -> None:
             moved.open_log(opened.directory / OUTPUT)
             opened.on_started = functools.partial(moved.release_parent, opened.directory)
             progress = Console(highlight=False)  # not of the terminal
-        run = local_job.run_job_locally if record.engine == LOCAL else docker_job.run_job_in_docker
-        try:
-            result = run(opened, progress)
-        except BaseException as error:
-            opened.finish(*_describe_exception(error))
-            if opened.log.lines:
-                job_reports.write_job_report(progress, opened, None, build_seconds)
-            if opened.has_checkpoints:
-                summary.print_resume_command(progress, record.request, opened.name)
-            raise
-        opened.finish(result.exit_code)
-        result = dataclasses.replace(result, checkpoints=opened.checkpoints.path if opened.has_checkpoints else None)
-        result = dataclasses.replace(
-            result, report=job_reports.write_job_report(progress, opened, result, build_seconds)
-        )
+        result = _run_to_end(opened, progress, build_seconds)
     summary.print_summary(progress, record.request, result, build_seconds)
     if options.as_json and not moved:
         known = {name: value for name, value in vars(result).items() if name != "plan"}
@@ -282,6 +268,23 @@ def run_job(options: RunOptions) -> None:
     if result.report:
         print_line(f"report: {result.report}", progress)
     raise typer.Exit(result.exit_code)
+
+
+def _run_to_end(opened: OpenJob, progress: Console, build_seconds: float | None) -> JobResult:
+    """Run a job, record how it ended, write its report, and return its result. After an error, too, it is recorded."""
+    run = local_job.run_job_locally if opened.record.engine == LOCAL else docker_job.run_job_in_docker
+    try:
+        result = run(opened, progress)
+    except BaseException as error:
+        opened.finish(*_describe_exception(error))
+        if opened.log.lines:
+            job_reports.write_job_report(progress, opened, None, build_seconds)
+        if opened.has_checkpoints:
+            summary.print_resume_command(progress, opened.record.request, opened.name)
+        raise
+    opened.finish(result.exit_code)
+    result = dataclasses.replace(result, checkpoints=opened.checkpoints.path if opened.has_checkpoints else None)
+    return dataclasses.replace(result, report=job_reports.write_job_report(progress, opened, result, build_seconds))
 
 
 def _describe_exception(error: BaseException) -> tuple[int, str]:

@@ -22,9 +22,10 @@ from shoal.errors import UsageError
 from shoal.jobs import inside, known_jobs, stopping
 from shoal.jobs.inside import choose_host
 from shoal.jobs.job_lines import LineFilter, read_lines
-from shoal.jobs.known_jobs import KnownJob, find_job, find_running_job
-from shoal.jobs.record import LOCAL, OUTPUT
+from shoal.jobs.known_jobs import LOST, KnownJob, find_job, find_running_job
+from shoal.jobs.record import LOCAL, OUTPUT, RUNNING
 from shoal.jobs.volumes import Volume
+from shoal.jobs.watch import STOP_SECONDS
 
 _MOST_ENDED = 20
 _HEADER = ["name", "state", "exit code", "image", "hosts", "started", "elapsed", "directory"]
@@ -90,11 +91,15 @@ def print_logs(
     if host is not None and found.record.engine != LOCAL:
         choose_host(found.name, host, found.record.request.host_names)
     lines = read_lines(found.directory, LineFilter(host, rank), tail=tail, follow=follow, timestamps=timestamps)
+    has_lines = False
     for line in lines:
+        has_lines = True
         sys.stdout.write(line + "\n")
         if follow:
             sys.stdout.flush()
     sys.stdout.flush()
+    if rank is not None and not has_lines:
+        print("shoal: no line has that rank. `train` writes ranks if a host has several: use --host", file=sys.stderr)
     print_line(_describe_state(known_jobs.read_job(found.directory)), progress_console(as_json=True))
 
 
@@ -111,11 +116,15 @@ def stop_job(name: Job, as_json: AsJson = False) -> None:
 
     The script gets SIGTERM, and is killed if it has not ended after 30 s. Repeat the command to kill it at once.
 
+    A job that has ended stays as it is.
+
     Example: shoal stop digits
     """
     found = find_job(name)
     progress = progress_console(as_json)
-    print_line(f"stopping {found.name}; the script has 30 s to end (repeat the command to stop at once)", progress)
+    if found.state in (RUNNING, LOST):
+        say = f"stopping {found.name}; the script has {STOP_SECONDS} s to end (repeat the command to stop at once)"
+        print_line(say, progress)
     stopped = stopping.stop_job(found, progress)
     if as_json:
         print_json(stopped.describe())

@@ -90,7 +90,7 @@ def _raw_terminal(resize: Callable[[int, int], Any]) -> Iterator[None]:
     settings = termios.tcgetattr(_STDIN)
     earlier = signal.signal(signal.SIGWINCH, send_size)
     try:
-        tty.setraw(_STDIN)
+        tty.setraw(_STDIN, termios.TCSADRAIN)  # keys that were pressed early are kept
         send_size()
         yield
     finally:

@@ -50,12 +50,12 @@ def fork_to_background() -> Background | Path:
     if not child:
         os.close(reader)
         os.setsid()
-        with open(os.devnull) as empty:
+        with Path(os.devnull).open() as empty:
             os.dup2(empty.fileno(), 0)
         return Background(writer)
     os.close(writer)
     try:
-        with open(reader, "rb") as pipe:
+        with os.fdopen(reader, "rb") as pipe:
             if directory := pipe.read():
                 return Path(os.fsdecode(directory))
     except BaseException:

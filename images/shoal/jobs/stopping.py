@@ -28,15 +28,15 @@ def stop_job(found: KnownJob, console: Console) -> KnownJob:
     The script gets SIGTERM and has 30 s to end. If this is called again meanwhile, the script is killed at once. If
     its command was killed, this one stops the hosts, collects files and checkpoints, and cleans up in Docker.
 
+    A job that has ended stays as it is.
+
     Raises:
-        UsageError: If the job does not run.
+        UsageError: If the job's command is not visible here, or a lost job's checkpoints are used by another command.
         DockerError: If Docker does not answer.
     """
     if found.state == LOST:
         _stop_lost(found, console)
-    elif not found.is_running:
-        raise UsageError(f"{found.name}: the job does not run, its state is {found.state}")
-    else:
+    elif found.is_running:
         try:
             os.kill(found.record.pid, signal.SIGTERM)
         except ProcessLookupError:  # it has just ended, or belongs to another container
@@ -116,7 +116,7 @@ def _read_exit_code(container: Container) -> int:
 
 
 def _end_local_job(opened: OpenJob) -> None:
-    """Collect the checkpoints of a job whose processes have ended, pack its results, and remove the copy of its code."""
+    """Collect the checkpoints of a job that has no process now, pack its results, and remove the copy of its code."""
     trees = {tree.name: tree for tree in _list_trees(opened.directory)}
     for tree in find_trees(opened.directory):
         collect_tree(tree, opened.checkpoints)

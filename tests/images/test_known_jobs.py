@@ -14,6 +14,7 @@ from typing import Any
 
 import docker.errors
 import pytest
+import requests
 from rich.console import Console
 
 from shoal.docker_client import terminal
@@ -110,15 +111,9 @@ def test_jobs_of_one_name_share_nothing_in_docker(request_: JobRequest, tmp_path
     for output in ("one", "other"):
         request = JobRequest(**{**vars(request_), "output": tmp_path / output})
         with open_job(JobRecord("image:1", DOCKER, request), None, "digits") as opened:
-            client = FakeEngine()
+            client: Any = FakeEngine()
             with docker_hosts.create_hosts(
-                client,
-                "image:1",
-                request,
-                opened.name,
-                console(),
-                opened.log,
-                opened.identity,  # type: ignore[arg-type]
+                client, "image:1", request, opened.name, console(), opened.log, opened.identity
             ) as hosts:
                 identities.append(opened.identity)
                 settings = client.made["digits-algo-1"]
@@ -132,7 +127,7 @@ def test_jobs_of_one_name_share_nothing_in_docker(request_: JobRequest, tmp_path
 def test_another_container_of_a_host_s_name_is_reported(request_: JobRequest) -> None:
     class BusyEngine(FakeEngine):
         def _create(self, image: str, command: list[str], **settings: Any) -> Any:
-            response = docker.errors.requests.Response()
+            response = requests.Response()
             response.status_code = 409
             raise docker.errors.APIError("Conflict", response)
 
@@ -189,9 +184,12 @@ def test_full_disk_ends_the_log_but_not_the_job(capsys: pytest.CaptureFixture[st
 
 def test_frames_are_written_to_their_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     written: dict[int, bytes] = {}
-    monkeypatch.setattr(
-        terminal.os, "write", lambda fd, data: written.update({fd: written.get(fd, b"") + data}) or len(data)
-    )
+
+    def write(descriptor: int, data: bytes) -> int:
+        written[descriptor] = written.get(descriptor, b"") + data
+        return len(data)
+
+    monkeypatch.setattr(os, "write", write)
     frames = terminal._Frames()
     for byte in b"\1\0\0\0\0\0\0\3out\2\0\0\0\0\0\0\3err\1\0\0\0\0\0\0\1!":
         frames.add(bytes([byte]))

@@ -188,9 +188,11 @@ def test_checkpoints_of_a_killed_command_are_not_lost(
     assert started.returncode == 0, started.stdout + started.stderr
     job = jobs / source.name
     identity = json.loads((job / "request.json").read_text())["identity"]
-    start([SHOAL, "logs", "--follow", job], "saved", 1).kill()
+    follow = start([SHOAL, "logs", "--follow", job], "saved", 1)
+    follow.kill()
+    follow.wait()
     try:
-        inside = [SHOAL, "exec", job, "--", "sh", "-c", "cat; pwd >&2; exit 5"]
+        inside: list[str | Path] = [SHOAL, "exec", job, "--", "sh", "-c", "cat; pwd >&2; exit 5"]
         result = subprocess.run(inside, input="given\n", capture_output=True, text=True, check=False)
         assert (result.returncode, result.stdout, result.stderr) == (5, "given\n", "/opt/ml/code\n")
         os.kill(json.loads((job / "request.json").read_text())["pid"], signal.SIGKILL)

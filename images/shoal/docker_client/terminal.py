@@ -47,7 +47,12 @@ def run_in_container(
     api, interactive = client.api, has_terminal()
     has_input = interactive or not os.isatty(_STDIN)
     variables = {"TERM": os.environ.get("TERM") or "xterm"} if interactive else {}
-    settings = {"stdin": has_input, "tty": interactive, "workdir": directory, "environment": variables}
+    settings: dict[str, Any] = {
+        "stdin": has_input,
+        "tty": interactive,
+        "workdir": directory,
+        "environment": variables,
+    }
     number = str(api.exec_create(container_id, list(command), **settings)["Id"])
     with _attach(api, number, interactive) as (connection, first):
         if has_input:
@@ -64,7 +69,7 @@ def run_in_container(
 
 @contextlib.contextmanager
 def _attach(api: Any, number: str, interactive: bool) -> Iterator[tuple[socket.socket, bytes]]:
-    """Start a command, and yield the connection to its streams, and what has been received with the HTTP headers.
+    """Start a command, and yield the connection to its streams, and the bytes that came with the HTTP headers.
 
     The SDK loses these bytes.
     """

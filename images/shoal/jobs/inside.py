@@ -17,7 +17,7 @@ from shoal.jobs.known_jobs import KnownJob
 from shoal.jobs.record import LOCAL
 from shoal.jobs.volumes import Volume
 
-SHELL = ["sh", "-c", "if command -v bash >/dev/null; then exec bash; else exec sh; fi"]
+SHELL = ["sh", "-c", "command -v bash >/dev/null && exec bash || exec sh"]
 """Starts bash, or sh in an image without it."""
 _CODE = "/opt/ml/code"
 _WAIT = ["sleep", "infinity"]
@@ -90,7 +90,7 @@ def open_shell(image: str, volumes: Sequence[Volume]) -> int:
         "init": True,
         "labels": {containers.JOB_LABEL: label},
         "mounts": [volume.to_mount() for volume in volumes],
-        "device_requests": gpus.device_requests(gpus.ALL) if docker_client.has_gpus(client) else [],
+        "device_requests": gpus.device_requests((gpus.ALL,)) if docker_client.has_gpus(client) else [],
     }
     with containers.remove_at_end(client, label):
         container = containers.create_container(client, image, _WAIT[1:], settings)

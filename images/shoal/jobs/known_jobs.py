@@ -50,7 +50,7 @@ class KnownJob:
         return None if end is None else end - self.record.started
 
     def describe(self) -> dict[str, Any]:
-        """Return what `shoal ps --json` prints about it."""
+        """Return the document that `shoal ps --json` prints about it."""
         own = self.record
         return {
             "name": self.name,

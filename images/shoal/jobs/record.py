@@ -67,7 +67,7 @@ class OpenJob:
     log: JobLog = field(default_factory=JobLog)
     """The log of this command."""
     on_started: Callable[[], None] = lambda: None
-    """Called when the hosts start: the job has what it needs."""
+    """Called when the hosts start: errors in the request have been found before."""
 
     @property
     def identity(self) -> str:

@@ -50,7 +50,7 @@ def stop_job(found: KnownJob, console: Console) -> KnownJob:
 
 
 def _stop_lost(found: KnownJob, console: Console) -> None:
-    """Stop the hosts of a job whose command was killed, collect their files, and remove its objects from Docker."""
+    """Stop the hosts of a lost job, collect their files, and remove its objects from Docker."""
     if found.record.engine == LOCAL:
         local_processes.stop_processes(_list_trees(found.directory))  # they hold the lock of the checkpoints
     place = found.record.request.checkpoints or found.directory / checkpoints.CONTENT

@@ -25,8 +25,12 @@ _PATIENCE = 2.0
 
 @contextlib.contextmanager
 def mark_running(directory: Path) -> Iterator[None]:
-    """Mark a job's directory as one that this process runs, and remember it. Raises `UsageError` if another runs it."""
-    with (directory / MARK).open("a") as file:
+    """Mark a job's directory as one that this process runs, and remember it. The mark is removed at the end.
+
+    The caller has locked the job's checkpoints. Raises `UsageError` if another command runs the job with others.
+    """
+    mark = directory / MARK
+    with mark.open("a") as file:
         until = time.monotonic() + _PATIENCE
         while not _try_lock(file.fileno(), fcntl.LOCK_EX):
             if time.monotonic() > until:
@@ -34,8 +38,11 @@ def mark_running(directory: Path) -> Iterator[None]:
                     f"{directory.name}: another command runs this job. Fix: shoal stop {directory}, or wait for its end"
                 )
             time.sleep(0.01)
-        _remember(directory)
-        yield
+        try:
+            _remember(directory)
+            yield
+        finally:
+            mark.unlink(missing_ok=True)
 
 
 def is_running(directory: Path) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import re
@@ -276,7 +277,8 @@ def _run_to_end(opened: OpenJob, progress: Console, build_seconds: float | None)
     try:
         result = run(opened, progress)
     except BaseException as error:
-        opened.finish(*_describe_exception(error))
+        with contextlib.suppress(OSError):  # of a full disk: `error` tells more
+            opened.finish(*_describe_exception(error))
         if opened.log.lines:
             job_reports.write_job_report(progress, opened, None, build_seconds)
         if opened.has_checkpoints:

@@ -277,8 +277,10 @@ def _run_to_end(opened: OpenJob, progress: Console, build_seconds: float | None)
     try:
         result = run(opened, progress)
     except BaseException as error:
-        with contextlib.suppress(OSError):  # of a full disk: `error` tells more
-            opened.finish(*_describe_exception(error))
+        is_lost = opened.resumed and opened.record.uncollected and not opened.log.lines
+        if not is_lost:  # otherwise hosts of the earlier command may still run, and `shoal stop` must find them
+            with contextlib.suppress(OSError):  # of a full disk: `error` tells more
+                opened.finish(*_describe_exception(error))
         if opened.log.lines:
             job_reports.write_job_report(progress, opened, None, build_seconds)
         if opened.has_checkpoints:

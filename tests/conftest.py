@@ -27,11 +27,12 @@ def pytest_report_header() -> str:
 
 
 def pytest_configure() -> None:
-    """Restores Python's own handler of SIGINT if SIGINT is ignored.
+    """Gives the jobs of tests a list of their own. Restores Python's own handler of SIGINT if SIGINT is ignored.
 
     A shell script starts its background commands with SIGINT ignored, and the commands that the tests start and
     interrupt would inherit that.
     """
+    os.environ["XDG_STATE_HOME"] = str(Path(__file__).resolve().parents[1] / ".cache" / "state")
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

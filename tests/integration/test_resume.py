@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import os
 import random
 import signal
 import subprocess
@@ -17,6 +18,7 @@ import docker
 import pytest
 
 from shoal.docker_client import containers
+from shoal.jobs import known_jobs, running
 from shoal.matrix.spec import BuildSpec
 
 from ..images.test_random_kills import SCRIPT, curve
@@ -176,19 +178,32 @@ def test_checkpoints_of_a_killed_command_are_not_lost(
 ) -> None:
     (source / "train.py").write_text(TRAINING)
     jobs = tmp_path / "jobs"
-    process = start(command(image, source, jobs), "saved", 1)
-    process.kill()
-    process.wait()
-    (job,) = jobs.iterdir()
-    running = client.containers.get(f"{job.name}-algo-1")
+    started = subprocess.run(
+        command(image, source, jobs, "--detach", "--name", source.name),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert started.returncode == 0, started.stdout + started.stderr
+    job = jobs / source.name
+    identity = json.loads((job / "request.json").read_text())["identity"]
+    follow = start([SHOAL, "logs", "--follow", job], "saved", 1)
+    follow.kill()
+    follow.wait()
     try:
+        inside: list[str | Path] = [SHOAL, "exec", job, "--", "sh", "-c", "cat; pwd >&2; exit 5"]
+        result = subprocess.run(inside, input="given\n", capture_output=True, text=True, check=False)
+        assert (result.returncode, result.stdout, result.stderr) == (5, "given\n", "/opt/ml/code\n")
+        os.kill(json.loads((job / "request.json").read_text())["pid"], signal.SIGKILL)
+        running.wait_for_end(job)
+        assert known_jobs.read_job(job).state == known_jobs.LOST
         result = resume(job.name, jobs)
         assert result.returncode == 2
-        assert (
-            f"the job still runs in Docker, but its command has been killed. Fix: docker stop -t 30 {running.name},"
-            in (result.stderr)
-        )
-        running.stop(timeout=30)
+        assert f"its command has been killed. Fix: shoal stop {job.name}," in result.stderr
+        stopped = subprocess.run([SHOAL, "stop", job], capture_output=True, text=True, check=False)
+        assert f"{job.name}: stopped, exit code 143" in stopped.stdout, stopped.stdout + stopped.stderr
+        assert job_objects(client, source.name) == set()
         result = resume(job.name, jobs)
         assert result.returncode == 0, result.stdout + result.stderr
         assert "starts at step 1" in result.stdout
@@ -196,7 +211,7 @@ def test_checkpoints_of_a_killed_command_are_not_lost(
         assert json.loads((job / "request.json").read_text())["exit_code"] == 0
         assert job_objects(client, source.name) == set()
     finally:
-        containers.remove_objects(client, job.name, volumes=True)
+        containers.remove_objects(client, identity, volumes=True)
 
 
 def test_checkpoints_that_cannot_be_collected_stay_in_docker(

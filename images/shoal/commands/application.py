@@ -11,16 +11,11 @@ import os
 import signal
 import sys
 
-import docker.errors
-import requests
-import urllib3.exceptions
-
 from shoal.builds.noop_cache import BuildCommand
 from shoal.commands import completion
-from shoal.commands.common import app
-from shoal.errors import DockerError, ShoalError, convert_os_error
+from shoal.commands.common import app, convert_error
 
-_MODULES = ("setup", "images", "dependencies", "jobs", "deploy", "inspection", "cache")
+_MODULES = ("setup", "images", "dependencies", "jobs", "running_jobs", "deploy", "inspection", "cache")
 """The modules that define commands; importing one adds its commands to `app`."""
 _IMAGE_COMMANDS = frozenset({"build", "list", "plan", "push", "render"})
 """The commands in the module `images`. Importing the other modules takes longer than running these commands."""
@@ -44,23 +39,11 @@ def main(command: BuildCommand | None) -> None:
     try:
         app(standalone_mode=True, obj=command)
     except Exception as error:
-        failure = _convert_error(error)
+        failure = convert_error(error)
         if failure is None:  # a defect: the traceback is most helpful
             raise
         print(f"shoal: {failure}", file=sys.stderr)
         sys.exit(failure.exit_code)
-
-
-def _convert_error(error: Exception) -> ShoalError | None:
-    """Return the failure that a user can act on; None if `error` is a defect."""
-    if isinstance(error, ShoalError):
-        return error
-    if isinstance(error, docker.errors.APIError):
-        return DockerError(f"Docker refused a request: {error.explanation or error}")
-    # Before OSError, of which the errors of requests are subclasses.
-    if isinstance(error, docker.errors.DockerException | requests.RequestException | urllib3.exceptions.HTTPError):
-        return DockerError(f"a request to Docker failed: {error}")
-    return convert_os_error(error) if isinstance(error, OSError) else None
 
 
 def _install_signal_handlers() -> None:

@@ -24,7 +24,7 @@ from rich.console import Console
 from shoal import __version__
 from shoal.builds import builder
 from shoal.commands import completion
-from shoal.errors import ShoalError, UsageError
+from shoal.errors import DockerError, ShoalError, UsageError, convert_os_error
 from shoal.matrix import project, spec
 
 app = typer.Typer(
@@ -233,6 +233,18 @@ def parse_object(option: str, text: str) -> dict[str, Any]:
     if not isinstance(document, dict):
         raise UsageError(f"{option}: expected a JSON object, found {text}")
     return document
+
+
+def convert_error(error: Exception) -> ShoalError | None:
+    """Return the failure that a user can act on; None if `error` is a defect."""
+    if isinstance(error, ShoalError):
+        return error
+    if isinstance(error, docker.errors.APIError):
+        return DockerError(f"Docker refused a request: {error.explanation or error}")
+    # Before OSError, of which the errors of requests are subclasses.
+    if isinstance(error, docker.errors.DockerException | requests.RequestException | urllib3.exceptions.HTTPError):
+        return DockerError(f"a request to Docker failed: {error}")
+    return convert_os_error(error) if isinstance(error, OSError) else None
 
 
 def report_builds(results: Iterable[builder.BuildResult], progress: Console) -> None:

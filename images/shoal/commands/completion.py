@@ -43,3 +43,18 @@ def complete_images(incomplete: str) -> list[str]:
     head = os.environ.get(_HEAD, "")
     names = (*matrix.defaults, *(image.tag for image in matrix.images))
     return [name.removeprefix(head) for name in names if name.startswith(head + incomplete)]
+
+
+def complete_jobs(incomplete: str) -> list[str]:
+    """Return the names of this user's jobs on this machine that begin with `incomplete`, running ones first."""
+    from shoal.jobs.known_jobs import list_jobs  # takes longer than commands on images that repeat
+
+    try:
+        return list(dict.fromkeys(each.name for each in list_jobs() if each.name.startswith(incomplete)))
+    except OSError:
+        return []
+
+
+def complete_jobs_and_images(incomplete: str) -> list[str]:
+    """Return the names of jobs, and then of images, that begin with `incomplete`."""
+    return [*complete_jobs(incomplete), *complete_images(incomplete)]

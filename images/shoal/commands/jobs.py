@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import re
+import signal
 import time
 from dataclasses import dataclass
 from enum import StrEnum
@@ -22,6 +25,7 @@ from shoal.commands.common import (
     OptionalImage,
     app,
     console,
+    convert_error,
     has_old_name,
     open_project,
     parse_object,
@@ -37,9 +41,10 @@ from shoal.commands.common import (
 )
 from shoal.commands.script import Arguments, Script, ScriptCommand, split_script
 from shoal.errors import UsageError
-from shoal.jobs import docker_job, local_job, model_plan, summary
-from shoal.jobs.job import JobRequest
-from shoal.jobs.record import DOCKER, LOCAL, JobRecord, open_job, read_record
+from shoal.jobs import background, docker_job, known_jobs, local_job, model_plan, summary
+from shoal.jobs.job import JobRequest, JobResult
+from shoal.jobs.known_jobs import KnownJob, read_job
+from shoal.jobs.record import DOCKER, FAILED, LOCAL, OUTPUT, STOPPED, JobRecord, OpenJob, open_job, read_record
 from shoal.jobs.volumes import Volume
 from shoal.report import timeline
 from shoal.report.job_page import render_comparison_page
@@ -65,6 +70,8 @@ _HOSTS_HELP = (
     " while lost ones are replaced."
 )
 _VOLUME_HELP = "File or directory of this machine, and its place on every host. :ro: read-only. Repeatable."
+_NAME_HELP = "Name of the new job and its directory: letters, digits and hyphens. Default: a unique name."
+_DETACH_HELP = "Return when the job has started. `shoal ps`, `shoal logs` and `shoal stop` continue from there."
 _UNKNOWN_OPTIONS = {"ignore_unknown_options": True}
 _PLAN_HELP = "--mp-parameters JSON, --devices N, --memory GIB, --optimizer sgd|momentum|adam."
 
@@ -141,6 +148,8 @@ class RunOptions:
         ),
     ] = None
     local: Local = False
+    name: Annotated[str | None, typer.Option(metavar="NAME", help=_NAME_HELP)] = None
+    detach: Annotated[bool, typer.Option("--detach", "-d", help=_DETACH_HELP)] = False
     as_json: AsJson = False
 
     def to_record(self) -> JobRecord:
@@ -152,12 +161,17 @@ class RunOptions:
         engine = choose_engine(self.engine, self.local)
         if self.resume is None:
             self._check_script()
+            if self.name is not None:
+                known_jobs.check_name(self.name, self.jobs)
             record = JobRecord(str(self.image), (engine or Engine.docker).value, JobRequest(**given))
+        elif self.name is not None:
+            raise UsageError(f"--name {self.name}: a resumed job keeps its name, {self.resume}. Fix: leave out --name")
         else:
             earlier = read_record(self.jobs, self.resume)
             extended = {name: {**getattr(earlier.request, name), **given[name]} for name in _EXTENDED if name in given}
             request = dataclasses.replace(earlier.request, **{**given, **extended})
-            record = JobRecord(self.image or earlier.image, engine.value if engine else earlier.engine, request)
+            used = engine.value if engine else earlier.engine
+            record = JobRecord(self.image or earlier.image, used, request, identity=earlier.identity)
         record.request.check()
         if record.engine == LOCAL:
             _refuse_container_options(record.request)
@@ -221,6 +235,8 @@ def run_job(options: RunOptions) -> None:
 
     Example: shoal run pytorch train.py -- --epochs 3
 
+    In the background: shoal run --detach --name digits pytorch train.py
+
     Several hosts: shoal run pytorch code/train.py --hosts 2 --procs-per-host 2
 
     Survive failures: shoal run pytorch train.py --hosts 2 --max-restarts 3
@@ -234,28 +250,63 @@ def run_job(options: RunOptions) -> None:
         tag, build_seconds = _build_image(record.image, progress)
     else:
         tag = resolve_tag(record.image)
-    with open_job(dataclasses.replace(record, image=tag), options.resume) as opened:
-        run = local_job.run_job_locally if record.engine == LOCAL else docker_job.run_job_in_docker
-        try:
-            result = run(opened, progress)
-        except BaseException:
-            if opened.log.lines:
-                job_reports.write_job_report(progress, opened, None, build_seconds)
-            if opened.has_checkpoints:
-                summary.print_resume_command(progress, record.request, opened.name)
-            raise
-        opened.update(exit_code=result.exit_code)
-        result = dataclasses.replace(result, checkpoints=opened.checkpoints.path if opened.has_checkpoints else None)
-        result = dataclasses.replace(
-            result, report=job_reports.write_job_report(progress, opened, result, build_seconds)
-        )
+    moved = background.fork_to_background() if options.detach else None
+    if isinstance(moved, Path):
+        _print_started(read_job(moved), options.as_json)
+        return
+    with open_job(dataclasses.replace(record, image=tag), options.resume, options.name) as opened:
+        if moved:
+            moved.open_log(opened.directory / OUTPUT)
+            opened.on_started = functools.partial(moved.release_parent, opened.directory)
+            progress = Console(highlight=False)  # not of the terminal
+        result = _run_to_end(opened, progress, build_seconds)
     summary.print_summary(progress, record.request, result, build_seconds)
-    if options.as_json:
+    if options.as_json and not moved:
         known = {name: value for name, value in vars(result).items() if name != "plan"}
         print_json({**known, "build_seconds": build_seconds})
     if result.report:
         print_line(f"report: {result.report}", progress)
     raise typer.Exit(result.exit_code)
+
+
+def _run_to_end(opened: OpenJob, progress: Console, build_seconds: float | None) -> JobResult:
+    """Run a job, record how it ended, write its report, and return its result. After an error, too, it is recorded."""
+    run = local_job.run_job_locally if opened.record.engine == LOCAL else docker_job.run_job_in_docker
+    try:
+        result = run(opened, progress)
+    except BaseException as error:
+        is_lost = opened.resumed and opened.record.uncollected and not opened.log.lines
+        if not is_lost:  # otherwise hosts of the earlier command may still run, and `shoal stop` must find them
+            with contextlib.suppress(OSError):  # of a full disk: `error` tells more
+                opened.finish(*_describe_exception(error))
+        if opened.log.lines:
+            job_reports.write_job_report(progress, opened, None, build_seconds)
+        if opened.has_checkpoints:
+            summary.print_resume_command(progress, opened.record.request, opened.name)
+        raise
+    opened.finish(result.exit_code)
+    result = dataclasses.replace(result, checkpoints=opened.checkpoints.path if opened.has_checkpoints else None)
+    return dataclasses.replace(result, report=job_reports.write_job_report(progress, opened, result, build_seconds))
+
+
+def _describe_exception(error: BaseException) -> tuple[int, str]:
+    """Return the exit code and the state of a job that an exception has ended: an interrupt, a signal or a failure."""
+    if isinstance(error, KeyboardInterrupt):
+        return 128 + signal.SIGINT, STOPPED
+    if isinstance(error, SystemExit):
+        return int(error.code or 1), STOPPED
+    failure = convert_error(error) if isinstance(error, Exception) else None
+    return failure.exit_code if failure else 1, FAILED
+
+
+def _print_started(started: KnownJob, as_json: bool) -> None:
+    """Print the name and the directory of a job that runs in the background, and the commands that follow."""
+    if as_json:
+        print_json(started.describe())
+        return
+    print_line(f"{started.name} runs in the background, in {started.directory}")
+    print_line(f"logs: shoal logs --follow {started.name}")
+    print_line(f"stop: shoal stop {started.name}")
 
 
 @has_old_name(app, "plan-model", "estimate", context_settings=_UNKNOWN_OPTIONS)

@@ -28,7 +28,8 @@ class ScriptCommand(typer.core.TyperCommand):
             if not hasattr(error, "possibilities"):
                 raise
             option = getattr(error, "option_name", "")
-            hint = f" Did you mean {error.possibilities[0]}?" if error.possibilities else ""
+            # Stricter than Click: many options are for the script, and similar to one of ours by chance.
+            hint = did_you_mean(option, error.possibilities or (), cutoff=0.75).replace("'", "")
             raise UsageError(
                 f"{option}: no such option.{hint} Fix: if it is for the script, put it after `--`: {_name(ctx)} IMAGE"
                 f" SCRIPT -- {option}"

@@ -166,7 +166,7 @@ def _describe_use(path: Path, holder: str, job: str, option: str) -> str:
     except (ValueError, TypeError, KeyError):  # it has just been locked
         who, where = "", "unknown process"
     if who == job:
-        return f"{option}: the job still runs ({where}). Fix: wait for its end, or stop it with kill -INT"
+        return f"{option}: the job still runs ({where}). Fix: wait for its end, or `shoal stop`"
     user = who or "another job"
     return f"{option}: {path} is used by {user} ({where}). Fix: wait for its end, or name another directory"
 

@@ -47,6 +47,8 @@ class DockerHosts:
     request: job.JobRequest
     name: str
     """The job's name."""
+    identity: str
+    """The label of the job's objects, which no other job has."""
     console: Console
     """The console for the hosts' logs."""
     tree: IO[bytes]
@@ -80,7 +82,7 @@ class DockerHosts:
             host: The name of the host.
             environment: More variables than the job's own.
         """
-        settings = _container_settings(self.request, self.name, self.network)
+        settings = _container_settings(self.request, self.name, self.identity, self.network)
         variables = {**gpus.gpu_environment(self.devices[host]), **settings["environment"], **(environment or {})}
         own = {
             "name": f"{self.name}-{host}",
@@ -93,7 +95,15 @@ class DockerHosts:
                 with contextlib.suppress(docker.errors.NotFound):
                     earlier.remove(force=True, v=True)
             command = self.request.train_command
-            container = containers.create_container(self.client, self.image, command, {**settings, **own})
+            try:
+                container = containers.create_container(self.client, self.image, command, {**settings, **own})
+            except docker.errors.APIError as error:
+                if error.status_code != requests.codes.conflict:
+                    raise
+                raise UsageError(
+                    f"--name {self.name}: Docker has another container {own['name']}. Fix: choose another name, or"
+                    f" remove it if you do not need it: docker rm -f {own['name']}"
+                ) from error
             self.by_name[host] = container
         self.tree.seek(0)
         container.put_archive("/", self.tree)
@@ -144,7 +154,7 @@ class DockerHosts:
 
     def _find_container(self) -> Container:
         """Return a container that still exists, or the first one. All of them have the volume."""
-        filters = {"label": f"{containers.JOB_LABEL}={self.name}"}
+        filters = {"label": f"{containers.JOB_LABEL}={self.identity}"}
         present = {each["Id"] for each in self.client.api.containers(all=True, filters=filters)}
         found = (container for container in self.by_name.values() if container.id in present)
         return next(found, self.by_name[self.first])
@@ -206,16 +216,19 @@ def create_hosts(
     name: str,
     console: Console,
     log: JobLog | None = None,
+    identity: str | None = None,
 ) -> Iterator[DockerHosts]:
     """Create the network, the volume and the containers of a job, and yield them. Start nothing.
 
-    The caller removes all of them at the end, by their label. If the volume exists already, it is used.
+    The caller removes all of them at the end, by their label `identity`, by default the job's name. If the volume
+    exists already, it is used. Raises `UsageError` if another container has the name of a host's.
     """
+    identity = identity or name
     say = functools.partial(console.print, markup=False, soft_wrap=True)
     devices = gpus.divide_gpus(client, image, request.gpus, request.host_names, say)
-    network = _create_network(client, name)
+    network = _create_network(client, identity)
     with containers.delay_interrupts():
-        client.volumes.create(volume_name(name), labels={containers.JOB_LABEL: name})
+        client.volumes.create(volume_name(identity), labels={containers.JOB_LABEL: identity})
     with TemporaryFile() as tree:
         with TemporaryDirectory(prefix="shoal-job-") as scratch:
             job.write_tree(Path(scratch), request, name)
@@ -225,6 +238,7 @@ def create_hosts(
             image=image,
             request=request,
             name=name,
+            identity=identity,
             console=console,
             tree=tree,
             secret=job.make_secret(request.environment),
@@ -237,44 +251,42 @@ def create_hosts(
         yield hosts
 
 
-def volume_name(name: str) -> str:
+def volume_name(identity: str) -> str:
     """Return the name of the volume with the checkpoints of a job."""
-    return f"shoal-{name}"
+    return f"shoal-{identity}"
 
 
-def remove_earlier(client: docker.DockerClient, name: str, keep_volume: bool) -> bool:
+def remove_earlier(client: docker.DockerClient, name: str, identity: str, keep_volume: bool) -> bool:
     """Remove the objects of an earlier command for a job from Docker, and return whether its volume is kept.
 
     Raises `UsageError` if a container of the job still runs.
     """
-    running = client.containers.list(filters={"label": f"{containers.JOB_LABEL}={name}"})
-    if running:
-        names = " ".join(str(container.name) for container in running)
+    if client.containers.list(filters={"label": f"{containers.JOB_LABEL}={identity}"}):
         raise UsageError(
-            f"--resume {name}: the job still runs in Docker, but its command has been killed. Fix: docker stop -t"
-            f" {STOP_SECONDS} {names}, and repeat this command, which collects the checkpoints"
+            f"--resume {name}: the job still runs in Docker, but its command has been killed. Fix: shoal stop {name},"
+            " and repeat this command"
         )
-    containers.remove_objects(client, name, volumes=not keep_volume)
+    containers.remove_objects(client, identity, volumes=not keep_volume)
     try:
-        client.volumes.get(volume_name(name))
+        client.volumes.get(volume_name(identity))
     except docker.errors.NotFound:
         return False
     return True
 
 
-def _create_network(client: docker.DockerClient, name: str) -> Network:
+def _create_network(client: docker.DockerClient, identity: str) -> Network:
     """Create the job's network, with the MTU of Docker's default network if there is one. A signal waits meanwhile."""
     key = "com.docker.network.driver.mtu"
     options: dict[str, str] = {}
     with contextlib.suppress(docker.errors.NotFound):
         options = client.networks.get("bridge").attrs.get("Options") or {}
     mtu = {key: options[key]} if key in options else {}
-    labels = {containers.JOB_LABEL: name}
+    labels = {containers.JOB_LABEL: identity}
     with containers.delay_interrupts():
-        return client.networks.create(f"shoal-{name}", driver="bridge", options=mtu, labels=labels)
+        return client.networks.create(f"shoal-{identity}", driver="bridge", options=mtu, labels=labels)
 
 
-def _container_settings(request: job.JobRequest, name: str, network: str) -> dict[str, Any]:
+def _container_settings(request: job.JobRequest, name: str, identity: str, network: str) -> dict[str, Any]:
     """Return the settings that the containers of all hosts share: environment, label, mounts, network and limits.
 
     The request's environment wins over defaults, except over the job's name. The secret itself is not among them.
@@ -295,8 +307,8 @@ def _container_settings(request: job.JobRequest, name: str, network: str) -> dic
             **own,
             "TRAINING_JOB_NAME": name,
         },
-        "labels": {containers.JOB_LABEL: name},
-        "mounts": [*mounts, docker.types.Mount(f"/{_CHECKPOINTS}", volume_name(name), type="volume")],
+        "labels": {containers.JOB_LABEL: identity},
+        "mounts": [*mounts, docker.types.Mount(f"/{_CHECKPOINTS}", volume_name(identity), type="volume")],
         "network": network,
         "shm_size": request.shm_size or job.SHM_SIZE,
         "mem_limit": request.memory,

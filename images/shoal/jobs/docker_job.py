@@ -42,7 +42,7 @@ def run_job_in_docker(opened: OpenJob, console: Console) -> job.JobResult:
     with (
         _remove_all_at_end(client, opened, console),
         docker_hosts.create_hosts(
-            client, opened.record.image, opened.record.request, opened.name, console, opened.log
+            client, opened.record.image, opened.record.request, opened.name, console, opened.log, opened.identity
         ) as hosts,
     ):
         if not is_filled:
@@ -50,17 +50,18 @@ def run_job_in_docker(opened: OpenJob, console: Console) -> job.JobResult:
         watch = Watch(hosts)
         hosts.start(*hosts.by_name)
         opened.update(uncollected=True)
+        opened.on_started()
         try:
             with usage.sample_usage(opened.log.usage, opened.log.began, hosts.read_usage):
                 exits = watch.wait()
         except BaseException:
             hosts.kill()  # those that a second interrupt did not wait for
-            _collect(hosts, opened)  # the script may have saved files before it ended
+            collect(hosts, opened)  # the script may have saved files before it ended
             console.print(f"interrupted; files of the hosts are in {opened.directory}", soft_wrap=True, highlight=False)
             raise
         for reader in hosts.readers:
             reader.join()
-        trees = _collect(hosts, opened)
+        trees = collect(hosts, opened)
     notes = {host: "killed by the out-of-memory killer" for host, end in exits.items() if end.out_of_memory}
     result = job.read_result(opened.name, watch.exit_codes(), opened.directory, trees, notes)
     return replace(result, restarts=[*watch.restarts, *result.restarts])
@@ -72,11 +73,11 @@ def _keep_volume(client: docker.DockerClient, opened: OpenJob, console: Console)
     Prints a line if it should have them, but is gone. Raises `UsageError` if the job still runs, or then has none.
     """
     is_expected = opened.record.uncollected
-    if docker_hosts.remove_earlier(client, opened.name, keep_volume=is_expected):
+    if docker_hosts.remove_earlier(client, opened.name, opened.identity, keep_volume=is_expected):
         return True
     if is_expected:
         opened.update(uncollected=False)
-        lost = f"the Docker volume {docker_hosts.volume_name(opened.name)} with the newest checkpoints is gone"
+        lost = f"the Docker volume {docker_hosts.volume_name(opened.identity)} with the newest checkpoints is gone"
         if not opened.checkpoints.has_files():
             raise UsageError(f"--resume {opened.name}: {lost}. Fix: start the job again without --resume")
         console.print(f"{lost}; continuing from {opened.checkpoints.path}", markup=False, soft_wrap=True)
@@ -90,9 +91,9 @@ def _remove_all_at_end(client: docker.DockerClient, opened: OpenJob, console: Co
         yield
     finally:
         with containers.delay_interrupts():
-            containers.remove_objects(client, opened.name, volumes=not opened.record.uncollected)
+            containers.remove_objects(client, opened.identity, volumes=not opened.record.uncollected)
         if opened.record.uncollected:
-            volume = docker_hosts.volume_name(opened.name)
+            volume = docker_hosts.volume_name(opened.identity)
             console.print(
                 f"the newest checkpoints were not collected. They are in the Docker volume {volume}",
                 soft_wrap=True,
@@ -100,7 +101,7 @@ def _remove_all_at_end(client: docker.DockerClient, opened: OpenJob, console: Co
             )
 
 
-def _collect(hosts: DockerHosts, opened: OpenJob) -> dict[str, Path]:
+def collect(hosts: DockerHosts, opened: OpenJob) -> dict[str, Path]:
     """Copy checkpoints, models and output from the hosts, which have ended, and return the tree of each host."""
     try:
         hosts.collect(opened.checkpoints)

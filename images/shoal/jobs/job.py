@@ -286,10 +286,10 @@ def describe_channels(names: Iterable[str]) -> dict[str, dict[str, str]]:
     }
 
 
-def make_job_name(request: JobRequest) -> str:
-    """Return a unique name: the name of the source directory, the time and a few random characters."""
+def make_job_name(request: JobRequest, stem: str | None = None) -> str:
+    """Return a unique name: `stem` or the name of the source directory, the time and a few random characters."""
     # Both Docker and SageMaker accept letters, digits and hyphens.
-    stem = re.sub(r"[^A-Za-z0-9]+", "-", request.source.resolve().name).strip("-") or "job"
+    stem = stem or re.sub(r"[^A-Za-z0-9]+", "-", request.source.resolve().name).strip("-") or "job"
     return containers.unique_name(stem)
 
 

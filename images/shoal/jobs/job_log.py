@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
+import sys
 import threading
 import time
 from array import array
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from pathlib import Path
+from typing import IO, NamedTuple
 
 _HALF = 50_000
 """How many lines are kept of the beginning of the log, and of its end."""
@@ -58,7 +61,7 @@ Key = tuple[str, str, int | None]
 
 @dataclass
 class JobLog:
-    """The log of a job, in bounded memory: its first and last lines, and series of numbers.
+    """The log of a job, in bounded memory: its first and last lines, and series of numbers. A file may get all lines.
 
     Threads may add lines at the same time.
     """
@@ -70,6 +73,9 @@ class JobLog:
     """The numbers that the script has written as name=value."""
     usage: dict[Key, Series] = field(default_factory=dict)
     """CPU and memory of hosts."""
+    path: Path | None = None
+    """The file that gets all lines, as `[seconds since 1970, host, text]`. It is made for the first line."""
+    _file: IO[str] | None = None
     _head: list[Line] = field(default_factory=list)
     _tail: deque[Line] = field(default_factory=lambda: deque(maxlen=_HALF))
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -86,8 +92,10 @@ class JobLog:
 
     def add(self, host: str, text: str) -> None:
         """Add a line that came from a host now. Its rank is in its prefix, or in its JSON; colours are removed."""
-        line = parse_line(round(time.time() - self.began, 2), host, text)
+        now = time.time()
+        line = parse_line(round(now - self.began, 2), host, text)
         with self._lock:
+            self._write(json.dumps([round(now, 3), host, text]))
             if len(self._head) < _HALF:
                 self._head.append(line)
             else:
@@ -96,6 +104,26 @@ class JobLog:
             if "=" in line.text and not line.text.startswith("train: "):
                 for name, value in find_numbers(line.text):
                     self._add_number((name, line.host, line.rank), line.seconds, value)
+
+    def close(self) -> None:
+        """Close the file. Later lines are not written to it."""
+        with self._lock:
+            self.path = None
+            if self._file:
+                self._file.close()
+
+    def _write(self, line: str) -> None:
+        """Write a line to the file. Only its owner can read it. After an error, warn, and write no more."""
+        if self.path is None:
+            return
+        try:
+            if self._file is None:
+                flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+                self._file = os.fdopen(os.open(self.path, flags, 0o600), "w", buffering=1)
+            self._file.write(line + "\n")
+        except OSError as error:  # a full disk must not end the job
+            print(f"shoal: warning: {self.path} has no further lines: {error.strerror}", file=sys.stderr)
+            self.path = None
 
     def _add_number(self, key: Key, seconds: float, value: float) -> None:
         if key in self.series or len(self.series) < MAX_SERIES:

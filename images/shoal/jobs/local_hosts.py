@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import itertools
 import os
@@ -21,11 +20,11 @@ from rich.console import Console
 from shoal.docker_client import containers
 from shoal.jobs import job, restarts
 from shoal.jobs.job_log import JobLog
+from shoal.jobs.local_processes import BASE, read_environment
 from shoal.jobs.watch import Arrival, HostExit
 
 _PR_SET_CHILD_SUBREAPER = 36  # of Linux
 _STDERR = 2
-_BASE = "SAGEMAKER_BASE_DIR"
 
 
 @dataclass
@@ -84,7 +83,7 @@ class LocalHosts:
             "stderr": subprocess.STDOUT if several else subprocess.PIPE,
         }
         for host in hosts:
-            environment = {**self.environment, _BASE: str(self.trees[host]), **self._variables[host]}
+            environment = {**self.environment, BASE: str(self.trees[host]), **self._variables[host]}
             environment["SAGEMAKER_SUBMIT_DIRECTORY"] = str(self.trees[host] / "code")
             command = [str(self.train), *self.request.train_command[1:]]
             process = subprocess.Popen(command, env=environment, pass_fds=[self.lock], **streams)
@@ -176,8 +175,7 @@ def kill_orphans(tree: Path) -> None:
 
     Others of this host become children when their parents end, and are killed then.
     """
-    mark = f"{_BASE}={tree}\0".encode()
-    while orphans := [pid for pid in _list_children() if mark in _read_environment(pid)]:
+    while orphans := [pid for pid in _list_children() if read_environment(pid).get(BASE) == str(tree)]:
         for pid in orphans:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
@@ -186,10 +184,3 @@ def kill_orphans(tree: Path) -> None:
 def _list_children() -> list[int]:
     files = Path("/proc/self/task").glob("*/children")
     return [int(pid) for file in files for pid in file.read_text().split()]
-
-
-def _read_environment(pid: int) -> bytes:
-    """Return the environment that a process was started with; empty if it has ended."""
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/environ").read_bytes() + b"\0"
-    return b""

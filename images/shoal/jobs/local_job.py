@@ -43,6 +43,7 @@ def run_job_locally(opened: OpenJob, console: Console) -> job.JobResult:
     watch = Watch(hosts)
     shared = hosts.trees[hosts.first]
     opened.update(uncollected=True)
+    opened.on_started()
     try:
         hosts.start(*hosts.trees)
         with usage.sample_usage(opened.log.usage, opened.log.began, usage.read_machine):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,19 @@ from typing import Any
 import pydantic
 
 from shoal.errors import UsageError, did_you_mean
-from shoal.jobs import checkpoints, job
+from shoal.jobs import checkpoints, job, running
 from shoal.jobs.job_log import JobLog
 
 RECORD = "request.json"
 _EARLIER = "attempt-"
 """Directories with the files of earlier commands have this name and a number."""
 DOCKER, LOCAL = "docker", "none"
+RUNNING, COMPLETED, FAILED, STOPPED = "running", "completed", "failed", "stopped"
+"""The states of a job in its record."""
+LOG = "log.jsonl"
+"""The log of a job, one line of JSON for each line of a host."""
+OUTPUT = "shoal.log"
+"""The output of the command of a detached job."""
 
 
 @dataclass(frozen=True)
@@ -31,9 +38,18 @@ class JobRecord:
     engine: str
     request: job.JobRequest
     exit_code: int | None = None
-    """None: it was interrupted, or still runs."""
+    """None: it has not ended, or its command was killed."""
     uncollected: bool = False
     """Whether the newest checkpoints are not in their directory yet, but in Docker's volume or in the host's tree."""
+    identity: str = ""
+    """The label of the job's objects in Docker, which no other job has. Empty: its name, which is unique then."""
+    state: str = RUNNING
+    started: float = 0.0
+    """When the last command has started it, in seconds since 1970."""
+    ended: float | None = None
+    """When it ended; None if it still runs, or its command was killed."""
+    pid: int = 0
+    """The process of the command that runs it."""
 
 
 _RECORDS = pydantic.TypeAdapter(JobRecord)
@@ -49,7 +65,14 @@ class OpenJob:
     checkpoints: checkpoints.CheckpointDirectory
     resumed: bool
     log: JobLog = field(default_factory=JobLog)
-    """The log of this command, which is kept in memory."""
+    """The log of this command."""
+    on_started: Callable[[], None] = lambda: None
+    """Called when the hosts start: errors in the request have been found before."""
+
+    @property
+    def identity(self) -> str:
+        """The label of its objects in Docker, which no other job has."""
+        return self.record.identity or self.name
 
     @property
     def has_checkpoints(self) -> bool:
@@ -60,6 +83,10 @@ class OpenJob:
         """Change the record, and write it."""
         self.record = replace(self.record, **changes)
         _write_record(self.directory, self.record)
+
+    def finish(self, exit_code: int | None, state: str | None = None) -> None:
+        """Write how the job ended. Its state follows from the exit code if none is given."""
+        self.update(exit_code=exit_code, state=state or (FAILED if exit_code else COMPLETED), ended=time.time())
 
 
 def read_record(output: Path, name: str) -> JobRecord:
@@ -72,12 +99,15 @@ def read_record(output: Path, name: str) -> JobRecord:
             f"--resume {name}: {problem}.{did_you_mean(name, known)} Fix: use the name of a directory in {output}, or"
             " --output with the directory of your jobs"
         )
+    return load_record(path, f"--resume {name}")
+
+
+def load_record(path: Path, option: str) -> JobRecord:
+    """Return the record in a file. Raises `UsageError`, with an option or a job's name, if it is not a record."""
     try:
         return _RECORDS.validate_json(path.read_bytes())
     except pydantic.ValidationError as error:
-        raise UsageError(
-            f"--resume {name}: {path} was not written by this version: {error.errors()[0]['msg']}"
-        ) from error
+        raise UsageError(f"{option}: {path} was not written by this version: {error.errors()[0]['msg']}") from error
 
 
 def _write_record(directory: Path, record: JobRecord) -> None:
@@ -102,10 +132,16 @@ def _write_record(directory: Path, record: JobRecord) -> None:
 
 
 @contextlib.contextmanager
-def open_job(record: JobRecord, resumed: str | None) -> Iterator[OpenJob]:
+def open_job(record: JobRecord, resumed: str | None, name: str | None = None) -> Iterator[OpenJob]:
     """Open a new job, or with a name in `resumed`, that one again, and write its record.
 
-    A new job gets a directory. In the directory of a resumed job, the files of the last command move to attempt-N.
+    A new job gets a directory, and if it ends before its hosts start, the directory is removed. In the directory of a
+    resumed job, the files of the last command move to attempt-N. Other commands see that the job runs.
+
+    Args:
+        record: The job to run.
+        resumed: The name of the job to continue.
+        name: The name of a new job; None: a unique one.
 
     Raises:
         UsageError: If the job's directory cannot be created, or another command or job uses the checkpoints. Also if
@@ -116,20 +152,35 @@ def open_job(record: JobRecord, resumed: str | None) -> Iterator[OpenJob]:
         name, directory = resumed, (request.output / resumed).resolve()
         option = f"--resume {name}"
     else:
-        name = job.make_job_name(request)
+        unique = job.make_job_name(request, name)
+        name = name or unique
+        record = replace(record, identity=unique)
         directory = job.make_job_directory(request, name)
         option = f"--checkpoints {request.checkpoints}"
+    has_checkpoints = False
+    place, owner = request.checkpoints or directory / checkpoints.CONTENT, record.identity or name
     try:
-        with checkpoints.open_directory(request.checkpoints or directory / checkpoints.CONTENT, name, option) as opened:
+        with checkpoints.open_directory(place, owner, option) as opened, running.mark_running(directory):
             if resumed is not None:
                 record = _prepare_resume(directory, record, opened)
-            result = OpenJob(name, directory, record, opened, resumed is not None)
-            result.update()
-            yield result
+            record = replace(record, state=RUNNING, started=time.time(), ended=None, pid=os.getpid())
+            log = JobLog(path=directory / LOG)
+            result = OpenJob(name, directory, record, opened, resumed is not None, log)
+            try:
+                result.update()
+                yield result
+            finally:
+                log.close()
+                has_checkpoints = result.has_checkpoints
     finally:
-        if resumed is None:
-            with contextlib.suppress(OSError):  # it is not empty
-                directory.rmdir()
+        if resumed is None and not has_checkpoints:
+            _remove_unused(directory)
+
+
+def _remove_unused(directory: Path) -> None:
+    """Remove the directory of a new job without checkpoints, unless it has files of hosts: they never started then."""
+    if {path.name for path in directory.iterdir()} <= {RECORD, OUTPUT, running.MARK, checkpoints.CONTENT}:
+        shutil.rmtree(directory)
 
 
 def _prepare_resume(directory: Path, record: JobRecord, opened: checkpoints.CheckpointDirectory) -> JobRecord:
@@ -137,13 +188,13 @@ def _prepare_resume(directory: Path, record: JobRecord, opened: checkpoints.Chec
 
     Checkpoints in the tree of a job without Docker that was killed are collected first.
     """
-    option = f"--resume {opened.job}"
-    last = read_record(directory.parent, opened.job)  # it may have ended since the first look
+    option = f"--resume {directory.name}"
+    last = read_record(directory.parent, directory.name)  # it may have ended since the first look
     if last.exit_code == 0:
         raise UsageError(f"{option}: the job has succeeded, so nothing is left to do. Fix: start a new job")
     is_uncollected = last.uncollected
     if is_uncollected and last.engine == LOCAL:
-        for tree in _find_trees(directory):
+        for tree in find_trees(directory):
             collect_tree(tree, opened)
         _write_record(directory, replace(last, uncollected=False))
         is_uncollected = False
@@ -162,7 +213,7 @@ def collect_tree(tree: Path, directory: checkpoints.CheckpointDirectory) -> None
         checkpoints.copy_tree(tree / checkpoints.CONTENT, scratch / checkpoints.CONTENT, link=True)
 
 
-def _find_trees(directory: Path) -> list[Path]:
+def find_trees(directory: Path) -> list[Path]:
     """Return the tree with the checkpoints of a job without Docker that was killed; none for another job."""
     found = (path for path in directory.glob(f"[!.]*/{checkpoints.CONTENT}") if path.is_dir() and not path.is_symlink())
     return [path.parent for path in found]
@@ -182,7 +233,7 @@ def _move_results(directory: Path) -> None:
     number = 1 + len(list(directory.glob(f"{_EARLIER}*")))
     target = directory / f"{_EARLIER}{number}"
     target.mkdir()
-    for tree in _find_trees(directory):
+    for tree in find_trees(directory):
         remove_checkpoints(tree)
     for path in list(directory.iterdir()):
         if not path.name.startswith((_EARLIER, ".")) and path.name not in (RECORD, checkpoints.CONTENT):

@@ -1,0 +1,209 @@
+"""Commands on jobs that another command runs or has run: ps, logs, stop, exec and shell."""
+
+from __future__ import annotations
+
+import sys
+from datetime import datetime, timedelta
+from typing import Annotated
+
+import typer
+
+from shoal.commands import completion
+from shoal.commands.common import (
+    RUN,
+    AsJson,
+    app,
+    print_json,
+    print_line,
+    progress_console,
+    resolve_tag,
+)
+from shoal.errors import UsageError
+from shoal.jobs import inside, known_jobs, stopping
+from shoal.jobs.inside import choose_host
+from shoal.jobs.job_lines import LineFilter, read_lines
+from shoal.jobs.known_jobs import LOST, KnownJob, find_job, find_running_job
+from shoal.jobs.record import LOCAL, OUTPUT, RUNNING
+from shoal.jobs.volumes import Volume
+from shoal.jobs.watch import STOP_SECONDS
+
+_MOST_ENDED = 20
+_HEADER = ["name", "state", "exit code", "image", "hosts", "started", "elapsed", "directory"]
+_JOB_HELP = "Name of a job, or its directory."
+Job = Annotated[str, typer.Argument(metavar="JOB", help=_JOB_HELP, autocompletion=completion.complete_jobs)]
+Host = Annotated[str | None, typer.Option("--host", metavar="NAME", help="Host, such as algo-2. Default: the first.")]
+
+
+@app.command("ps", rich_help_panel=RUN, epilog="More: docs/background-jobs.md")
+def list_jobs(
+    every: Annotated[bool, typer.Option("--all", "-a", help="All ended jobs too. Default: the last 20.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """List your jobs on this machine, running and ended ones, with state and exit code.
+
+    A job is lost if its command was killed. `shoal stop` then stops its hosts and collects their files.
+
+    Example: shoal ps
+    """
+    jobs = known_jobs.list_jobs()
+    ended = [each for each in jobs if not each.is_running]
+    hidden = 0 if every else max(0, len(ended) - _MOST_ENDED)
+    shown = jobs[: len(jobs) - hidden]
+    if as_json:
+        print_json([each.describe() for each in shown])
+        return
+    rows = [_HEADER, *map(_describe_row, shown)]
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    for row in rows:  # not a rich table, which would cut paths on a narrow terminal
+        print_line("  ".join(map(str.ljust, row, widths)).rstrip())
+    if hidden:
+        print_line(f"{hidden} older jobs: shoal ps --all")
+
+
+def _describe_row(job: KnownJob) -> list[str]:
+    """Return the cells of a job. Without Docker, it has no image."""
+    own = job.record
+    code = "" if job.is_running or own.exit_code is None else str(own.exit_code)
+    image = "without Docker" if own.engine == LOCAL else own.image
+    started = f"{datetime.fromtimestamp(own.started):%Y-%m-%d %H:%M:%S}"
+    elapsed = "" if job.seconds is None else str(timedelta(seconds=int(job.seconds)))
+    return [job.name, job.state, code, image, str(own.request.hosts), started, elapsed, str(job.directory)]
+
+
+@app.command("logs", rich_help_panel=RUN, epilog="More: docs/background-jobs.md")
+def print_logs(
+    name: Job,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Wait for further lines until the job has ended.")
+    ] = False,
+    host: Annotated[str | None, typer.Option("--host", metavar="NAME", help="Only lines of this host.")] = None,
+    rank: Annotated[int | None, typer.Option("--rank", min=0, help="Only lines of this rank.")] = None,
+    tail: Annotated[int | None, typer.Option("--tail", "-n", min=0, help="Only the last lines, this many.")] = None,
+    timestamps: Annotated[bool, typer.Option("--timestamps", "-t", help="Print the time before each line.")] = False,
+) -> None:
+    """Print the log of a job that runs or has ended. Its last line, on standard error, is the job's state.
+
+    Example: shoal logs --follow digits
+
+    One rank: shoal logs --rank 0 --tail 20 digits
+    """
+    found = find_job(name)
+    if host is not None and found.record.engine != LOCAL:
+        choose_host(found.name, host, found.record.request.host_names)
+    lines = read_lines(found.directory, LineFilter(host, rank), tail=tail, follow=follow, timestamps=timestamps)
+    has_lines = False
+    for line in lines:
+        has_lines = True
+        sys.stdout.write(line + "\n")
+        if follow:
+            sys.stdout.flush()
+    sys.stdout.flush()
+    if rank is not None and not has_lines:
+        print("shoal: no line has that rank. `train` writes ranks if a host has several: use --host", file=sys.stderr)
+    print_line(_describe_state(known_jobs.read_job(found.directory)), progress_console(as_json=True))
+
+
+def _describe_state(job: KnownJob) -> str:
+    """Return the state of a job in one line, with the file of messages that no host has written."""
+    code = "" if job.is_running or job.record.exit_code is None else f", exit code {job.record.exit_code}"
+    output = job.directory / OUTPUT
+    return f"{job.name}: {job.state}{code}. Files: {output if output.exists() else job.directory}"
+
+
+@app.command("stop", rich_help_panel=RUN, epilog="More: docs/background-jobs.md")
+def stop_job(name: Job, as_json: AsJson = False) -> None:
+    """Stop a job as Ctrl-C does in its terminal, and wait for its end: its files and checkpoints are collected.
+
+    The script gets SIGTERM, and is killed if it has not ended after 30 s. Repeat the command to kill it at once.
+
+    A job that has ended stays as it is.
+
+    Example: shoal stop digits
+    """
+    found = find_job(name)
+    progress = progress_console(as_json)
+    if found.state in (RUNNING, LOST):
+        say = f"stopping {found.name}; the script has {STOP_SECONDS} s to end (repeat the command to stop at once)"
+        print_line(say, progress)
+    stopped = stopping.stop_job(found, progress)
+    if as_json:
+        print_json(stopped.describe())
+    else:
+        print_line(_describe_state(stopped))
+
+
+@app.command("exec", rich_help_panel=RUN, epilog="More: docs/background-jobs.md")
+def run_command(
+    name: Job,
+    command: Annotated[list[str], typer.Argument(metavar="-- COMMAND", help="Program and its arguments.")],
+    host: Host = None,
+) -> None:
+    """Run a command in a host of a running job, and exit with its exit code.
+
+    It runs in the directory of the code. At a terminal it can be interactive. Otherwise standard input is passed on.
+
+    Example: shoal exec digits -- nvidia-smi
+
+    Another host: shoal exec --host algo-2 digits -- ps aux
+    """
+    raise typer.Exit(inside.run_in_host(find_running_job(name), host, command))
+
+
+@app.command("shell", rich_help_panel=RUN, epilog="More: docs/background-jobs.md")
+def open_shell(
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="JOB|IMAGE",
+            help="Running job, or else a tag or framework.",
+            autocompletion=completion.complete_jobs_and_images,
+        ),
+    ],
+    host: Host = None,
+    volume: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--volume", "-v", metavar="PATH:TARGET[:ro]", help="For an image: mount a file or directory. Repeatable."
+        ),
+    ] = None,
+) -> None:
+    """Open a shell in a host of a running job, or in a new container of an image, which is removed at its end.
+
+    The name of a running job comes first, since its container cannot be reached in another way. So a tag, which has a
+    colon, is always an image.
+
+    Example: shoal shell digits
+
+    New container: shoal shell pytorch --volume .:/work
+    """
+    volumes = [Volume.parse(text) for text in volume or ()]
+    job = None if ":" in name else _find_if_running(name)
+    if job:
+        if volumes:
+            raise UsageError("--volume: has no effect in a container that runs. Fix: leave it out")
+        raise typer.Exit(inside.run_in_host(job, host, inside.SHELL))
+    if host is not None:
+        find_running_job(name)  # the error
+    for each in volumes:
+        each.check()
+    raise typer.Exit(inside.open_shell(_resolve_image(name), volumes))
+
+
+def _find_if_running(name: str) -> KnownJob | None:
+    """Return the running job with a name; None if there is none."""
+    try:
+        return find_running_job(name)
+    except UsageError:
+        return None
+
+
+def _resolve_image(name: str) -> str:
+    """Return the tag of an image. If there is none of that name, the error names similar jobs too."""
+    try:
+        return resolve_tag(name)
+    except UsageError as error:
+        try:
+            find_running_job(name)
+        except UsageError as job_error:
+            raise UsageError(f"{job_error}\nIt is not an image either: {error}") from error
+        raise

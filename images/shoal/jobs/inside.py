@@ -1,0 +1,98 @@
+"""Runs commands inside the hosts of running jobs, and inside new containers of images."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Sequence
+
+import docker
+import docker.errors
+
+from shoal import docker_client
+from shoal.docker_client import containers, terminal
+from shoal.errors import DockerError, UsageError, did_you_mean
+from shoal.jobs import gpus, local_processes
+from shoal.jobs.job import RESOURCE_CONFIG
+from shoal.jobs.known_jobs import KnownJob
+from shoal.jobs.record import LOCAL
+from shoal.jobs.volumes import Volume
+
+SHELL = ["sh", "-c", "command -v bash >/dev/null && exec bash || exec sh"]
+"""Starts bash, or sh in an image without it."""
+_CODE = "/opt/ml/code"
+_WAIT = ["sleep", "infinity"]
+
+
+def run_in_host(found: KnownJob, host: str | None, command: Sequence[str]) -> int:
+    """Run a command in a host of a running job, in the directory of the code, and return its exit code.
+
+    Without Docker it gets the variables of the host's `train`.
+
+    Args:
+        found: The job, which runs.
+        host: The name of the host; None: the first one.
+        command: The program and its arguments.
+
+    Raises:
+        UsageError: If the job has no such host.
+        DockerError: If the host does not run, or Docker does not answer.
+    """
+    if found.record.engine == LOCAL:
+        return _run_in_local_host(found, host, command)
+    names = found.record.request.host_names
+    name = choose_host(found.name, host, names)
+    client = docker_client.connect(timeout=None)
+    container = f"{found.name}-{name}"
+    try:
+        return terminal.run_in_container(client, container, command, _CODE)
+    except docker.errors.APIError as error:
+        if error.status_code not in (404, 409):  # missing, not running
+            raise
+        raise DockerError(
+            f"{container}: the host does not run: {error.explanation}. Fix: try again when it has started, or choose"
+            f" another with --host ({', '.join(names)})"
+        ) from error
+
+
+def choose_host(job: str, host: str | None, names: Sequence[str]) -> str:
+    """Return a host of a job by name, by default the first. Raises `UsageError` if there is no such host."""
+    if host is None:
+        return names[0]
+    if host not in names:
+        raise UsageError(
+            f"--host {host}: {job} has no such host.{did_you_mean(host, names)} Fix: use one of {', '.join(names)}"
+        )
+    return host
+
+
+def _run_in_local_host(found: KnownJob, host: str | None, command: Sequence[str]) -> int:
+    """Run a command as a process of this machine, with the variables of a host's `train`, and return its exit code."""
+    trees = {path.parents[2].name: path.parents[2] for path in sorted(found.directory.glob(f"*/{RESOURCE_CONFIG}"))}
+    tree = trees[choose_host(found.name, host, list(trees))]
+    processes = local_processes.list_processes(tree)
+    if not processes:
+        raise DockerError(f"{found.name}: {tree.name} has no process. Fix: try again when the host has started")
+    code = subprocess.run(
+        command, cwd=tree / "code", env=local_processes.read_environment(processes[0]), check=False
+    ).returncode
+    return 128 - code if code < 0 else code
+
+
+def open_shell(image: str, volumes: Sequence[Volume]) -> int:
+    """Start a shell in a new container of an image, remove the container at the end, and return the shell's exit code.
+
+    Raises `DockerError` if Docker does not have the image.
+    """
+    client = docker_client.connect(timeout=None)
+    label = containers.unique_name("shell")
+    settings = {
+        "entrypoint": _WAIT[:1],
+        "init": True,
+        "labels": {containers.JOB_LABEL: label},
+        "mounts": [volume.to_mount() for volume in volumes],
+        "device_requests": gpus.device_requests((gpus.ALL,)) if docker_client.has_gpus(client) else [],
+    }
+    with containers.remove_at_end(client, label):
+        container = containers.create_container(client, image, _WAIT[1:], settings)
+        container.start()
+        return terminal.run_in_container(client, str(container.id), SHELL)

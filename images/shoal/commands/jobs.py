@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import os
 import re
 import time
 from dataclasses import dataclass
@@ -37,9 +39,10 @@ from shoal.commands.common import (
 )
 from shoal.commands.script import ScriptCommand, split_script
 from shoal.errors import UsageError
-from shoal.jobs import docker_job, local_job, model_plan, summary
+from shoal.jobs import docker_job, live_view, local_job, metric_definitions, model_plan, summary
 from shoal.jobs.job import JobRequest
-from shoal.jobs.record import DOCKER, LOCAL, JobRecord, open_job, read_record
+from shoal.jobs.live_view import View
+from shoal.jobs.record import DOCKER, LOCAL, JobRecord, OpenJob, open_job, read_record
 from shoal.jobs.volumes import Volume
 from shoal.report import timeline
 from shoal.report.job_page import render_comparison_page
@@ -143,6 +146,9 @@ class RunOptions:
         ),
     ] = None
     local: Local = False
+    plain: Annotated[bool, typer.Option("--plain", help="Print plain lines on a terminal too, without a live view.")] = (
+        False
+    )
     as_json: AsJson = False
 
     def to_record(self) -> JobRecord:
@@ -239,7 +245,8 @@ def run_job(options: RunOptions) -> None:
     with open_job(dataclasses.replace(record, image=tag), options.resume) as opened:
         run = local_job.run_job_locally if record.engine == LOCAL else docker_job.run_job_in_docker
         try:
-            result = run(opened, progress)
+            with _open_view(opened, progress, options) as view:
+                result = run(opened, view)
         except BaseException:
             if opened.log.lines:
                 job_reports.write_job_report(progress, opened, None, build_seconds)
@@ -321,6 +328,20 @@ def report_comparison(
     choose_files(page, as_json=False, read=read)
     write_files(page, {page: render_comparison_page(*(read_report(path) for path in read))})
     print_written([page])
+
+
+def _open_view(
+    opened: OpenJob, progress: Console, options: RunOptions
+) -> contextlib.AbstractContextManager[View]:
+    """Return the view of a job: live on a terminal, plain elsewhere."""
+    if options.plain or options.as_json or not live_view.can_show_panel(progress, os.environ):
+        return contextlib.nullcontext(live_view.PlainView(progress))
+    request, engine = opened.record.request, opened.record.engine
+    merged = 1 if engine == LOCAL and not request.min_hosts else request.hosts
+    hosts = f"{request.min_hosts}:{request.hosts}" if request.min_hosts else str(merged)
+    ranks = request.hosts * (request.procs_per_host or 1)
+    definitions = metric_definitions.read_definitions(request)
+    return live_view.LiveView(progress, opened.log, opened.name, hosts, ranks, definitions)
 
 
 def _build_image(name: str, progress: Console) -> tuple[str, float]:

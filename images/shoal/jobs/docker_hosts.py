@@ -29,6 +29,7 @@ from shoal.docker_client import archive, containers
 from shoal.errors import DockerError, UsageError
 from shoal.jobs import checkpoints, gpus, job, restarts
 from shoal.jobs.job_log import JobLog
+from shoal.jobs.live_view import View
 from shoal.jobs.usage import Usage
 from shoal.jobs.watch import STOP_SECONDS, Arrival, HostExit
 
@@ -47,8 +48,8 @@ class DockerHosts:
     request: job.JobRequest
     name: str
     """The job's name."""
-    console: Console
-    """The console for the hosts' logs."""
+    view: View
+    """Shows the hosts' logs."""
     tree: IO[bytes]
     """The archive with the files of all hosts."""
     secret: str | None
@@ -67,6 +68,11 @@ class DockerHosts:
     def ids(self) -> dict[str, str]:
         """The ID of each host's container."""
         return {host: str(container.id) for host, container in self.by_name.items()}
+
+    @property
+    def console(self) -> Console:
+        """The console for messages."""
+        return self.view.console
 
     @property
     def first(self) -> str:
@@ -105,7 +111,7 @@ class DockerHosts:
     def start(self, *hosts: str) -> None:
         """Start containers, and threads that print their logs and put their exits into `arrivals`."""
         for host in hosts:
-            self.readers.append(_start_log_reader(str(self.by_name[host].id), host, self.console, self.log))
+            self.readers.append(_start_log_reader(str(self.by_name[host].id), host, self.view, self.log))
         for host in hosts:
             self.by_name[host].start()
         for host in hosts:
@@ -204,14 +210,14 @@ def create_hosts(
     image: str,
     request: job.JobRequest,
     name: str,
-    console: Console,
+    view: View,
     log: JobLog | None = None,
 ) -> Iterator[DockerHosts]:
     """Create the network, the volume and the containers of a job, and yield them. Start nothing.
 
     The caller removes all of them at the end, by their label. If the volume exists already, it is used.
     """
-    say = functools.partial(console.print, markup=False, soft_wrap=True)
+    say = functools.partial(view.console.print, markup=False, soft_wrap=True)
     devices = gpus.divide_gpus(client, image, request.gpus, request.host_names, say)
     network = _create_network(client, name)
     with containers.delay_interrupts():
@@ -225,7 +231,7 @@ def create_hosts(
             image=image,
             request=request,
             name=name,
-            console=console,
+            view=view,
             tree=tree,
             secret=job.make_secret(request.environment),
             devices=dict(zip(request.host_names, devices)),
@@ -304,8 +310,8 @@ def _container_settings(request: job.JobRequest, name: str, network: str) -> dic
     }
 
 
-def _start_log_reader(container_id: str, host: str, console: Console, log: JobLog) -> threading.Thread:
-    """Start a thread that prints and keeps a host's log; return once it is attached, so that no line is lost."""
+def _start_log_reader(container_id: str, host: str, view: View, log: JobLog) -> threading.Thread:
+    """Start a thread that shows and keeps a host's log; return once it is attached, so that no line is lost."""
     attached = threading.Event()
 
     def print_lines() -> None:
@@ -316,8 +322,7 @@ def _start_log_reader(container_id: str, host: str, console: Console, log: JobLo
         finally:
             attached.set()
         for line in containers.split_lines(stream):
-            console.print(f"{host} | {line}", markup=False, highlight=False, soft_wrap=True)
-            log.add(host, line)
+            view.add(f"{host} | {line}", log.add(host, line))
 
     thread = threading.Thread(target=print_lines, name=f"logs of {host}", daemon=True)
     thread.start()

@@ -12,6 +12,7 @@ from pathlib import Path
 from shoal.jobs.job_log import Key, Series
 
 CPU, MEMORY = "CPU (% of a core)", "memory (MB)"
+GPU, GPU_MEMORY = "GPU (%)", "GPU memory (MB)"
 _SECONDS = 1.0
 _MAX_SHARE = 0.01
 """The largest part of a core that measuring may take."""

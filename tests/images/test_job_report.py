@@ -21,7 +21,8 @@ from shoal.jobs.job_log import JobLog, find_numbers, parse_line
 from shoal.jobs.record import JobRecord, OpenJob
 from shoal.jobs.usage import CPU, MEMORY, Usage, sample_usage
 from shoal.report.job_page import list_differences, render_comparison_page, render_job_page
-from shoal.report.job_report import Curve, JobReport, LogLine, fit_report, read_report
+from shoal.report.job_report import Curve, JobReport, fit_report, read_report
+from shoal.report.packed_log import LogLine, pack_log
 
 MOST_BYTES = 5_000_000
 HOSTILE = "</script><script>alert(1)</script><!-- <script> \u2028 \x00 \U0001f41f & \" ' \\"

@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-_LEVEL = 9
+_LEVEL = 6
 _MAX_LINE = 4_000  # characters
 _MAX_TEXT = 32_000_000
 """The most characters of all lines together, so that a browser can search them quickly."""

@@ -146,7 +146,7 @@ class RunOptions:
         ),
     ] = None
     local: Local = False
-    plain: Annotated[bool, typer.Option("--plain", help="Print plain lines on a terminal too, without a live view.")] = (
+    plain: Annotated[bool, typer.Option("--plain", help="Print plain lines, without a live view on a terminal.")] = (
         False
     )
     as_json: AsJson = False
@@ -249,7 +249,8 @@ def run_job(options: RunOptions) -> None:
                 result = run(opened, view)
         except BaseException:
             if opened.log.lines:
-                job_reports.write_job_report(progress, opened, None, build_seconds)
+                page = job_reports.write_job_report(progress, opened, None, build_seconds)
+                _print_report(progress, page)
             if opened.has_checkpoints:
                 summary.print_resume_command(progress, record.request, opened.name)
             raise
@@ -262,9 +263,14 @@ def run_job(options: RunOptions) -> None:
     if options.as_json:
         known = {name: value for name, value in vars(result).items() if name != "plan"}
         print_json({**known, "build_seconds": build_seconds})
-    if result.report:
-        print_line(f"report: {result.report}", progress)
+    _print_report(progress, result.report)
     raise typer.Exit(result.exit_code)
+
+
+def _print_report(progress: Console, page: Path | None) -> None:
+    """Print where the report of a job is, if it was written."""
+    if page:
+        print_line(f"report: {page}", progress)
 
 
 @has_old_name(app, "plan-model", "estimate", context_settings=_UNKNOWN_OPTIONS)
@@ -330,9 +336,7 @@ def report_comparison(
     print_written([page])
 
 
-def _open_view(
-    opened: OpenJob, progress: Console, options: RunOptions
-) -> contextlib.AbstractContextManager[View]:
+def _open_view(opened: OpenJob, progress: Console, options: RunOptions) -> contextlib.AbstractContextManager[View]:
     """Return the view of a job: live on a terminal, plain elsewhere."""
     if options.plain or options.as_json or not live_view.can_show_panel(progress, os.environ):
         return contextlib.nullcontext(live_view.PlainView(progress))

@@ -11,7 +11,7 @@ import functools
 import queue
 import threading
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
 from typing import IO, Any
@@ -28,6 +28,7 @@ from shoal import docker_client
 from shoal.docker_client import archive, containers
 from shoal.errors import DockerError, UsageError
 from shoal.jobs import checkpoints, gpus, job, restarts
+from shoal.jobs.gpu_usage import GpuMeter, read_lines, smi_command
 from shoal.jobs.job_log import JobLog
 from shoal.jobs.live_view import View
 from shoal.jobs.usage import Usage
@@ -63,6 +64,8 @@ class DockerHosts:
     """Containers that have ended."""
     readers: list[threading.Thread] = field(default_factory=list)
     """The threads that print logs."""
+    meter: GpuMeter = field(default_factory=GpuMeter)
+    """Reads the use of GPUs."""
 
     @property
     def ids(self) -> dict[str, str]:
@@ -117,6 +120,9 @@ class DockerHosts:
         for host in hosts:
             arguments = (host, str(self.by_name[host].id), self.arrivals)
             threading.Thread(target=_report_exit, args=arguments, daemon=True).start()
+            if self.devices[host]:
+                measured = (host, str(self.by_name[host].id), self.meter)
+                threading.Thread(target=_measure_gpus, args=measured, daemon=True).start()
 
     def stop(self, hosts: Iterable[str]) -> None:
         """Stop containers, all at the same time, and wait for them; an interrupt ends the wait."""
@@ -172,9 +178,9 @@ class DockerHosts:
         return target
 
     def read_usage(self) -> dict[str, Usage]:
-        """Return the CPU time and memory of the containers that run. Only one thread may call this."""
+        """Return the CPU time, memory and GPUs of the containers that run. Only one thread may call this."""
         found = {host: _read_usage(self._usage_client.api, number) for host, number in self.ids.items()}
-        return {host: usage for host, usage in found.items() if usage}
+        return {host: replace(usage, gpu=self.meter.read(host)) for host, usage in found.items() if usage}
 
     @functools.cached_property
     def _usage_client(self) -> docker.DockerClient:
@@ -342,6 +348,17 @@ def _report_exit(host: str, container_id: str, arrivals: queue.SimpleQueue[Arriv
         arrivals.put((host, container_id, HostExit(code, out_of_memory)))
     except (docker.errors.DockerException, requests.RequestException, DockerError) as error:
         arrivals.put((host, container_id, error))
+
+
+def _measure_gpus(host: str, container_id: str, meter: GpuMeter) -> None:
+    """Body of a thread: run nvidia-smi in a container, which ends with it, and read its lines.
+
+    Without nvidia-smi, or after an error of Docker, the use is unknown.
+    """
+    with contextlib.suppress(docker.errors.DockerException, requests.RequestException, DockerError):
+        api = docker_client.connect(timeout=None).api
+        process = api.exec_create(container_id, smi_command(), stderr=False)
+        read_lines(containers.split_lines(api.exec_start(process["Id"], stream=True)), host, meter)
 
 
 def _read_usage(api: docker.APIClient, container_id: str) -> Usage | None:

@@ -65,7 +65,7 @@ class PlainView:
 
 
 def can_show_panel(console: Console, environment: Mapping[str, str]) -> bool:
-    """Return whether a console can show a live view: a terminal that obeys control sequences, without CI or NO_COLOR."""
+    """Return whether a console is a terminal that obeys control sequences, and neither CI nor NO_COLOR is set."""
     is_ci = environment.get("CI", "").lower() not in ("", "0", "false")
     return console.file.isatty() and not (console.is_dumb_terminal or is_ci or environment.get("NO_COLOR"))
 

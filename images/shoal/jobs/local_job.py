@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import socket
@@ -13,7 +14,7 @@ from rich.console import Console
 
 from shoal.docker_client import containers
 from shoal.errors import DockerError, UsageError
-from shoal.jobs import checkpoints, distribution, gpus, job, restarts, usage
+from shoal.jobs import checkpoints, distribution, gpu_usage, gpus, job, restarts, usage
 from shoal.jobs.live_view import View
 from shoal.jobs.local_hosts import LocalHosts
 from shoal.jobs.record import OpenJob, collect_tree, remove_checkpoints
@@ -46,7 +47,10 @@ def run_job_locally(opened: OpenJob, view: View) -> job.JobResult:
     opened.update(uncollected=True)
     try:
         hosts.start(*hosts.trees)
-        with usage.sample_usage(opened.log.usage, opened.log.began, usage.read_machine):
+        with (
+            gpu_usage.measure_machine(usage.MACHINE, opened.record.request.gpus) as meter,
+            usage.sample_usage(opened.log.usage, opened.log.began, functools.partial(usage.read_machine, meter)),
+        ):
             watch.wait()
     finally:
         with containers.delay_interrupts():

@@ -92,7 +92,7 @@ def read_report(path: Path) -> JobReport:
 
 
 def fit_report(report: JobReport) -> tuple[JobReport, str]:
-    """Return a report that fits into a page, and its packed log: curves with fewer points, and the log as `pack_log`."""
+    """Return a report that fits into a page, and its packed log. Curves may have fewer points."""
     report = replace(report, metrics=_thin_curves(report.metrics), usage=_thin_curves(report.usage))
     log = pack_log(report.log, report.omitted, report.omitted_at, _MAX_BYTES - len(encode_report(report).encode()))
     return replace(report, log=log.lines, omitted=log.omitted, omitted_at=log.omitted_at), log.data

@@ -67,11 +67,13 @@ def measure_machine(host: str, option: str | None) -> Iterator[GpuMeter]:
     if not (has_gpus and shutil.which("nvidia-smi")):
         yield meter
         return
-    with _start(smi_command(option.split(",") if option and option != gpus.ALL else ()), host, meter) as process:
-        try:
-            yield meter
-        finally:
-            process.kill()
+    process = _start(smi_command(option.split(",") if option and option != gpus.ALL else ()), host, meter)
+    try:
+        yield meter
+    finally:
+        process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # a broken driver may hold it
+            process.wait(timeout=2)
 
 
 def _start(command: list[str], host: str, meter: GpuMeter) -> subprocess.Popen[str]:
@@ -84,6 +86,5 @@ def _start(command: list[str], host: str, meter: GpuMeter) -> subprocess.Popen[s
 
 def read_lines(lines: Iterable[str], host: str, meter: GpuMeter) -> None:
     """Body of a thread: add lines to a meter until their source ends."""
-    with contextlib.suppress(ValueError):  # closed meanwhile
-        for line in lines:
-            meter.add(host, line)
+    for line in lines:
+        meter.add(host, line)

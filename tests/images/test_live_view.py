@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from shoal.docker_client.containers import split_lines, split_pieces
 from shoal.jobs import live_view, usage
 from shoal.jobs.gpu_usage import GpuMeter, GpuUse, read_lines, smi_command
 from shoal.jobs.job import JobRequest
@@ -132,6 +133,29 @@ def test_a_chatty_log_is_shown_in_order_and_a_slow_terminal_delays_no_reader(mon
     assert (len(numbers) + skipped, numbers) == (50_000, sorted(numbers))
     assert numbers[-1] == 49_999
     assert "50,000 lines of log" in text
+
+
+def test_a_progress_bar_is_in_the_panel_until_its_last_state() -> None:
+    chunks = [b"start\r", b"\n\r 10%\r 20", b"%\r 30%", b"\r100%\nend"]
+    pieces = list(split_pieces(chunks))
+    assert pieces == [
+        *(("start", False), ("", True)),
+        *((f" {at}%", True) for at in (10, 20, 30)),
+        *(("100%", False), ("end", False)),
+    ]
+    assert list(split_lines(chunks)) == [text for text, _ in pieces]
+    for count, expected in ((5, [" 30%"]), (7, [])):
+        receiver, sender = os.pipe()
+        view = make_view(sender)
+        for shown, is_overwritten in pieces[:count]:
+            view.add(shown, view.log.add("algo-1", shown), is_overwritten)
+        with view:
+            pass
+        view.console.file.close()
+        received: list[bytes] = []
+        read_all(receiver, received)
+        text = SEQUENCES.sub("", b"".join(received).decode())
+        assert [line for line in text.splitlines() if line.endswith("0%")] == [*["100%"] * (count > 5), *expected]
 
 
 def test_definitions_replace_the_numbers_of_the_log(tmp_path: Path) -> None:

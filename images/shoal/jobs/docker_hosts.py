@@ -327,8 +327,8 @@ def _start_log_reader(container_id: str, host: str, view: View, log: JobLog) -> 
             stream = api.attach(container_id, stdout=True, stderr=True, stream=True, logs=True)
         finally:
             attached.set()
-        for line in containers.split_lines(stream):
-            view.add(f"{host} | {line}", log.add(host, line))
+        for line, is_overwritten in containers.split_pieces(stream):
+            view.add(f"{host} | {line}", log.add(host, line), is_overwritten)
 
     thread = threading.Thread(target=print_lines, name=f"logs of {host}", daemon=True)
     thread.start()

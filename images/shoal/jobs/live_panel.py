@@ -30,6 +30,8 @@ class PanelState:
     """How many lines the log has."""
     metrics: Mapping[str, Sequence[float]] = field(default_factory=dict)
     """The last value of each rank, by name."""
+    progress: str = ""
+    """The progress bar of the script, without control characters."""
     usage: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """The last measured values of each host, by the names in `usage`."""
 
@@ -45,8 +47,9 @@ def render_panel(state: PanelState, width: int, height: int) -> Text:
     width = max(width - 4, 8)
     rows = max(height // 2, _LEAST_ROWS) - 2
     hosts = list(_list_hosts(state.usage, max(rows // 2, 1)))
-    metrics = _flow(state.metrics, width, max(rows - len(hosts), 1))
-    return _join([*_list_facts(state, width), *metrics, *hosts], width)
+    progress = [Text(state.progress)] if state.progress and rows > len(hosts) + 1 else []
+    metrics = _flow(state.metrics, width, max(rows - len(hosts) - len(progress), 1))
+    return _join([*_list_facts(state, width), *progress, *metrics, *hosts], width)
 
 
 def render_result(state: PanelState, width: int) -> Text:

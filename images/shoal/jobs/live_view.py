@@ -48,8 +48,14 @@ class View(Protocol):
     is_live: bool
     """Whether all that is written to the terminal must come through this view."""
 
-    def add(self, shown: str, line: Line) -> None:
-        """Show a line of the log as the text `shown`."""
+    def add(self, shown: str, line: Line, is_overwritten: bool = False) -> None:
+        """Show a line of the log as the text `shown`.
+
+        Args:
+            shown: The text.
+            line: The line.
+            is_overwritten: Whether it is a progress bar that a terminal overwrites by the next line.
+        """
 
 
 @dataclass
@@ -59,8 +65,8 @@ class PlainView:
     console: Console
     is_live: bool = False
 
-    def add(self, shown: str, line: Line) -> None:
-        """Print a line."""
+    def add(self, shown: str, line: Line, is_overwritten: bool = False) -> None:
+        """Print a line, also one that a terminal would overwrite."""
         self.console.print(shown, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -88,7 +94,7 @@ class LiveView:
     definitions: Sequence[MetricDefinition] = ()
     """The metrics to show; none: all numbers that lines name."""
     is_live: bool = True
-    _waiting: deque[tuple[str, Line]] = field(default_factory=deque)
+    _waiting: deque[tuple[str, Line, bool]] = field(default_factory=deque)
     _added: int = 0
     _skipped: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -97,6 +103,7 @@ class LiveView:
     _shown: deque[str] = field(default_factory=lambda: deque(maxlen=_KEPT))
     _found: dict[Key, float] = field(default_factory=dict)
     """The last values of the metric definitions."""
+    _progress: str = ""
     _panel_time: float = 0.0
 
     def __post_init__(self) -> None:
@@ -124,14 +131,14 @@ class LiveView:
         live.start()
         return live
 
-    def add(self, shown: str, line: Line) -> None:
-        """Show a line of the log soon."""
+    def add(self, shown: str, line: Line, is_overwritten: bool = False) -> None:
+        """Show a line of the log soon; in the panel if it is a progress bar."""
         with self._lock:
             self._added += 1
             if len(self._waiting) == _MAX_WAITING:
                 self._waiting.popleft()
                 self._skipped += 1
-            self._waiting.append((shown, line))
+            self._waiting.append((shown, line, is_overwritten))
         self._changed.set()
 
     def _write_lines(self) -> None:
@@ -151,10 +158,13 @@ class LiveView:
         with self._lock:
             waiting, self._waiting = self._waiting, deque()
             skipped, self._skipped = self._skipped, 0
-        text = "".join(f"{clean_line(shown)}\n" for shown, _ in waiting)
+        text = "".join(f"{clean_line(shown)}\n" for shown, _, is_overwritten in waiting if not is_overwritten)
+        if waiting:
+            shown, _, is_overwritten = waiting[-1]
+            self._progress = _COLORS.sub("", clean_line(shown)) if is_overwritten else ""
         if skipped:
             text = f"… {skipped:,} lines are not shown, because the terminal is slower than the job\n{text}"
-        self._read_lines(line for _, line in [*waiting][-_MAX_SEARCHED:])
+        self._read_lines(line for _, line, _ in [*waiting][-_MAX_SEARCHED:])
         self._shown.extend(text.splitlines(keepends=True)[-_KEPT:])
         now = time.monotonic()
         is_resized = self.console.size != self._size
@@ -196,7 +206,7 @@ class LiveView:
         for (name, host, _), series in sorted(self.log.usage.copy().items()):
             if seconds - series.last_time < _STALE_SECONDS:
                 usage.setdefault(host, {})[name] = series.last
-        return PanelState(self.name, self.hosts, self.ranks, seconds, self._added, metrics, usage)
+        return PanelState(self.name, self.hosts, self.ranks, seconds, self._added, metrics, self._progress, usage)
 
 
 @dataclass(frozen=True)

@@ -128,8 +128,8 @@ class LocalHosts:
 
     def _show_output(self, host: str, stream: IO[bytes], named: bool) -> None:
         """Body of a thread: show lines, if `named` after the name of their host, and keep them."""
-        for line in containers.split_lines(_read_chunks(stream)):
-            self.view.add(f"{host} | {line}" if named else line, self.log.add(host, line))
+        for line, is_overwritten in containers.split_pieces(_read_chunks(stream)):
+            self.view.add(f"{host} | {line}" if named else line, self.log.add(host, line), is_overwritten)
 
     def _pass_output(self, host: str, stream: IO[bytes], target: int) -> None:
         """Body of a thread: copy the output of a host to a file descriptor at once, and keep its lines.

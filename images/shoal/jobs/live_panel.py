@@ -13,7 +13,7 @@ from shoal.jobs.usage import CPU, GPU, GPU_MEMORY, MEMORY
 
 _GAP = "   "
 _LEAST_ROWS, _MOST_ROWS = 4, 20
-_FORMATS = {CPU: "CPU {:,.0f} %", MEMORY: "memory {} GB", GPU: "GPU {:.0f} %", GPU_MEMORY: "{} GB"}
+_FORMATS = {CPU: "CPU {:,.0f} %", MEMORY: "memory {}", GPU: "GPU {:.0f} %", GPU_MEMORY: "{}"}
 
 
 @dataclass(frozen=True)
@@ -101,10 +101,11 @@ def _list_hosts(usage: Mapping[str, Mapping[str, float]], rows: int) -> Iterator
 
 
 def _format_usage(name: str, value: float | None) -> str:
-    """Return a measured value with its unit; memory of series is in MB, and shown in GB."""
+    """Return a measured value with its unit. Memory is in MB."""
     if value is None:
         return ""
-    return _FORMATS[name].format(f"{value / 1000:.1f}" if name in (MEMORY, GPU_MEMORY) else value)
+    memory = f"{value:.0f} MB" if value < 1000 else f"{value / 1000:,.1f} GB"
+    return _FORMATS[name].format(memory if name in (MEMORY, GPU_MEMORY) else value)
 
 
 def _flow(metrics: Mapping[str, Sequence[float]], width: int, rows: int) -> list[Text]:

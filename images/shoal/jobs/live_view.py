@@ -34,8 +34,6 @@ _MAX_SHARE = 0.005
 _MAX_WAITING = 50_000  # lines
 _MAX_SEARCHED = 1_000  # lines of a write in which metric definitions are searched
 _KEPT = 500  # lines that are written again after a change of the terminal's size
-_STALE_SECONDS = 10.0
-"""Age at which a measured value of a host is not shown any more."""
 _COLORS = re.compile(r"\x1b\[[0-9;:]*m")
 _CONTROLS = re.compile(r"\x1b\[(?![0-9;:]*m)[0-9;?<=>]*[ -/]*[@-~]|\x1b[\]PX^_][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[^\[]")
 
@@ -203,8 +201,10 @@ class LiveView:
         for (name, _, _), value in (self._found if self.definitions else last).items():
             metrics.setdefault(name, []).append(value)
         usage: dict[str, dict[str, float]] = {}
-        for (name, host, _), series in sorted(self.log.usage.copy().items()):
-            if seconds - series.last_time < _STALE_SECONDS:
+        measured = self.log.usage.copy()
+        newest = max((series.last_time for series in measured.values()), default=0.0)
+        for (name, host, _), series in sorted(measured.items()):
+            if series.last_time == newest:  # otherwise the host does not run any more
                 usage.setdefault(host, {})[name] = series.last
         return PanelState(self.name, self.hosts, self.ranks, seconds, self._added, metrics, self._progress, usage)
 

@@ -203,7 +203,7 @@ class LiveView:
         usage: dict[str, dict[str, float]] = {}
         measured = self.log.usage.copy()
         newest = max((series.last_time for series in measured.values()), default=0.0)
-        for (name, host, _), series in sorted(measured.items()):
+        for (name, host, _), series in sorted(measured.items(), key=lambda item: (len(item[0][1]), item[0][1])):
             if series.last_time == newest:  # otherwise the host does not run any more
                 usage.setdefault(host, {})[name] = series.last
         return PanelState(self.name, self.hosts, self.ranks, seconds, self._added, metrics, self._progress, usage)

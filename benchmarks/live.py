@@ -6,8 +6,8 @@ Each round runs the same job without Docker on a pseudo terminal, in three ways,
 - plain: `shoal run --plain`;
 - unmeasured: `shoal run --plain` that measures no CPU, memory and GPUs.
 
-The script computes on all cores, and prints about 20 lines per second and core. Time is that of its own loop, so that
-the start of the job does not count. `shoal-cpu` is the processor time of `shoal` itself, per second of the job.
+The script computes on all cores, and prints about 20 lines per second and core. It measures the time of its own loop,
+so the start of the job does not count. `shoal-cpu` is the processor time of `shoal` itself, per second of the job.
 `lines` is a script that only prints, as fast as it can: from its first line to its last one on the terminal.
 """
 
@@ -59,7 +59,7 @@ json.dump(time.monotonic() - began, open(sys.argv[1], "w"))
 
 
 class Run(NamedTuple):
-    """What a job took."""
+    """The times of a job."""
 
     script_seconds: float
     shoal_share: float

@@ -119,7 +119,7 @@ def test_a_chatty_log_is_shown_in_order_and_a_slow_terminal_delays_no_reader(mon
     receiver, sender = os.pipe()
     view = make_view(sender)
     with view:
-        for at in range(50_000):  # nobody reads: what the pipe can't take waits, or is left out
+        for at in range(50_000):  # nobody reads: lines wait, or are left out
             view.add(f"line {at} {'.' * 60}", Line(0.0, "algo-1", 0, ""))
         received: list[bytes] = []
         reader = threading.Thread(target=read_all, args=(receiver, received))
@@ -243,7 +243,7 @@ def resize(terminal: int, columns: int, rows: int) -> None:
 
 
 def wait_for(terminal: int, pattern: str | None) -> str:
-    """Return what comes from a terminal until it matches a pattern, without colours; with None, until the end."""
+    """Return the output of a terminal until it matches a pattern, without colours; with None, until the end."""
     received = b""
     while True:
         try:

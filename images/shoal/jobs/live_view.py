@@ -179,7 +179,7 @@ class LiveView:
                 self._live.update(_Raw([*self.console.render(panel)]), refresh=True)
 
     def _clear(self) -> None:
-        """Clear the terminal, whose lines may be wrapped in another way now. The log above it stays as it is."""
+        """Clear the terminal, because its lines may be wrapped in another way now. The log above it stays as it is."""
         self._live.stop()
         self.console.control(Control.home())
         self.console.file.write("\x1b[J")
@@ -194,7 +194,7 @@ class LiveView:
                     self._found[name, line.host, line.rank] = value
 
     def _describe(self) -> PanelState:
-        """Return what the panel shows now."""
+        """Return the state of the job now."""
         seconds = time.time() - self.log.began
         last = {key: series.last for key, series in self.log.series.copy().items()}
         metrics: dict[str, list[float]] = {}

@@ -23,7 +23,7 @@ SCRIPT := $(if $(findstring tensorflow,$(IMAGE)),train_tensorflow.py,train.py)
 # Some machines set it. Without bytecode, each start of our commands compiles them again, and pytest compiles all tests.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: check-and-test-fast help setup doctor engine known-image image images train test test-fast test-integration conformance faults sagemaker soak cluster-demo check docs docs-serve reference wheels render lock bench-faults bench-launch bench-logs bench-resume bench-dataparallel bench-link bench-scale bench-cluster bench-gpu bench-modelparallel bench-tensorflow bench-images clean
+.PHONY: check-and-test-fast help setup doctor engine known-image image images train test test-fast test-integration conformance faults sagemaker soak cluster-demo check docs docs-serve reference wheels render lock bench-faults bench-launch bench-logs bench-live bench-resume bench-dataparallel bench-link bench-scale bench-cluster bench-gpu bench-modelparallel bench-tensorflow bench-images clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -153,6 +153,9 @@ bench-resume: setup ## measure restarts, elastic jobs, goodput and saves, agains
 
 bench-logs: setup ## measure logging: 1,000,000 lines through `train` against `cat`
 	@$(BIN)/python benchmarks/logs.py
+
+bench-live: setup ## measure what the live view of `shoal run` costs the job, and the usage for report.html
+	@$(BIN)/python benchmarks/live.py
 
 bench-dataparallel: setup ## measure collectives and a step on the backend smddp against gloo and MPI
 	@$(BIN)/python benchmarks/dataparallel.py

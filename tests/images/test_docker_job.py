@@ -17,6 +17,7 @@ from rich.console import Console
 from shoal.jobs import docker_hosts, local_job
 from shoal.jobs.docker_hosts import SECRET_PATH, DockerHosts
 from shoal.jobs.job import SECRET, SECRET_FILE, JobRequest
+from shoal.jobs.live_view import PlainView
 from shoal.jobs.local_hosts import LocalHosts
 from shoal.jobs.record import LOCAL, JobRecord, open_job
 from shoal.jobs.volumes import Volume
@@ -72,8 +73,8 @@ def create(request: JobRequest) -> FakeEngine:
 
 
 def create_hosts(client: FakeEngine, request: JobRequest) -> contextlib.AbstractContextManager[DockerHosts]:
-    console = Console(file=io.StringIO())
-    return docker_hosts.create_hosts(client, "image:1", request, "job", console)  # type: ignore[arg-type]
+    view = PlainView(Console(file=io.StringIO()))
+    return docker_hosts.create_hosts(client, "image:1", request, "job", view)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -157,7 +158,7 @@ def test_local_job_has_a_secret(request_: JobRequest, monkeypatch: pytest.Monkey
 
     def run() -> None:
         with open_job(JobRecord("image:1", LOCAL, request_), None) as opened:
-            local_job.run_job_locally(opened, Console(file=io.StringIO()))
+            local_job.run_job_locally(opened, PlainView(Console(file=io.StringIO())))
 
     for _ in range(2):
         run()

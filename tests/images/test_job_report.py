@@ -6,6 +6,7 @@ import dataclasses
 import html.parser
 import io
 import json
+import random
 from pathlib import Path
 from typing import Any, cast
 from unittest.mock import Mock
@@ -21,7 +22,8 @@ from shoal.jobs.job_log import JobLog, find_numbers, parse_line
 from shoal.jobs.record import JobRecord, OpenJob
 from shoal.jobs.usage import CPU, MEMORY, Usage, sample_usage
 from shoal.report.job_page import list_differences, render_comparison_page, render_job_page
-from shoal.report.job_report import Curve, JobReport, LogLine, fit_report, read_report
+from shoal.report.job_report import Curve, JobReport, read_report
+from shoal.report.packed_log import LogLine, pack_log, unpack_log
 
 MOST_BYTES = 5_000_000
 HOSTILE = "</script><script>alert(1)</script><!-- <script> \u2028 \x00 \U0001f41f & \" ' \\"
@@ -54,36 +56,44 @@ def make_report(**changes: Any) -> JobReport:
     return dataclasses.replace(JobReport(name="digits-1", started="2026-01-31 12:00:00", exit_code=0), **changes)
 
 
-def test_page_of_a_large_job_has_less_than_5_mb_and_says_what_it_leaves_out(tmp_path: Path) -> None:
+def test_page_of_a_large_job_has_less_than_5_mb_and_the_whole_log(tmp_path: Path) -> None:
     metrics = [
         Curve(name, f"algo-{rank // 8}", rank, [*range(1000)], [rank + 1 / (at + 1) for at in range(1000)])
         for name in ("loss", "accuracy", "images_per_second")
         for rank in range(64)
     ]
-    log = [LogLine(at / 100, f"algo-{at % 8}", at % 64, f"step {at} loss=0.25 <{'=' * 50}>") for at in range(100_000)]
+    values = random.Random(0)
+    log = [
+        LogLine(at / 100, f"algo-{at % 8}", values.randrange(64), f"step {at} <loss={values.random()} lr={'=' * 40}")
+        for at in range(100_000)
+    ]
     page = render_job_page(make_report(metrics=metrics, log=log))
     assert len(page.encode()) <= MOST_BYTES
     (tmp_path / "report.html").write_text(page)
     report = read_report(tmp_path)
-    assert len(report.log) > 25_000
-    assert len(report.log) + report.omitted == 100_000
-    assert (report.log[0].text, report.log[-1].text) == (log[0].text, log[-1].text)
-    before, after = report.log[report.omitted_at - 1], report.log[report.omitted_at]
-    assert int(after.text.split()[1]) - int(before.text.split()[1]) == report.omitted + 1
+    assert (report.log, report.omitted) == (log, 0)
     assert {curve.rank for curve in report.metrics} == set(range(64))
 
 
-def test_a_log_that_fits_is_complete() -> None:
-    log = [LogLine(at / 100, "algo-1", 0, f"step {at}") for at in range(50_000)]
-    report = fit_report(make_report(log=log))
-    assert (len(report.log), report.omitted) == (50_000, 0)
+def test_a_log_that_does_not_fit_keeps_both_ends_and_says_what_it_leaves_out() -> None:
+    values = random.Random(0)
+    log = [LogLine(at / 100, "algo-1", 0, f"{at} {values.randbytes(40).hex()}") for at in range(20_000)]
+    packed = pack_log(log, 0, 0, 300_000)
+    assert len(packed.data) <= 300_000
+    assert 2_000 < len(packed.lines) < 20_000
+    assert len(packed.lines) + packed.omitted == 20_000
+    assert (packed.lines[0], packed.lines[-1]) == (log[0], log[-1])
+    before, after = packed.lines[packed.omitted_at - 1], packed.lines[packed.omitted_at]
+    assert int(after.text.split()[0]) - int(before.text.split()[0]) == packed.omitted + 1
+    assert unpack_log(packed.data) == packed.lines
 
 
 def test_lines_that_the_recorder_has_left_out_count_too() -> None:
-    log = [LogLine(0.0, "algo-1", 0, "x" * 200) for _ in range(50_000)]
-    report = fit_report(make_report(log=log, omitted=7, omitted_at=25_000))
-    assert report.omitted == 7 + 50_000 - len(report.log)
-    assert 0 < report.omitted_at < len(report.log)
+    log = [LogLine(at / 100, "algo-1", 0, f"line {at}") for at in range(1_000)]
+    assert pack_log(log, 7, 250, 100_000)[1:3] == (7, 250)
+    packed = pack_log(log, 7, 250, 2_000)
+    assert packed.omitted == 7 + 1_000 - len(packed.lines)
+    assert 0 < packed.omitted_at < len(packed.lines)
 
 
 def test_hostile_texts_end_no_script_and_are_read_back_unchanged(tmp_path: Path) -> None:
@@ -98,7 +108,7 @@ def test_hostile_texts_end_no_script_and_are_read_back_unchanged(tmp_path: Path)
     page = render_job_page(report)
     (tmp_path / "report.html").write_text(page)
     assert read_report(tmp_path).log == report.log
-    for text, scripts in ((page, 3), (render_comparison_page(report, report), 3)):
+    for text, scripts in ((page, 4), (render_comparison_page(report, report), 3)):
         found = Scripts(text)
         assert len(found.scripts) == scripts
         assert not any("alert(1)" in script for script in found.scripts[1:])

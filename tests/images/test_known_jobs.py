@@ -24,6 +24,7 @@ from shoal.jobs.job import JobRequest
 from shoal.jobs.job_lines import LineFilter, read_lines
 from shoal.jobs.job_log import JobLog
 from shoal.jobs.known_jobs import check_name, find_job, find_running_job, list_jobs
+from shoal.jobs.live_view import PlainView
 from shoal.jobs.record import DOCKER, LOG, JobRecord, open_job
 
 from .test_docker_job import FakeEngine
@@ -113,7 +114,7 @@ def test_jobs_of_one_name_share_nothing_in_docker(request_: JobRequest, tmp_path
         with open_job(JobRecord("image:1", DOCKER, request), None, "digits") as opened:
             client: Any = FakeEngine()
             with docker_hosts.create_hosts(
-                client, "image:1", request, opened.name, console(), opened.log, opened.identity
+                client, "image:1", request, opened.name, PlainView(console()), opened.log, opened.identity
             ) as hosts:
                 identities.append(opened.identity)
                 settings = client.made["digits-algo-1"]

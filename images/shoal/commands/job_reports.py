@@ -24,8 +24,9 @@ from shoal.jobs.job import SECRET, JobRequest, JobResult
 from shoal.jobs.job_log import MAX_SERIES, Key, Series
 from shoal.jobs.record import LOCAL, OpenJob
 from shoal.report.job_page import render_job_page
-from shoal.report.job_report import PAGE, Curve, JobReport, LogLine
+from shoal.report.job_report import PAGE, Curve, JobReport
 from shoal.report.output_files import write_files
+from shoal.report.packed_log import LogLine
 
 MASK = "******"
 _METRICS = "output/metrics.jsonl"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import os
 import re
 import signal
 import time
@@ -41,9 +42,10 @@ from shoal.commands.common import (
 )
 from shoal.commands.script import Arguments, Script, ScriptCommand, split_script
 from shoal.errors import UsageError
-from shoal.jobs import background, docker_job, known_jobs, local_job, model_plan, summary
+from shoal.jobs import background, docker_job, known_jobs, live_view, local_job, metric_definitions, model_plan, summary
 from shoal.jobs.job import JobRequest, JobResult
 from shoal.jobs.known_jobs import KnownJob, read_job
+from shoal.jobs.live_view import View
 from shoal.jobs.record import DOCKER, FAILED, LOCAL, OUTPUT, STOPPED, JobRecord, OpenJob, open_job, read_record
 from shoal.jobs.volumes import Volume
 from shoal.report import timeline
@@ -150,6 +152,9 @@ class RunOptions:
     local: Local = False
     name: Annotated[str | None, typer.Option(metavar="NAME", help=_NAME_HELP)] = None
     detach: Annotated[bool, typer.Option("--detach", "-d", help=_DETACH_HELP)] = False
+    plain: Annotated[bool, typer.Option("--plain", help="Print plain lines, without a live view on a terminal.")] = (
+        False
+    )
     as_json: AsJson = False
 
     def to_record(self) -> JobRecord:
@@ -259,28 +264,29 @@ def run_job(options: RunOptions) -> None:
             moved.open_log(opened.directory / OUTPUT)
             opened.on_started = functools.partial(moved.release_parent, opened.directory)
             progress = Console(highlight=False)  # not of the terminal
-        result = _run_to_end(opened, progress, build_seconds)
+        result = _run_to_end(opened, progress, options, build_seconds)
     summary.print_summary(progress, record.request, result, build_seconds)
     if options.as_json and not moved:
         known = {name: value for name, value in vars(result).items() if name != "plan"}
         print_json({**known, "build_seconds": build_seconds})
-    if result.report:
-        print_line(f"report: {result.report}", progress)
+    _print_report(progress, result.report)
     raise typer.Exit(result.exit_code)
 
 
-def _run_to_end(opened: OpenJob, progress: Console, build_seconds: float | None) -> JobResult:
+def _run_to_end(opened: OpenJob, progress: Console, options: RunOptions, build_seconds: float | None) -> JobResult:
     """Run a job, record how it ended, write its report, and return its result. After an error, too, it is recorded."""
     run = local_job.run_job_locally if opened.record.engine == LOCAL else docker_job.run_job_in_docker
     try:
-        result = run(opened, progress)
+        with _open_view(opened, progress, options) as view:
+            result = run(opened, view)
     except BaseException as error:
         is_lost = opened.resumed and opened.record.uncollected and not opened.log.lines
         if not is_lost:  # otherwise hosts of the earlier command may still run, and `shoal stop` must find them
             with contextlib.suppress(OSError):  # of a full disk: `error` tells more
                 opened.finish(*_describe_exception(error))
         if opened.log.lines:
-            job_reports.write_job_report(progress, opened, None, build_seconds)
+            page = job_reports.write_job_report(progress, opened, None, build_seconds)
+            _print_report(progress, page)
         if opened.has_checkpoints:
             summary.print_resume_command(progress, opened.record.request, opened.name)
         raise
@@ -307,6 +313,12 @@ def _print_started(started: KnownJob, as_json: bool) -> None:
     print_line(f"{started.name} runs in the background, in {started.directory}")
     print_line(f"logs: shoal logs --follow {started.name}")
     print_line(f"stop: shoal stop {started.name}")
+
+
+def _print_report(progress: Console, page: Path | None) -> None:
+    """Print where the report of a job is, if it was written."""
+    if page:
+        print_line(f"report: {page}", progress)
 
 
 @has_old_name(app, "plan-model", "estimate", context_settings=_UNKNOWN_OPTIONS)
@@ -370,6 +382,18 @@ def report_comparison(
     choose_files(page, as_json=False, read=read)
     write_files(page, {page: render_comparison_page(*(read_report(path) for path in read))})
     print_written([page])
+
+
+def _open_view(opened: OpenJob, progress: Console, options: RunOptions) -> contextlib.AbstractContextManager[View]:
+    """Return the view of a job: live on a terminal, plain elsewhere."""
+    if options.plain or options.as_json or not live_view.can_show_panel(progress, os.environ):
+        return contextlib.nullcontext(live_view.PlainView(progress))
+    request, engine = opened.record.request, opened.record.engine
+    merged = 1 if engine == LOCAL and not request.min_hosts else request.hosts
+    hosts = f"{request.min_hosts}:{request.hosts}" if request.min_hosts else str(merged)
+    ranks = request.hosts * (request.procs_per_host or 1)
+    definitions = metric_definitions.read_definitions(request)
+    return live_view.LiveView(progress, opened.log, opened.name, hosts, ranks, definitions)
 
 
 def _build_image(name: str, progress: Console) -> tuple[str, float]:

@@ -156,9 +156,28 @@ def strip_controls(text: str) -> str:
 
 def split_lines(chunks: Iterable[bytes]) -> Iterator[str]:
     """Yield whole lines as text, and the last one even if it has no end. The \\r of a progress bar ends one too."""
+    return (line for line, _ in split_pieces(chunks))
+
+
+def split_pieces(chunks: Iterable[bytes]) -> Iterator[tuple[str, bool]]:
+    """Yield the lines of `split_lines`, each with whether a terminal would overwrite it: the \\r of a progress bar."""
     rest = b""
     for chunk in chunks:
-        *lines, rest = (rest + chunk).replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")
-        yield from (line.decode(errors="replace") for line in lines)
+        data = rest + chunk
+        held = b"\r" if data.endswith(b"\r") else b""  # it may be the first half of \r\n
+        *lines, rest = data.removesuffix(held).replace(b"\r\n", b"\n").split(b"\n")
+        for line in lines:
+            yield from _split_returns(line)
+        if b"\r" in rest:
+            bar, _, rest = rest.rpartition(b"\r")
+            yield from ((text, True) for text, _ in _split_returns(bar))
+        rest += held
     if rest:
-        yield rest.decode(errors="replace")
+        yield from _split_returns(rest.removesuffix(b"\r"))
+
+
+def _split_returns(line: bytes) -> Iterator[tuple[str, bool]]:
+    *overwritten, last = line.split(b"\r") if b"\r" in line else [line]
+    for piece in overwritten:
+        yield piece.decode(errors="replace"), True
+    yield last.decode(errors="replace"), False

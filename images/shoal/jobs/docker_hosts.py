@@ -11,7 +11,7 @@ import functools
 import queue
 import threading
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
 from typing import IO, Any
@@ -28,7 +28,9 @@ from shoal import docker_client
 from shoal.docker_client import archive, containers
 from shoal.errors import DockerError, UsageError
 from shoal.jobs import checkpoints, gpus, job, restarts
+from shoal.jobs.gpu_usage import GpuMeter, read_lines, smi_command
 from shoal.jobs.job_log import JobLog
+from shoal.jobs.live_view import View
 from shoal.jobs.usage import Usage
 from shoal.jobs.watch import STOP_SECONDS, Arrival, HostExit
 
@@ -49,8 +51,8 @@ class DockerHosts:
     """The job's name."""
     identity: str
     """The label of the job's objects, which no other job has."""
-    console: Console
-    """The console for the hosts' logs."""
+    view: View
+    """Shows the hosts' logs."""
     tree: IO[bytes]
     """The archive with the files of all hosts."""
     secret: str | None
@@ -64,11 +66,18 @@ class DockerHosts:
     """Containers that have ended."""
     readers: list[threading.Thread] = field(default_factory=list)
     """The threads that print logs."""
+    meter: GpuMeter = field(default_factory=GpuMeter)
+    """Reads the use of GPUs."""
 
     @property
     def ids(self) -> dict[str, str]:
         """The ID of each host's container."""
         return {host: str(container.id) for host, container in self.by_name.items()}
+
+    @property
+    def console(self) -> Console:
+        """The console for messages."""
+        return self.view.console
 
     @property
     def first(self) -> str:
@@ -115,12 +124,15 @@ class DockerHosts:
     def start(self, *hosts: str) -> None:
         """Start containers, and threads that print their logs and put their exits into `arrivals`."""
         for host in hosts:
-            self.readers.append(_start_log_reader(str(self.by_name[host].id), host, self.console, self.log))
+            self.readers.append(_start_log_reader(str(self.by_name[host].id), host, self.view, self.log))
         for host in hosts:
             self.by_name[host].start()
         for host in hosts:
             arguments = (host, str(self.by_name[host].id), self.arrivals)
             threading.Thread(target=_report_exit, args=arguments, daemon=True).start()
+            if self.devices[host]:
+                measured = (host, str(self.by_name[host].id), self.meter)
+                threading.Thread(target=_measure_gpus, args=measured, daemon=True).start()
 
     def stop(self, hosts: Iterable[str]) -> None:
         """Stop containers, all at the same time, and wait for them; an interrupt ends the wait."""
@@ -176,9 +188,9 @@ class DockerHosts:
         return target
 
     def read_usage(self) -> dict[str, Usage]:
-        """Return the CPU time and memory of the containers that run. Only one thread may call this."""
+        """Return the CPU time, memory and GPUs of the containers that run. Only one thread may call this."""
         found = {host: _read_usage(self._usage_client.api, number) for host, number in self.ids.items()}
-        return {host: usage for host, usage in found.items() if usage}
+        return {host: replace(usage, gpu=self.meter.read(host)) for host, usage in found.items() if usage}
 
     @functools.cached_property
     def _usage_client(self) -> docker.DockerClient:
@@ -214,7 +226,7 @@ def create_hosts(
     image: str,
     request: job.JobRequest,
     name: str,
-    console: Console,
+    view: View,
     log: JobLog | None = None,
     identity: str | None = None,
 ) -> Iterator[DockerHosts]:
@@ -224,7 +236,7 @@ def create_hosts(
     exists already, it is used. Raises `UsageError` if another container has the name of a host's.
     """
     identity = identity or name
-    say = functools.partial(console.print, markup=False, soft_wrap=True)
+    say = functools.partial(view.console.print, markup=False, soft_wrap=True)
     devices = gpus.divide_gpus(client, image, request.gpus, request.host_names, say)
     network = _create_network(client, identity)
     with containers.delay_interrupts():
@@ -239,7 +251,7 @@ def create_hosts(
             request=request,
             name=name,
             identity=identity,
-            console=console,
+            view=view,
             tree=tree,
             secret=job.make_secret(request.environment),
             devices=dict(zip(request.host_names, devices)),
@@ -316,8 +328,8 @@ def _container_settings(request: job.JobRequest, name: str, identity: str, netwo
     }
 
 
-def _start_log_reader(container_id: str, host: str, console: Console, log: JobLog) -> threading.Thread:
-    """Start a thread that prints and keeps a host's log; return once it is attached, so that no line is lost."""
+def _start_log_reader(container_id: str, host: str, view: View, log: JobLog) -> threading.Thread:
+    """Start a thread that shows and keeps a host's log; return once it is attached, so that no line is lost."""
     attached = threading.Event()
 
     def print_lines() -> None:
@@ -327,9 +339,8 @@ def _start_log_reader(container_id: str, host: str, console: Console, log: JobLo
             stream = api.attach(container_id, stdout=True, stderr=True, stream=True, logs=True)
         finally:
             attached.set()
-        for line in containers.split_lines(stream):
-            console.print(f"{host} | {line}", markup=False, highlight=False, soft_wrap=True)
-            log.add(host, line)
+        for line, is_overwritten in containers.split_pieces(stream):
+            view.add(f"{host} | {line}", log.add(host, line), is_overwritten)
 
     thread = threading.Thread(target=print_lines, name=f"logs of {host}", daemon=True)
     thread.start()
@@ -349,6 +360,17 @@ def _report_exit(host: str, container_id: str, arrivals: queue.SimpleQueue[Arriv
         arrivals.put((host, container_id, HostExit(code, out_of_memory)))
     except (docker.errors.DockerException, requests.RequestException, DockerError) as error:
         arrivals.put((host, container_id, error))
+
+
+def _measure_gpus(host: str, container_id: str, meter: GpuMeter) -> None:
+    """Body of a thread: run nvidia-smi in a container, which ends with it, and read its lines.
+
+    Without nvidia-smi, or after an error of Docker, the use is unknown.
+    """
+    with contextlib.suppress(docker.errors.DockerException, requests.RequestException, DockerError):
+        api = docker_client.connect(timeout=None).api
+        process = api.exec_create(container_id, smi_command(), stderr=False)
+        read_lines(containers.split_lines(api.exec_start(process["Id"], stream=True)), host, meter)
 
 
 def _read_usage(api: docker.APIClient, container_id: str) -> Usage | None:

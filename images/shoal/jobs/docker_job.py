@@ -15,12 +15,13 @@ from shoal.docker_client import containers
 from shoal.errors import UsageError
 from shoal.jobs import docker_hosts, job, usage
 from shoal.jobs.docker_hosts import DockerHosts
+from shoal.jobs.live_view import View
 from shoal.jobs.record import OpenJob
 from shoal.jobs.watch import Watch
 
 
-def run_job_in_docker(opened: OpenJob, console: Console) -> job.JobResult:
-    """Run a job in containers to its end, and print the hosts' logs with the host's name before each line.
+def run_job_in_docker(opened: OpenJob, view: View) -> job.JobResult:
+    """Run a job in containers to its end, and show the hosts' logs with the host's name before each line.
 
     The files of each host are copied to the job's directory, and its checkpoints to their own directory, also if the
     job fails. An interrupt stops the hosts, removes them, the network and the volume, and is raised again. A second
@@ -28,7 +29,7 @@ def run_job_in_docker(opened: OpenJob, console: Console) -> job.JobResult:
 
     Args:
         opened: The job, which the caller has checked.
-        console: The console for logs and messages.
+        view: Shows logs, and has the console for messages.
 
     Returns:
         The result. A job that failed raises nothing.
@@ -37,12 +38,12 @@ def run_job_in_docker(opened: OpenJob, console: Console) -> job.JobResult:
         DockerError: If Docker does not answer, refuses, or lacks the image.
         UsageError: If the source cannot be copied, there are fewer GPUs than hosts, or the job runs already.
     """
-    client = docker_client.connect()
+    client, console = docker_client.connect(), view.console
     is_filled = opened.resumed and _keep_volume(client, opened, console)
     with (
         _remove_all_at_end(client, opened, console),
         docker_hosts.create_hosts(
-            client, opened.record.image, opened.record.request, opened.name, console, opened.log, opened.identity
+            client, opened.record.image, opened.record.request, opened.name, view, opened.log, opened.identity
         ) as hosts,
     ):
         if not is_filled:

@@ -42,11 +42,15 @@ class Series:
 
     times: array[float] = field(default_factory=lambda: array("d"))
     values: array[float] = field(default_factory=lambda: array("d"))
+    last_time: float = 0.0
+    last: float = 0.0
+    """The last value, also if it is dropped."""
     _step: int = 1
     _count: int = 0
 
     def add(self, seconds: float, value: float) -> None:
         """Add a value, unless it is one of those that are dropped."""
+        self.last_time, self.last = seconds, value
         if self._count % self._step == 0:
             self.times.append(seconds)
             self.values.append(value)
@@ -72,7 +76,7 @@ class JobLog:
     series: dict[Key, Series] = field(default_factory=dict)
     """The numbers that the script has written as name=value."""
     usage: dict[Key, Series] = field(default_factory=dict)
-    """CPU and memory of hosts."""
+    """CPU, memory and GPUs of hosts."""
     path: Path | None = None
     """The file that gets all lines, as `[seconds since 1970, host, text]`. It is made for the first line."""
     _file: IO[str] | None = None
@@ -90,8 +94,11 @@ class JobLog:
         """The index in `lines` before which lines are left out."""
         return len(self._head)
 
-    def add(self, host: str, text: str) -> None:
-        """Add a line that came from a host now. Its rank is in its prefix, or in its JSON; colours are removed."""
+    def add(self, host: str, text: str) -> Line:
+        """Add a line that came from a host now, and return it.
+
+        Its rank is in its prefix, or in its JSON; colours are removed.
+        """
         now = time.time()
         line = parse_line(round(now - self.began, 2), host, text)
         with self._lock:
@@ -104,6 +111,7 @@ class JobLog:
             if "=" in line.text and not line.text.startswith("train: "):
                 for name, value in find_numbers(line.text):
                     self._add_number((name, line.host, line.rank), line.seconds, value)
+        return line
 
     def close(self) -> None:
         """Close the file. Later lines are not written to it."""
@@ -130,6 +138,11 @@ class JobLog:
             self.series.setdefault(key, Series()).add(seconds, value)
 
 
+def cut_line(text: str) -> str:
+    """Return a line without its end if it is very long."""
+    return text if len(text) <= _MAX_LINE else f"{text[:_MAX_LINE]}… ({len(text) - _MAX_LINE} characters more)"
+
+
 def parse_line(seconds: float, host: str, text: str) -> Line:
     """Return a line of the log with its origin.
 
@@ -138,9 +151,7 @@ def parse_line(seconds: float, host: str, text: str) -> Line:
         host: The host from which it came, for lines that name none.
         text: `[rank,host] text` or a JSON object of `train`, otherwise a line without a rank.
     """
-    text = _ESCAPES.sub("", text)
-    if len(text) > _MAX_LINE:
-        text = f"{text[:_MAX_LINE]}… ({len(text) - _MAX_LINE} characters more)"
+    text = cut_line(_ESCAPES.sub("", text))
     if found := _PREFIX.match(text):
         return Line(seconds, found[2], int(found[1]), text[found.end() :])
     if text.startswith('{"time": '):

@@ -20,6 +20,7 @@ from rich.console import Console
 from shoal.docker_client import containers
 from shoal.jobs import job, restarts
 from shoal.jobs.job_log import JobLog
+from shoal.jobs.live_view import View
 from shoal.jobs.local_processes import BASE, read_environment
 from shoal.jobs.watch import Arrival, HostExit
 
@@ -35,8 +36,8 @@ class LocalHosts:
     """
 
     request: job.JobRequest
-    console: Console
-    """The console for the output of the hosts."""
+    view: View
+    """Shows the output of the hosts."""
     train: Path
     environment: Mapping[str, str]
     """The variables that all hosts share."""
@@ -53,6 +54,11 @@ class LocalHosts:
     _variables: dict[str, Mapping[str, str]] = field(default_factory=dict)
     _running: dict[str, tuple[subprocess.Popen[bytes], threading.Thread]] = field(default_factory=dict)
     _numbers: Iterator[int] = field(default_factory=itertools.count)
+
+    @property
+    def console(self) -> Console:
+        """The console for messages."""
+        return self.view.console
 
     @property
     def first(self) -> str:
@@ -105,25 +111,33 @@ class LocalHosts:
         self.arrivals.put((host, number, HostExit(128 - code if code < 0 else code)))
 
     def _start_readers(self, host: str, process: subprocess.Popen[bytes]) -> list[threading.Thread]:
-        """Start threads that print and keep the output of a host. One host's bytes are not changed."""
+        """Start threads that show and keep the output of a host.
+
+        One host's bytes are not changed, unless they go to the terminal of a live view.
+        """
         assert process.stdout is not None
         if process.stderr is None:
-            readers = [threading.Thread(target=self._print_output, args=(host, process.stdout), daemon=True)]
+            readers = [threading.Thread(target=self._show_output, args=(host, process.stdout, True), daemon=True)]
         else:
             streams = ((process.stdout, self.console.file.fileno()), (process.stderr, _STDERR))
-            readers = [threading.Thread(target=self._copy_output, args=(host, *pair), daemon=True) for pair in streams]
+            readers = [threading.Thread(target=self._pass_output, args=(host, *pair), daemon=True) for pair in streams]
         for reader in readers:
             reader.start()
         return readers
 
-    def _print_output(self, host: str, stream: IO[bytes]) -> None:
-        """Body of a thread: print lines with the name of a host, and keep them."""
-        for line in containers.split_lines(_read_chunks(stream)):
-            self.console.print(f"{host} | {line}", markup=False, highlight=False, soft_wrap=True)
-            self.log.add(host, line)
+    def _show_output(self, host: str, stream: IO[bytes], named: bool) -> None:
+        """Body of a thread: show lines, if `named` after the name of their host, and keep them."""
+        for line, is_overwritten in containers.split_pieces(_read_chunks(stream)):
+            self.view.add(f"{host} | {line}" if named else line, self.log.add(host, line), is_overwritten)
 
-    def _copy_output(self, host: str, stream: IO[bytes], target: int) -> None:
-        """Body of a thread: copy the output of a host to a file descriptor at once, and keep its lines."""
+    def _pass_output(self, host: str, stream: IO[bytes], target: int) -> None:
+        """Body of a thread: copy the output of a host to a file descriptor at once, and keep its lines.
+
+        A live view shows the lines instead, if the file is its terminal.
+        """
+        if self.view.is_live and os.isatty(target):
+            self._show_output(host, stream, named=False)
+            return
         for line in containers.split_lines(_copy_chunks(_read_chunks(stream), target)):
             self.log.add(host, line)
 

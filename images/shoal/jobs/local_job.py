@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import socket
@@ -13,7 +14,8 @@ from rich.console import Console
 
 from shoal.docker_client import containers
 from shoal.errors import DockerError, UsageError
-from shoal.jobs import checkpoints, distribution, gpus, job, restarts, usage
+from shoal.jobs import checkpoints, distribution, gpu_usage, gpus, job, restarts, usage
+from shoal.jobs.live_view import View
 from shoal.jobs.local_hosts import LocalHosts
 from shoal.jobs.record import OpenJob, collect_tree, remove_checkpoints
 from shoal.jobs.watch import STOP_SECONDS, Watch
@@ -22,7 +24,7 @@ from shoal.matrix import project
 _MOST_HOSTS = 254
 
 
-def run_job_locally(opened: OpenJob, console: Console) -> job.JobResult:
+def run_job_locally(opened: OpenJob, view: View) -> job.JobResult:
     """Run a job on this machine to its end. All ranks run on one host, so the world size is as requested.
 
     With a range of hosts, each is a `train` of its own, on a loopback address and without GPUs.
@@ -33,20 +35,23 @@ def run_job_locally(opened: OpenJob, console: Console) -> job.JobResult:
 
     Args:
         opened: The job, which the caller has checked.
-        console: The console for the output of `train` and messages.
+        view: Shows the output of `train`, and has the console for messages.
 
     Raises:
         DockerError: If this Python environment has no `train`, or the machine lacks the requested GPUs.
         UsageError: If the source cannot be copied, or MPI would start ranks on several hosts of this machine.
     """
-    hosts = _create_hosts(opened, console)
+    hosts = _create_hosts(opened, view)
     watch = Watch(hosts)
     shared = hosts.trees[hosts.first]
     opened.update(uncollected=True)
     opened.on_started()
     try:
         hosts.start(*hosts.trees)
-        with usage.sample_usage(opened.log.usage, opened.log.began, usage.read_machine):
+        with (
+            gpu_usage.measure_machine(usage.MACHINE, opened.record.request.gpus) as meter,
+            usage.sample_usage(opened.log.usage, opened.log.began, functools.partial(usage.read_machine, meter)),
+        ):
             watch.wait()
     finally:
         with containers.delay_interrupts():
@@ -60,7 +65,7 @@ def run_job_locally(opened: OpenJob, console: Console) -> job.JobResult:
     return replace(result, restarts=[*watch.restarts, *result.restarts])
 
 
-def _create_hosts(opened: OpenJob, console: Console) -> LocalHosts:
+def _create_hosts(opened: OpenJob, view: View) -> LocalHosts:
     """Make the tree of each host, and return hosts that are ready to start. They share one directory of checkpoints."""
     train = Path(sys.executable).with_name("train")
     if not train.exists():
@@ -69,7 +74,7 @@ def _create_hosts(opened: OpenJob, console: Console) -> LocalHosts:
             f"`train` is not installed next to {sys.executable}. Fix: {sys.executable} -m pip install {toolkit}"
         )
     request = opened.record.request
-    merged = request if request.min_hosts else merge_hosts(request, console)
+    merged = request if request.min_hosts else merge_hosts(request, view.console)
     names = list_loopback_names(request) if request.min_hosts else merged.host_names
     trees = {name: opened.directory / name for name in names}
     shared = trees[names[0]] / checkpoints.CONTENT
@@ -84,7 +89,7 @@ def _create_hosts(opened: OpenJob, console: Console) -> LocalHosts:
             (tree / checkpoints.CONTENT).symlink_to(shared, target_is_directory=True)
     opened.checkpoints.copy_to(shared)
     environment = {**_make_environment(request, opened.name), "PATH": _extend_path(train.parent)}
-    hosts = LocalHosts(request, console, train, environment, trees, opened.checkpoints.lock, opened.log)
+    hosts = LocalHosts(request, view, train, environment, trees, opened.checkpoints.lock, opened.log)
     for name in names:
         hosts.create(name)
     return hosts

@@ -19,6 +19,7 @@ from shoal.jobs import checkpoints, job, local_processes, running
 from shoal.jobs.docker_hosts import DockerHosts, stop_containers
 from shoal.jobs.docker_job import collect
 from shoal.jobs.known_jobs import LOST, KnownJob, read_job
+from shoal.jobs.live_view import PlainView
 from shoal.jobs.record import LOCAL, STOPPED, OpenJob, collect_tree, find_trees, remove_checkpoints
 
 
@@ -83,7 +84,7 @@ def _end_docker_job(opened: OpenJob, console: Console) -> None:
             request=opened.record.request,
             name=opened.name,
             identity=opened.identity,
-            console=console,
+            view=PlainView(console),
             tree=BytesIO(),
             secret=None,
             devices={},

@@ -20,7 +20,7 @@ def summary_rows(request: JobRequest, result: JobResult, build_seconds: float | 
     """
     launch, metrics = result.launch, result.metrics
     known = {"test_accuracy": "test accuracy", "images_per_second": "images/s"}
-    rows = [(label, _format_number(metrics[key])) for key, label in known.items() if key in metrics]
+    rows = [(label, format_number(metrics[key])) for key, label in known.items() if key in metrics]
     hosts = len(launch.get("hosts", request.host_names))
     ranks = int(launch.get("ranks") or hosts)  # null if `train` refused the job
     rows.append(("hosts × ranks", f"{hosts} × {ranks // hosts}"))
@@ -74,7 +74,7 @@ def print_resume_command(console: Console, request: JobRequest, name: str) -> No
     console.print(f"to continue: shoal run --resume {name}{output}", markup=False, highlight=False, soft_wrap=True)
 
 
-def _format_number(value: object) -> str:
+def format_number(value: object) -> str:
     """Return a value as text: a float with four digits, or without decimals from 1000 on; any other as `str` does."""
     if not isinstance(value, float):
         return str(value)

@@ -1,4 +1,4 @@
-"""Measures CPU and memory while a job runs, about once per second and with less than 1 % of a core."""
+"""Measures CPU, memory and GPUs while a job runs, about once per second and with less than 1 % of a core."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from shoal.jobs.gpu_usage import GpuMeter, GpuUse
 from shoal.jobs.job_log import Key, Series
 
 CPU, MEMORY = "CPU (% of a core)", "memory (MB)"
+GPU, GPU_MEMORY = "GPU (%)", "GPU memory (MB)"
+MACHINE = "this machine"
 _SECONDS = 1.0
 _MAX_SHARE = 0.01
 """The largest part of a core that measuring may take."""
@@ -19,11 +22,13 @@ _MAX_SHARE = 0.01
 
 @dataclass(frozen=True)
 class Usage:
-    """CPU time and memory of a host."""
+    """CPU time, memory and GPUs of a host."""
 
     cpu_seconds: float
     """Since its start."""
     memory_bytes: int
+    gpu: GpuUse | None = None
+    """None: it has no GPU, or its use is unknown."""
 
 
 Reader = Callable[[], Mapping[str, Usage]]
@@ -65,14 +70,22 @@ def _sample(series: dict[Key, Series], began: float, read: Reader, ended: thread
                 share = max((usage.cpu_seconds - earlier[host][1]) / seconds * 100, 0.0)
                 series.setdefault((CPU, host, None), Series()).add(round(now - began, 1), round(share, 1))
             series.setdefault((MEMORY, host, None), Series()).add(round(now - began, 1), usage.memory_bytes // 10**6)
+            if usage.gpu and usage.gpu.percent is not None:
+                series.setdefault((GPU, host, None), Series()).add(round(now - began, 1), round(usage.gpu.percent, 1))
+            if usage.gpu:
+                memory = usage.gpu.memory_bytes // 10**6
+                series.setdefault((GPU_MEMORY, host, None), Series()).add(round(now - began, 1), memory)
             earlier[host] = now, usage.cpu_seconds
         wait = max(_SECONDS, (time.thread_time() - cpu_before) / _MAX_SHARE)
         if ended.wait(wait):
             return
 
 
-def read_machine(name: str = "this machine", proc: Path = Path("/proc")) -> Mapping[str, Usage]:
-    """Return the CPU time and memory that are in use on this machine, from /proc; none on systems without it."""
+def read_machine(gpus: GpuMeter, proc: Path = Path("/proc")) -> Mapping[str, Usage]:
+    """Return the CPU time and memory that are in use on this machine, from /proc; none on systems without it.
+
+    Adds the use of GPUs that a meter has.
+    """
     try:
         ticks = [int(word) for word in (proc / "stat").read_text().split("\n", 1)[0].split()[1:8]]
         memory = dict(line.split(":", 1) for line in (proc / "meminfo").read_text().splitlines())
@@ -80,4 +93,4 @@ def read_machine(name: str = "this machine", proc: Path = Path("/proc")) -> Mapp
     except (OSError, ValueError, KeyError, IndexError):
         return {}
     busy = sum(ticks) - ticks[3] - ticks[4]  # without idle and iowait
-    return {name: Usage(busy / 100, used * 1024)}
+    return {MACHINE: Usage(busy / 100, used * 1024, gpus.read(MACHINE))}

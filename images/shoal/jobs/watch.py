@@ -40,9 +40,12 @@ class Hosts(Protocol):
     """The hosts of a job. Each can be started again under its name."""
 
     request: job.JobRequest
-    console: Console
     arrivals: queue.SimpleQueue[Arrival]
     """Hosts that have ended."""
+
+    @property
+    def console(self) -> Console:
+        """The console for messages."""
 
     @property
     def ids(self) -> Mapping[str, str]:

@@ -16,13 +16,14 @@ _VENDOR = "vendor"
 
 def render_job_page(report: JobReport) -> str:
     """Return the page of a job as HTML, of at most 5 MB. Writes no file."""
-    fitted = fit_report(report)
-    return render_page("job.html.j2", report=fitted, data=Markup(encode_report(fitted)), **_read_uplot())
+    fitted, lines = fit_report(report)
+    data = Markup(encode_report(fitted))
+    return render_page("job.html.j2", report=fitted, data=data, lines=lines, **_read_uplot())
 
 
 def render_comparison_page(first: JobReport, second: JobReport) -> str:
     """Return the page that compares two jobs as HTML: their results, differing settings and curves."""
-    jobs = [fit_report(replace(report, log=(), omitted=0)) for report in (first, second)]
+    jobs = [fit_report(replace(report, log=(), omitted=0))[0] for report in (first, second)]
     return render_page(
         "job_comparison.html.j2",
         jobs=jobs,

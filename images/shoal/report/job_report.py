@@ -6,11 +6,11 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple
 
 import pydantic
 
 from shoal.errors import UsageError
+from shoal.report.packed_log import LogLine, pack_log, unpack_log
 
 PAGE = "report.html"
 """The name of the page in a job's directory."""
@@ -18,20 +18,8 @@ _MAX_BYTES = 4_700_000
 """The most bytes that the data of a page takes. The rest of 5 MB is for the program and the tables."""
 _MAX_POINTS = 60_000  # of all curves
 _MAX_CURVES = 2_000
-_MAX_LINE = 4_000  # characters
-_LINE_OVERHEAD = 26  # bytes of a line in JSON in addition to its text
 _DATA = re.compile(r'<script type="application/json" id="job">(.*?)</script>', re.DOTALL)
-
-
-class LogLine(NamedTuple):
-    """A line of the log."""
-
-    seconds: float
-    """When it came, after the start of the job."""
-    host: str
-    rank: int | None
-    """None: `train` or the launcher wrote it."""
-    text: str
+_LOG = re.compile(r'<script type="text/plain" id="lines">(.*?)</script>', re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -79,12 +67,15 @@ _REPORTS = pydantic.TypeAdapter(JobReport)
 
 
 def encode_report(report: JobReport) -> str:
-    """Return a report as JSON that can stand in a script element: no text in it can end the element."""
-    return _REPORTS.dump_json(report).decode().replace("<", "\\u003c")
+    """Return a report without its log as JSON that can stand in a script element: no text in it can end the element."""
+    return _REPORTS.dump_json(replace(report, log=())).decode().replace("<", "\\u003c")
 
 
 def read_report(path: Path) -> JobReport:
-    """Return the report in a page, or in the page of a job's directory. Raises `UsageError` if there is none."""
+    """Return the report in a page, or in the page of a job's directory, with its log.
+
+    Raises `UsageError` if there is none.
+    """
     page = path / PAGE if path.is_dir() else path
     try:
         text = page.read_text(encoding="utf-8", errors="replace")
@@ -92,18 +83,19 @@ def read_report(path: Path) -> JobReport:
         raise UsageError(
             f"{page}: {error.strerror}. Fix: name the directory of a job that has ended, such as jobs/NAME"
         ) from error
-    found = _DATA.search(text)
+    found, packed = _DATA.search(text), _LOG.search(text)
     try:
-        return _REPORTS.validate_json(found[1] if found else "")
-    except pydantic.ValidationError as error:
+        report = _REPORTS.validate_json(found[1] if found else "")
+        return replace(report, log=unpack_log(packed[1])) if packed else report
+    except ValueError as error:  # pydantic's are among them
         raise UsageError(f"{page}: not the report of a job. Fix: name a report.html of `shoal run`") from error
 
 
-def fit_report(report: JobReport) -> JobReport:
-    """Return a report that fits into a page: curves with fewer points, and the log without its middle if necessary."""
+def fit_report(report: JobReport) -> tuple[JobReport, str]:
+    """Return a report that fits into a page, and its packed log. Curves may have fewer points."""
     report = replace(report, metrics=_thin_curves(report.metrics), usage=_thin_curves(report.usage))
-    other = len(encode_report(replace(report, log=())).encode())
-    return _shorten_log(report, _MAX_BYTES - other)
+    log = pack_log(report.log, report.omitted, report.omitted_at, _MAX_BYTES - len(encode_report(report).encode()))
+    return replace(report, log=log.lines, omitted=log.omitted, omitted_at=log.omitted_at), log.data
 
 
 def _thin_curves(curves: Sequence[Curve]) -> list[Curve]:
@@ -118,43 +110,3 @@ def _thin_curve(curve: Curve, most: int) -> Curve:
     if step <= 1:
         return curve
     return replace(curve, times=curve.times[::step], values=curve.values[::step])
-
-
-def _shorten_log(report: JobReport, budget: int) -> JobReport:
-    """Leave out the middle of the log, so that its JSON takes at most `budget` bytes. Long lines are cut."""
-    lines = [_cut_line(line) for line in report.log]
-    sizes = [_LINE_OVERHEAD + len(line.host) + _encoded_size(line.text) for line in lines]
-    if sum(sizes) <= budget:
-        return replace(report, log=lines)
-    # The part before lines that are left out already must stay apart from the part after them.
-    split = report.omitted_at if report.omitted else len(lines) // 2
-    head = _count_fitting(sizes[:split], budget // 2)
-    tail = _count_fitting(sizes[split:][::-1], budget // 2)
-    kept = lines[:head] + lines[len(lines) - tail :]
-    return replace(report, log=kept, omitted=report.omitted + len(lines) - len(kept), omitted_at=head)
-
-
-def _count_fitting(sizes: Sequence[int], budget: int) -> int:
-    """Return how many of the first sizes have a sum of at most `budget`."""
-    for count, size in enumerate(sizes):
-        budget -= size
-        if budget < 0:
-            return count
-    return len(sizes)
-
-
-def _cut_line(line: LogLine) -> LogLine:
-    more = len(line.text) - _MAX_LINE
-    return line._replace(text=f"{line.text[:_MAX_LINE]}… ({more} characters more)") if more > 0 else line
-
-
-def _encoded_size(text: str) -> int:
-    """Return how many bytes a text takes at most in JSON without `<`. Most texts are plain, and quick to measure."""
-    if text.isascii() and text.isprintable():
-        return len(text) + text.count("\\") + text.count('"') + 5 * text.count("<")
-    return (
-        sum(len(char.encode("utf-8", "replace")) if char.isprintable() else 6 for char in text)
-        + 5 * text.count("<")
-        + text.count("\\")
-        + text.count('"')
-    )

@@ -1,0 +1,243 @@
+"""Shows a running job on a terminal: its log, which scrolls, and below it a panel that a thread keeps up to date.
+
+Elsewhere, a plain view prints each line of the log as it comes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import re
+import sys
+import threading
+import time
+import unicodedata
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from rich.console import Console, ConsoleOptions
+from rich.control import Control
+from rich.live import Live
+from rich.segment import Segment
+
+from shoal.jobs.job_log import JobLog, Key, Line, cut_line
+from shoal.jobs.live_panel import PanelState, render_panel, render_result
+from shoal.jobs.metric_definitions import MetricDefinition, find_metrics
+
+_PANEL_SECONDS = 1.0
+"""How long a panel is shown before it is rendered again. Usage is measured as often."""
+_FASTEST, _SLOWEST = 0.1, 0.5  # seconds between two writes to the terminal
+_MAX_SHARE = 0.005
+"""The part of a core that the view takes, as long as it need not write less often than every `_SLOWEST` seconds."""
+_MAX_WAITING = 50_000  # lines
+_MAX_SEARCHED = 1_000  # lines of a write in which metric definitions are searched
+_KEPT = 500  # lines that are written again after a change of the terminal's size
+_COLORS = re.compile(r"\x1b\[[0-9;:]*m")
+_CONTROLS = re.compile(r"\x1b\[(?![0-9;:]*m)[0-9;?<=>]*[ -/]*[@-~]|\x1b[\]PX^_][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[^\[]")
+
+
+class View(Protocol):
+    """A place for the log of a job."""
+
+    console: Console
+    """The console for other messages."""
+    is_live: bool
+    """Whether all that is written to the terminal must come through this view."""
+
+    def add(self, shown: str, line: Line, is_overwritten: bool = False) -> None:
+        """Show a line of the log as the text `shown`.
+
+        Args:
+            shown: The text.
+            line: The line.
+            is_overwritten: Whether it is a progress bar that a terminal overwrites by the next line.
+        """
+
+
+@dataclass
+class PlainView:
+    """Prints each line of the log as it comes."""
+
+    console: Console
+    is_live: bool = False
+
+    def add(self, shown: str, line: Line, is_overwritten: bool = False) -> None:
+        """Print a line, also one that a terminal would overwrite."""
+        self.console.print(shown, markup=False, highlight=False, soft_wrap=True)
+
+
+def can_show_panel(console: Console, environment: Mapping[str, str]) -> bool:
+    """Return whether a console is a terminal that obeys control sequences, and neither CI nor NO_COLOR is set."""
+    is_ci = environment.get("CI", "").lower() not in ("", "0", "false")
+    return console.file.isatty() and not (console.is_dumb_terminal or is_ci or environment.get("NO_COLOR"))
+
+
+@dataclass
+class LiveView:
+    """Shows the log and a panel on a terminal. Use it as a context manager.
+
+    Threads may add lines at the same time. A thread writes them, so that no reader waits for the terminal. If the
+    terminal is slower than the job, older lines are not shown, and a line says so.
+    """
+
+    console: Console
+    log: JobLog
+    name: str
+    hosts: str
+    """The number of hosts, or a range."""
+    ranks: int
+    """The number of ranks, if the log does not show more of them."""
+    definitions: Sequence[MetricDefinition] = ()
+    """The metrics to show; none: all numbers that lines name."""
+    is_live: bool = True
+    _waiting: deque[tuple[str, Line, bool]] = field(default_factory=deque)
+    _added: int = 0
+    _skipped: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _changed: threading.Event = field(default_factory=threading.Event)
+    _ended: threading.Event = field(default_factory=threading.Event)
+    _shown: deque[str] = field(default_factory=lambda: deque(maxlen=_KEPT))
+    _found: dict[Key, float] = field(default_factory=dict)
+    """The last values of the metric definitions."""
+    _progress: str = ""
+    _panel_time: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._thread = threading.Thread(target=self._write_lines, name="live view", daemon=True)
+
+    def __enter__(self) -> LiveView:
+        self._size = self.console.size
+        self._live = self._start_live()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Write the lines that still wait, and replace the panel by the last values of the metrics."""
+        self._ended.set()
+        self._changed.set()
+        try:
+            self._thread.join()
+            self._live.update(render_result(self._describe(), self.console.width))
+        finally:  # also after an interrupt: the cursor is hidden until then
+            with contextlib.suppress(OSError):  # the terminal has gone
+                self._live.stop()
+
+    def _start_live(self) -> Live:
+        live = Live("", console=self.console, auto_refresh=False, redirect_stderr=sys.stderr.isatty())
+        live.start()
+        return live
+
+    def add(self, shown: str, line: Line, is_overwritten: bool = False) -> None:
+        """Show a line of the log soon; in the panel if it is a progress bar."""
+        with self._lock:
+            self._added += 1
+            if len(self._waiting) == _MAX_WAITING:
+                self._waiting.popleft()
+                self._skipped += 1
+            self._waiting.append((shown, line, is_overwritten))
+        self._changed.set()
+
+    def _write_lines(self) -> None:
+        """Body of a thread: write lines and the panel until the view ends, or the terminal has gone."""
+        with contextlib.suppress(OSError):
+            while not self._ended.is_set():
+                self._changed.wait(_PANEL_SECONDS)
+                self._changed.clear()
+                before = time.thread_time()
+                self._write()
+                cost = time.thread_time() - before
+                self._ended.wait(min(max(_FASTEST, cost / _MAX_SHARE), _SLOWEST))
+            self._write()
+
+    def _write(self) -> None:
+        """Write the lines that wait, and the panel if it is old or the size of the terminal has changed."""
+        with self._lock:
+            waiting, self._waiting = self._waiting, deque()
+            skipped, self._skipped = self._skipped, 0
+        text = "".join(f"{clean_line(shown)}\n" for shown, _, is_overwritten in waiting if not is_overwritten)
+        if waiting:
+            shown, _, is_overwritten = waiting[-1]
+            self._progress = _COLORS.sub("", clean_line(shown)) if is_overwritten else ""
+        if skipped:
+            text = f"… {skipped:,} lines are not shown, because the terminal is slower than the job\n{text}"
+        self._read_lines(line for _, line, _ in [*waiting][-_MAX_SEARCHED:])
+        self._shown.extend(text.splitlines(keepends=True)[-_KEPT:])
+        now = time.monotonic()
+        is_resized = self.console.size != self._size
+        if is_resized:
+            self._size = self.console.size
+            text = "".join([*self._shown][-self._size.height :])
+            self._clear()
+        with self.console:  # one write for all of it
+            if text:
+                self.console.print(_Raw([Segment(text)]), soft_wrap=True, end="")
+            if is_resized or now - self._panel_time >= _PANEL_SECONDS:
+                self._panel_time = now
+                panel = render_panel(self._describe(), *self._size)
+                self._live.update(_Raw([*self.console.render(panel)]), refresh=True)
+
+    def _clear(self) -> None:
+        """Clear the terminal, because its lines may be wrapped in another way now. The log above it stays as it is."""
+        self._live.stop()
+        self.console.control(Control.home())
+        self.console.file.write("\x1b[J")
+        self._live = self._start_live()
+
+    def _read_lines(self, lines: Iterable[Line]) -> None:
+        """Keep the highest rank and the last values of the metric definitions in lines."""
+        for line in lines:
+            if line.rank is not None:
+                self.ranks = max(self.ranks, line.rank + 1)
+                for name, value in find_metrics(self.definitions, line.text):
+                    self._found[name, line.host, line.rank] = value
+
+    def _describe(self) -> PanelState:
+        """Return the state of the job now."""
+        seconds = time.time() - self.log.began
+        last = {key: series.last for key, series in self.log.series.copy().items()}
+        metrics: dict[str, list[float]] = {}
+        for (name, _, _), value in (self._found if self.definitions else last).items():
+            metrics.setdefault(name, []).append(value)
+        usage: dict[str, dict[str, float]] = {}
+        measured = self.log.usage.copy()
+        newest = max((series.last_time for series in measured.values()), default=0.0)
+        for (name, host, _), series in sorted(measured.items(), key=lambda item: (len(item[0][1]), item[0][1])):
+            if series.last_time == newest:  # otherwise the host does not run any more
+                usage.setdefault(host, {})[name] = series.last
+        return PanelState(self.name, self.hosts, self.ranks, seconds, self._added, metrics, self._progress, usage)
+
+
+@dataclass(frozen=True)
+class _Raw:
+    """Segments that the console writes as they are."""
+
+    segments: Sequence[Segment]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Segment]:
+        yield from self.segments
+
+
+def clean_line(text: str) -> str:
+    """Return a line that changes nothing but its own row of a terminal: colours stay, and other controls do not."""
+    text = cut_line(text)
+    if text.isprintable():
+        return text
+    text = _CONTROLS.sub("", text.expandtabs())
+    colored = _COLORS.search(text)
+    pieces = _COLORS.split(text)
+    cleaned = map(_clean_text, pieces)
+    if not colored:
+        return "".join(cleaned)
+    return "".join(map("".join, itertools.zip_longest(cleaned, _COLORS.findall(text), fillvalue=""))) + "\x1b[0m"
+
+
+def _clean_text(text: str) -> str:
+    return text if text.isprintable() else "".join(map(_clean_char, text))
+
+
+def _clean_char(char: str) -> str:
+    if char.isprintable():
+        return char
+    return " " if char.isspace() else "\N{REPLACEMENT CHARACTER}" * (unicodedata.category(char) == "Cc")

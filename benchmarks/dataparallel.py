@@ -11,6 +11,8 @@ MPI is Open MPI's Allreduce through mpi4py, on the same memory.
 - `ddp-mlp`: a step of DistributedDataParallel over an MLP of 50 million parameters, 2 ranks;
 - `ddp-mlp-least`: such a step without reduction, against gloo's step: the limit of any speed-up;
 - `ddp-cnn`: a step of a CNN, 64 images of 32 × 32 a rank, against the same ranks without reduction (`no_sync`);
+- `timeline-cnn`: 20 steps of the CNN with a timeline, from its start to its end, against the same steps without;
+- `timeline-100-layers`: the same of 100 layers of width 64;
 - `init`: from the start of the process to the end of the first all_reduce, 2 ranks, the import of torch included.
 """
 
@@ -89,6 +91,11 @@ def others(measured: dict[str, dict[str, float]]) -> list[Figure]:
         *figures,
         Figure("ddp-mlp-least", mlp["no_sync"], "ms", rival=mlp["gloo"], rival_name="gloo"),
         Figure("ddp-cnn", cnn["smddp"], "ms", rival=cnn["no_sync"], rival_name="no_sync", ceiling=1 / 0.97),
+        *(
+            Figure(case, 1000 * times["on"], "ms", rival=1000 * times["off"], rival_name="off", ceiling=1.1)
+            for case, times in measured.items()
+            if case.startswith("timeline-")
+        ),
     ]
 
 

@@ -9,6 +9,7 @@ BEGAN = time.perf_counter()
 import json  # noqa: E402 (what is imported counts)
 import os  # noqa: E402
 import sys  # noqa: E402
+import tempfile  # noqa: E402
 from collections.abc import Callable, Mapping, Sequence  # noqa: E402
 from contextlib import nullcontext  # noqa: E402
 from functools import partial  # noqa: E402
@@ -21,6 +22,7 @@ import torch.distributed as dist  # noqa: E402
 
 BYTES = 64 << 20
 SHORT_CALLS = 50  # in a round: one alone would measure how long its code takes to come back into the caches
+RECORDED_STEPS = 20
 WIDTH = 4096  # of the MLP's layers: three of them are 50 million parameters
 
 
@@ -69,17 +71,53 @@ def others(mpi: Any, groups: dict[str, Any], rounds: int) -> dict[str, dict[str,
         "reduce-scatter-64MB": measure(mpi, scatter, rounds),
         "ddp-cnn": measure(mpi, convolutions(), rounds),
         "ddp-mlp": measure(mpi, steps(groups), max(5, rounds // 2)),
+        **{f"timeline-{name}": measure(mpi, runs, rounds) for name, runs in recordings(mpi.rank).items()},
     }
 
 
-def convolutions() -> dict[str, Callable[[], None]]:
-    """A step of a CNN, with its gradients reduced and without. They are small, and its computation is long."""
+def recordings(rank: int) -> dict[str, dict[str, Callable[[], None]]]:
+    """Some steps with a recording from its start to its end, and without; of a CNN, and of 100 short layers."""
+    from smdistributed.core import timeline
+
+    directory = tempfile.mkdtemp()
+    layers = [torch.nn.Linear(64, 64) for _ in range(100)]
+    models = {
+        "cnn": (cnn(), torch.randn(64, 3, 32, 32)),
+        "100-layers": (torch.nn.Sequential(*layers), torch.ones(8, 64)),
+    }
+
+    def steps(network: torch.nn.Module, batch: torch.Tensor) -> dict[str, Callable[[], None]]:
+        model = torch.nn.parallel.DistributedDataParallel(network)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+        def off() -> None:
+            for _ in range(RECORDED_STEPS):
+                optimizer.zero_grad()
+                model(batch).square().mean().backward()
+                optimizer.step()
+
+        def on() -> None:
+            timeline.start(directory, rank, 2)
+            off()
+            timeline.stop()
+
+        return {"on": on, "off": off}
+
+    return {name: steps(*model) for name, model in models.items()}
+
+
+def cnn() -> torch.nn.Sequential:
+    """A CNN for images of 32 × 32."""
     torch.manual_seed(0)
     layers: list[torch.nn.Module] = []
     for width, wider in ((3, 32), (32, 64), (64, 128)):
         layers += [torch.nn.Conv2d(width, wider, 3, padding=1), torch.nn.ReLU(), torch.nn.MaxPool2d(2)]
-    network = torch.nn.Sequential(*layers, torch.nn.Flatten(), torch.nn.Linear(128 * 4 * 4, 10))
-    model = torch.nn.parallel.DistributedDataParallel(network, gradient_as_bucket_view=True)
+    return torch.nn.Sequential(*layers, torch.nn.Flatten(), torch.nn.Linear(128 * 4 * 4, 10))
+
+
+def convolutions() -> dict[str, Callable[[], None]]:
+    """A step of a CNN, with its gradients reduced and without. They are small, and its computation is long."""
+    model = torch.nn.parallel.DistributedDataParallel(cnn(), gradient_as_bucket_view=True)
     images = torch.randn(64, 3, 32, 32)
 
     def reduced() -> None:

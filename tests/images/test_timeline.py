@@ -108,7 +108,8 @@ def test_overlap_by_compute_spans(tmp_path: Path) -> None:
     assert of.overlap == pytest.approx(1 - 30 / 80)
     assert of.bandwidth == pytest.approx(8000 / 80_000)
     assert (of.waiting, of.bytes, of.steps, of.step_time) == (20_000, 8000, 1, 120_000)
-    assert of.idle == pytest.approx(20 / 120)
+    assert of.shares is not None
+    assert (of.shares.computing, of.shares.exposed, of.shares.idle) == pytest.approx((80 / 120, 30 / 120, 10 / 120))
 
 
 def test_overlap_without_compute_spans_is_by_the_waits(tmp_path: Path) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -12,18 +14,19 @@ import pytest
 from tests.library.conftest import Python, clean_environment
 
 from shoal.report import trace
-from shoal.report.timeline_analysis import analyse, list_caveats
+from shoal.report.timeline_analysis import RankReport, analyse, list_caveats
 
 SCRIPT = Path(__file__).parent / "ranks" / "profiled.py"
 AHEAD = 5.0  # seconds, of the second host's clock
 
 
-def train(python: Python, port: int, directory: Path, **of_second: str) -> None:
-    """Run the job on two ranks; the second has these variables as well."""
+def train(python: Python, port: int, arguments: list[Path], timeline: str = "", **of_second: str) -> None:
+    """Run the job on two ranks; the second has these variables as well. `timeline`: SMDDP_TIMELINE."""
     common = {**clean_environment(), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    common["SMDDP_TIMELINE"] = timeline
     ranks = [
         subprocess.Popen(
-            [*python(**of_second), SCRIPT, directory],
+            [*python(**of_second), SCRIPT, *arguments],
             env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank), **(of_second if rank else {})},
         )
         for rank in range(2)
@@ -32,7 +35,7 @@ def train(python: Python, port: int, directory: Path, **of_second: str) -> None:
 
 
 def test_the_report_tells_how_much_communication_is_hidden(python: Python, tmp_path: Path, free_port: int) -> None:
-    train(python, free_port, tmp_path)
+    train(python, free_port, [tmp_path])
     page = tmp_path / "page.html"
     shoal = [str(Path(sys.executable).with_name("shoal")), "timeline", str(tmp_path), "-o", str(page)]
     said = subprocess.run(
@@ -55,10 +58,28 @@ def test_the_report_tells_how_much_communication_is_hidden(python: Python, tmp_p
         assert sum(span.args.get("bucket") == 0 for span in spans) == 20
         ready = [event for event in report.rank.instants if event.name == "bucket ready"]
         assert len(ready) == sum("bucket" in span.args for span in spans)
+        check_steps(report, json.loads((tmp_path / f"seconds_{report.rank.number}.json").read_text()))
+
+
+def check_steps(report: RankReport, seconds: list[float]) -> None:
+    """Check the steps of a rank against the script's own seconds, and what is in them."""
+    steps = report.rank.spans_of("step")
+    recorded = [step.duration / 1e9 for step in steps]
+    # A busy machine may pause the script between the end of a step and its own look at the clock.
+    assert statistics.median(abs(one - other) for one, other in zip(recorded, seconds, strict=True)) < 0.005
+    assert sum(recorded) == pytest.approx(sum(seconds), rel=0.2)
+    computed = report.rank.spans_of("compute")
+    for number, step in enumerate(steps):
+        names = [span.name for span in computed if step.begin <= span.begin < step.end]
+        assert names == (1 + number % 2) * ["forward", "loss", "backward"] + ["gradients", "optimizer"]
+    assert report.shares is not None
+    assert report.shares.idle * sum(recorded) >= 19 * 0.0999  # seconds that the script sleeps in its steps
+    assert report.shares.computing > 0
 
 
 def test_clocks_of_hosts_are_compared(python: Python, tmp_path: Path, free_port: int) -> None:
-    train(python, free_port, tmp_path, SMDDP_HOST="another", SMDDP_STALL_SECONDS="2", SKEW_SECONDS=str(AHEAD))
+    other = {"SMDDP_HOST": "another", "SMDDP_STALL_SECONDS": "2", "SKEW_SECONDS": str(AHEAD)}
+    train(python, free_port, [], timeline=str(tmp_path), **other)
     timeline = trace.read_timeline(trace.find_files([tmp_path]))
     first, second = timeline.ranks
     assert first.clock_offset == 0

@@ -8,7 +8,8 @@ Definitions, per rank:
   waits for the others is included.
 - *exposed*: communication while the rank is not busy. It makes training longer; the rest costs nothing.
 - *overlap* = 1 − exposed / communication.
-- *idle*: the fraction of its steps without computation, if both are recorded. In a pipeline, this is the bubble.
+- *shares*: how its steps are spent, if steps and computation are recorded: busy, exposed communication, and *idle*,
+  which is the rest. Together they are 1. In a pipeline, idle is the bubble.
 - *bandwidth*: the bytes passed to its collectives, divided by its communication time.
 
 The n-th collective of an operation, bucket and group on one rank matches the n-th on every other rank. It cannot end
@@ -23,11 +24,22 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from shoal.report.intervals import Intervals, difference, length, union
+from shoal.report.intervals import Intervals, difference, intersection, length, union
 from shoal.report.trace import Rank, Span, Timeline
 
 _SYNCHRONIZING = {"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier"}
 _SLOWEST = 10
+
+
+@dataclass(frozen=True)
+class StepShares:
+    """How the time of steps is spent, as fractions that add up to 1."""
+
+    computing: float
+    exposed: float
+    """Communication that no computation hides."""
+    idle: float
+    """Neither: the rank waits for data, for other stages of a pipeline, or for the script."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +54,8 @@ class RankReport:
     steps: int
     step_time: int | None
     """The median; None: no steps were recorded."""
-    idle: float | None
-    """The fraction of its steps without computation, 0 to 1; None: steps or computation were not recorded."""
+    shares: StepShares | None
+    """None: steps or computation were not recorded."""
     slowest: Span | None
     last_to: int
     """The number of collectives that it was last to begin."""
@@ -184,22 +196,32 @@ def _analyse_rank(rank: Rank, found: Sequence[Collective]) -> RankReport:
     spans = rank.spans_of("communication")
     communication = _merge_times(spans)
     steps = sorted(span.duration for span in rank.spans_of("step"))
-    within, computing = _merge_times(rank.spans_of("step")), _merge_times(rank.spans_of("compute"))
+    exposed = difference(communication, find_busy_times(rank))
     mine = [collective for collective in found if rank.number in collective.spans]
     late = sum(collective.spans[rank.number].begin - collective.first_begin for collective in mine)
     return RankReport(
         rank=rank,
         communication=communication,
-        exposed=difference(communication, find_busy_times(rank)),
+        exposed=exposed,
         waiting=length(_merge_times(rank.spans_of("wait"))),
         bytes=sum(span.bytes for span in spans),
         steps=len(steps),
         step_time=steps[len(steps) // 2] if steps else None,
-        idle=length(difference(within, computing)) / length(within) if within and computing else None,
+        shares=_share_steps(rank, exposed),
         slowest=max(spans, key=lambda span: span.duration, default=None),
         last_to=sum(collective.last == rank.number for collective in mine),
         lateness=late // len(mine) if mine else 0,
     )
+
+
+def _share_steps(rank: Rank, exposed: Intervals) -> StepShares | None:
+    """Return how the steps of a rank are spent; None if steps or computation were not recorded."""
+    within = _merge_times(rank.spans_of("step"))
+    if not within or not rank.spans_of("compute"):
+        return None
+    computing = length(intersection(within, find_busy_times(rank))) / length(within)
+    communicating = length(intersection(within, exposed)) / length(within)
+    return StepShares(computing, communicating, 1 - computing - communicating)
 
 
 def _merge_times(spans: Sequence[Span]) -> Intervals:

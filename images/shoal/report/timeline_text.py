@@ -27,7 +27,9 @@ COLUMNS = (
     Column("host", "", lambda of: of.rank.host or NONE, on_terminal=False),
     Column("steps", "recorded", lambda of: str(of.steps or NONE), on_terminal=False),
     Column("step", "median time", lambda of: format_time(of.step_time)),
-    Column("idle", "share of steps without computation", lambda of: format_percent(of.idle)),
+    Column("computing", "share of steps", lambda of: _format_share(of, "computing"), on_terminal=False),
+    Column("communicating", "share of steps, exposed", lambda of: _format_share(of, "exposed"), on_terminal=False),
+    Column("idle", "share of steps, the rest", lambda of: _format_share(of, "idle")),
     Column("communication", "time in collectives", lambda of: format_time(length(of.communication))),
     Column("exposed", "while not computing", lambda of: format_time(length(of.exposed))),
     Column("overlap", "1 − exposed / communication", lambda of: format_percent(of.overlap)),
@@ -92,6 +94,11 @@ def _summarize_skew(analysis: Analysis) -> str:
         f"{skew}. Rank {analysis.straggler} is the straggler: it is last in {late.last_to} of "
         f"{format_count(len(analysis.collectives), 'collective')} and causes {share} of the waiting."
     )
+
+
+def _format_share(report: RankReport, name: str) -> str:
+    """Return one of the rank's `StepShares` as a percentage; NONE if there are none."""
+    return format_percent(getattr(report.shares, name, None))
 
 
 def _format_slowest(span: Span | None) -> str:

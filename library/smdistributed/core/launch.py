@@ -66,6 +66,12 @@ class Launch:
         """Whether all ranks are on this host, so that they need no address that other hosts reach."""
         return self.local_world_size == self.world_size
 
+    @property
+    def job(self) -> str:
+        """A text that is the same on all ranks of the job, and different for most jobs; empty if unknown."""
+        address = f"{self.master.host}:{self.master.port}" if self.master else ""
+        return str(self.session_dir or address)
+
 
 _ALONE = Launch(launched=False, rank=0, world_size=1, local_rank=0, local_world_size=1, master=None, session_dir=None)
 

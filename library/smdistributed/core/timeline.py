@@ -11,8 +11,8 @@ The events, each with a category (`cat`), which is also its row in the trace:
 
 | category        | name                                  | meaning
 |-----------------|---------------------------------------|-------------------------------------------------------
-| "step"          | "step"                                | span: one training step, if the library knows it
-| "compute"       | "forward", "backward", "optimizer"    | span: the main thread computes; it may contain waits
+| "step"          | "step 1", "step 2", …                 | span: one training step, if the library knows it
+| "compute"       | "forward", "backward", "optimizer", … | span: the main thread computes; it may contain waits
 | "wait"          | the operation, such as "all_reduce"   | span: the main thread is blocked by it
 | "communication" | the operation, such as "all_reduce"   | span: from this rank's call of a collective to its end
 | "communication" | "bucket ready"                        | instant: a bucket has its last gradient and may be sent
@@ -203,6 +203,8 @@ recorder: Recorder | None = None
 _clock_offset = 0
 _change = threading.RLock()
 _waiting: WeakKeyDictionary[Any, Callable[[Any], None]] = WeakKeyDictionary()
+_observers: list[Callable[[Recorder], Callable[[], None]]] = []
+_ends: list[Callable[[], None]] = []
 
 
 def start(
@@ -216,7 +218,7 @@ def start(
 ) -> Path:
     """Begins a recording; replaces an existing file and creates directories.
 
-    A clock offset that is known already is written. Then it calls the functions that `when_started` keeps.
+    A clock offset that is known already is written. Then it calls the functions of `observe` and `when_started`.
 
     Args:
         path: A file if it ends in `.json`, otherwise a directory for a file `default_name`.
@@ -249,6 +251,7 @@ def start(
         if _clock_offset:
             begun.set_clock_offset(_clock_offset)
         recorder = begun
+        _ends.extend(observer(begun) for observer in _observers)
         for owner, begin in list(_waiting.items()):
             begin(owner)
         _waiting.clear()
@@ -264,12 +267,40 @@ def when_started(owner: Any, begin: Callable[[Any], None]) -> None:
             begin(owner)
 
 
+def observe(begin: Callable[[Recorder], Callable[[], None]]) -> None:
+    """Calls `begin` for each recording when it starts, and for one that runs. `stop` calls the function it returns."""
+    with _change:
+        _observers.append(begin)
+        if recorder is not None:
+            _ends.append(begin(recorder))
+
+
+def start_if_requested(variable: str, rank: int, world_size: int, *, default_name: str, job: str = "") -> None:
+    """Begins a recording if the environment variable says where and none runs; otherwise does nothing.
+
+    Args:
+        variable: The variable's name. It has a directory, or a file that ends in `.json`.
+        rank: See `start`, as for all others.
+        world_size: Number of ranks.
+        default_name: Name of the file in a directory.
+        job: See `Recorder`.
+
+    Raises:
+        TimelineError: If the file cannot be written.
+    """
+    path = os.environ.get(variable)
+    if path and recorder is None:
+        start(path, rank, world_size, default_name=default_name, job=job)
+
+
 def stop() -> Path:
     """Ends the recording and returns its file. Raises TimelineError if none runs."""
     global recorder
     with _change:
         if recorder is None:
             raise TimelineError("No timeline is being recorded: start one first.")
+        while _ends:
+            _ends.pop()()
         ended, recorder = recorder, None
     ended.close()
     return ended.file

@@ -33,11 +33,19 @@ def start_profiler(path: str | os.PathLike[str], append_rank: bool = False) -> N
         LaunchError: If the environment does not say which rank this is.
     """
     launch = _read_launch()
-    job = launch.session_dir or (f"{launch.master.host}:{launch.master.port}" if launch.master else "")
+    rank, size = launch.rank, launch.world_size
     try:
-        _timeline.start(path, launch.rank, launch.world_size, default_name=_FILE, append_rank=append_rank, job=str(job))
+        _timeline.start(path, rank, size, default_name=_FILE, append_rank=append_rank, job=launch.job)
     except _timeline.TimelineError as error:
         raise SMDDPError(str(error)) from error
+
+
+def _start_requested_profiler(rank: int, world_size: int) -> None:
+    """Starts recording if SMDDP_TIMELINE says where. Raises SMDDPError if the file cannot be written."""
+    try:
+        _timeline.start_if_requested("SMDDP_TIMELINE", rank, world_size, default_name=_FILE, job=_read_launch().job)
+    except _timeline.TimelineError as error:
+        raise SMDDPError(f"SMDDP_TIMELINE: {error}") from error
 
 
 def stop_profiler() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -42,10 +42,14 @@ class _Creation(threading.local):
 _creation = _Creation()
 
 
-def register() -> None:
+def register(on_first_group: Callable[[int, int], None] | None = None) -> None:
     """Registers the backend, and patches torch's helper that creates groups; once in a process.
 
     From torch 2.10 it also patches the helper that sets timeouts.
+
+    Args:
+        on_first_group: Called with this rank and the number of ranks, before the job's first group is created with this
+            backend. A second registration in the process ignores it.
     """
     if BACKEND in torch.distributed.Backend.backend_list:
         return
@@ -54,7 +58,7 @@ def register() -> None:
         register_backend(BACKEND, create, devices=["cpu", "cuda"])
     else:
         register_backend(BACKEND, create)
-    setattr(distributed_c10d, _MAKE, _create_per_device(getattr(distributed_c10d, _MAKE)))
+    setattr(distributed_c10d, _MAKE, _create_per_device(getattr(distributed_c10d, _MAKE), on_first_group))
     if per_device.is_supported():
         setattr(distributed_c10d, _SET_TIMEOUT, _set_engine_timeout(getattr(distributed_c10d, _SET_TIMEOUT)))
 
@@ -106,8 +110,10 @@ def _by_device_type(requested: str) -> dict[str, str]:
     return {device: name for device, _, name in pairs}
 
 
-def _create_per_device(make: Any) -> Any:
+def _create_per_device(make: Any, on_first_group: Callable[[int, int], None] | None) -> Any:
     """Wraps torch's helper that creates a group: CUDA tensors use torch's own NCCL if possible.
+
+    Before the job's first group, it calls `on_first_group` with this rank and the number of ranks.
 
     A call raises SMDDPNCCLError if NCCL can carry them and does not start.
     """
@@ -118,6 +124,8 @@ def _create_per_device(make: Any) -> Any:
         given = signature.bind(*args, **kwargs)
         requested, before = str(given.arguments["backend"]), vars(_creation).copy()
         on_cpu = _by_device_type(requested).get("cpu", BACKEND)
+        if on_first_group is not None and not torch.distributed.is_initialized() and BACKEND in requested.lower():
+            on_first_group(given.arguments["group_rank"], given.arguments["group_size"])
         _creation.requested, _creation.engine = requested, None
         _creation.is_torchs = is_torchs = _nccl_carries(_by_device_type(requested), given.arguments)
         if is_torchs:

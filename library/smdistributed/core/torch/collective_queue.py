@@ -86,7 +86,7 @@ class CollectiveQueue:
             if not inline:
                 future: _Future[list[torch.Tensor]] = _Future()
                 # Before the thread wakes up: two threads that both need the interpreter would take turns.
-                handle = _Handle(future, self._held_by_cpp if is_async is None else None)
+                handle = _Handle(name, future, self._held_by_cpp if is_async is None else None)
                 self._start_thread()
                 self._tasks.put(_Task(owner, collective, list(result), future))
         if not inline:
@@ -165,13 +165,14 @@ class _Handle(Work):
     when it drops a handle unused: such a handle is kept, with its tensors, as long as its group.
 
     Args:
+        name: Of the collective, for the timeline.
         future: Ends with the collective.
         kept: The set that keeps this handle alive if C++ may hold it; None: C++ does not.
     """
 
-    def __init__(self, future: _Future[list[torch.Tensor]], kept: set[_Handle] | None) -> None:
+    def __init__(self, name: str, future: _Future[list[torch.Tensor]], kept: set[_Handle] | None) -> None:
         super().__init__()
-        self._future = future
+        self._name, self._future = name, future
         self._for_cpp = future.then(lambda done: done.value())  # C++ sees only errors that a callback has raised
         self._kept = kept
         if kept is not None:
@@ -185,7 +186,8 @@ class _Handle(Work):
         self._release()
         if timeout:
             raise SMDDPError("wait() takes no timeout here. Fix: set the group's, init_process_group(timeout=…).")
-        self._future.wait()
+        with timeline.span("wait", self._name):
+            self._future.wait()
         return True
 
     def get_future(self) -> _Future[list[torch.Tensor]]:

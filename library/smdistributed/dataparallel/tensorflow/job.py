@@ -5,6 +5,7 @@ from __future__ import annotations
 from smdistributed.core.launch import Launch, read_launch
 from smdistributed.core.tensorflow.devices import take_gpu
 from smdistributed.core.tensorflow.group import Group, open_group
+from smdistributed.dataparallel import _start_requested_profiler
 from smdistributed.dataparallel.exceptions import SMDDPError
 
 _joined: tuple[Launch, Group] | None = None
@@ -21,7 +22,8 @@ def init() -> None:
     launcher this is a job of one rank. Errors of `open_group` pass, such as SMDDPError for a wrong SMDDP_ENGINE.
 
     Raises:
-        SMDDPError: If it was called before, also if `shutdown` followed, or TensorFlow already uses other GPUs.
+        SMDDPError: If it was called before, also if `shutdown` followed, or TensorFlow already uses other GPUs. Also if
+            SMDDP_TIMELINE is set and its file cannot be written.
         LaunchError: If the environment contradicts itself, or gives no address to meet at.
         StoreError: If rank 0 is not reached.
     """
@@ -29,6 +31,7 @@ def init() -> None:
     if _joined is not None:
         raise SMDDPError("smdistributed.dataparallel.tensorflow.init() was called before: call it once.")
     launch = read_launch()
+    _start_requested_profiler(launch.rank, launch.world_size)
     take_gpu(launch.local_rank)
     _joined = launch, open_group(launch)
 

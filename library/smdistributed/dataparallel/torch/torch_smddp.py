@@ -26,10 +26,12 @@ import os
 import warnings
 from collections.abc import Mapping
 
+from smdistributed.core import timeline
 from smdistributed.core.launch import set_torch_environment
 from smdistributed.core.torch.backend import BACKEND, register
 from smdistributed.core.torch.per_device import engine_of
-from smdistributed.dataparallel.torch import consistency
+from smdistributed.dataparallel import _start_requested_profiler
+from smdistributed.dataparallel.torch import consistency, training_steps
 
 __all__ = ["BACKEND"]
 
@@ -52,7 +54,8 @@ def _warn_of_unused_settings(environ: Mapping[str, str]) -> None:
         )
 
 
-register()
+register(on_first_group=_start_requested_profiler)
+timeline.observe(training_steps.record_steps)
 consistency.install_model_check(engine_of)
 set_torch_environment(os.environ)
 if os.environ.get("RANK", "0") == "0":

@@ -111,6 +111,4 @@ def start_timeline(rank: int, world_size: int) -> None:
     Raises:
         TimelineError: If the file cannot be written.
     """
-    path = os.environ.get(_TIMELINE_VARIABLE)
-    if path:
-        timeline.start(path, rank, world_size, default_name=_TIMELINE_FILE)
+    timeline.start_if_requested(_TIMELINE_VARIABLE, rank, world_size, default_name=_TIMELINE_FILE)

@@ -81,7 +81,9 @@ def find_blocks(path: Path, root: Path = ROOT) -> list[Block]:
         if block.language in (*SHELL, *PYTHON):
             found.append(block)
         elif block.language not in NOT_CODE:
-            raise ValueError(f"{block}: the language {block.language!r} is unknown. Fix: use {', '.join(SHELL + PYTHON)}")
+            raise ValueError(
+                f"{block}: the language {block.language!r} is unknown. Fix: use {', '.join(SHELL + PYTHON)}"
+            )
         elif not block.language and re.search(r"^\$ ", block.source, re.MULTILINE):
             raise ValueError(f"{block}: a block of commands has no language. Fix: write ```console")
     return found

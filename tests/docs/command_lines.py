@@ -283,7 +283,7 @@ def _check_options_in_text(path: Path, words: Sequence[str]) -> None:
     """Raises ValueError if a script of the repository does not contain an option that it gets."""
     text = path.read_text()
     for word in words:
-        if word.startswith("--") and word.partition("=")[0] not in text:
+        if word.startswith("--") and not re.search(rf"{word.partition('=')[0]}(?![\w-])", text):
             raise ValueError(f"{path.name} has no option {word}")
 
 

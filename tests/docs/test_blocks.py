@@ -49,6 +49,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
             shutil.copy(ROOT / name, root / name)
     shutil.copytree(HERE / "files", root, dirs_exist_ok=True)
     (root / ".venv").symlink_to(sys.prefix)
+    subprocess.run(["git", "init", "-q", root], check=True)
     return root
 
 

@@ -17,9 +17,9 @@ FILES = {
 }
 _HEAD = """# Image definitions
 
-`make reference` writes this page from the JSON schemas in `dockerfiles/schema/`. Editors with a YAML language server check
-the files while you write. `shoal` names the line of each mistake. `shoal init` writes copies of the files that you can
-change ([install](../install.md#change-the-images)). To add a version of a framework, see
+`make reference` writes this page from the JSON schemas in `dockerfiles/schema/`. Editors with a YAML language server
+check the files while you write. `shoal` names the line of each mistake. `shoal init` writes copies that you can change
+([install](../install.md#change-the-images)). To add a version of a framework, see
 [contributing](../../CONTRIBUTING.md#add-a-framework-version)."""
 
 

@@ -53,7 +53,7 @@ _LEFT_OUT = {"run": ("`plan`",)}
 _NOTES = {
     "run": "The document also has `build_seconds`, the seconds of `--build`.",
     "audit": "These are the `findings` of the document. Each also has `counts`: whether it causes the exit code 12. "
-    "The document also has `tag`, and `unused` and `unaudited`, which [exit codes and JSON](../exit-codes.md) describes.",
+    "The document also has `tag`, and `unused` and `unaudited` ([exit codes and JSON](../exit-codes.md)).",
     "diff": "The document also has `unexpected` and `unexplained`: the paths that make `--check` fail, and the paths "
     "that no package explains.",
 }
@@ -70,9 +70,8 @@ def _describe(name: str, function: Callable[..., Any]) -> Iterator[str]:
     kind = (typing.get_args(result) or (result,))[0]
     is_list = name in _LISTS or kind is not result
     yield f"## shoal {name}"
-    yield wrap(
-        f"{'A list. Each entry is an object' if is_list else 'An object'}. {_first_sentences(kind)} {_NOTES.get(name, '')}"
-    )
+    form = "A list. Each entry is an object." if is_list else "An object."
+    yield wrap(f"{form} {_first_sentences(kind)} {_NOTES.get(name, '')}")
     yield table(("key", "value", "meaning"), (row for row in _rows(kind) if row[0] not in _LEFT_OUT.get(name, ())))
 
 

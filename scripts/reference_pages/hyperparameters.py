@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+
+import tomllib
 
 from reference_pages.markdown import code, page, table
 from shoal_toolkit.job.contract import LAUNCHER_KEYS, TOOLKIT_KEYS

@@ -9,10 +9,10 @@ from smdistributed.core.commands import OPTIONS, TASKS
 
 _HEAD = """# `smddprun` and other commands of ranks
 
-`make reference` writes this page from the commands. SageMaker's own toolkit and published scripts use them if they are on
-`PATH`. Under `train` you do not need them. A command replaces itself by the command of the rank, and keeps its process ID.
-It exits with 2 if an option or the launch environment is invalid, with 127 if the command does not exist, and with 126 if
-it can't be started."""
+`make reference` writes this page from the commands. SageMaker's own toolkit and published scripts use them if they are
+on `PATH`. Under `train` you do not need them. A command replaces itself by the command of the rank, and keeps its
+process ID. It exits with 2 if an option or the launch environment is invalid, with 127 if the command does not exist,
+and with 126 if it can't be started."""
 
 
 def write() -> str:

@@ -1,4 +1,4 @@
-"""Finds the blocks of code in tutorials and how-to pages, with Sybil, and the marks `<!-- not run: REASON -->` before them.
+"""Finds the blocks of code in tutorials and how-to pages with Sybil, and the marks `<!-- not run: REASON -->`.
 
 A block of shell commands (`console`, `bash`) becomes commands, each with the output that the page shows. In `console`,
 a command begins with `$ `. It goes on in the next line after a backslash or in open quotes.
@@ -22,7 +22,7 @@ PAGES = sorted(
 )
 """The pages with blocks to execute. Pages of docs/reference and docs/api are generated; docs/decisions has no tasks."""
 SHELL, PYTHON = ("console", "bash"), ("python",)
-NOT_CODE = ("", "text", "diff", "dockerfile", "json", "mermaid", "toml", "yaml")
+NOT_CODE = ("", "text", "diff", "dockerfile", "json", "toml", "yaml")
 _MARK = re.compile(r"<!-- not run: (?P<reason>[^\n]+) -->\n+[ \t]*\Z")
 _PROMPT = "$ "
 

@@ -168,28 +168,31 @@ def _shoal() -> Any:
 
 def _check_shoal(words: Sequence[str], place: Place) -> str:
     """Parses options and arguments with the command's own parser. Images are in buildspec.yml, and scripts exist."""
-    command, rest, context = _shoal(), list(words), None
     with contextlib.chdir(place.directory):
         try:
-            while True:
-                context = command.make_context(command.name or "shoal", rest, parent=context)
-                if not hasattr(command, "commands"):
-                    break
-                _, command, rest = command.resolve_command(context, [*context._protected_args, *context.args])
+            values = _parse_shoal(_shoal(), list(words), None)
         except (SystemExit, typer.Exit):
             return PARSED  # --version, --help
         except Exception as error:  # Typer has its own copy of Click, with no public name for its errors
             problem = error.format_message() if hasattr(error, "format_message") else str(error)
             raise ValueError(f"shoal {shlex.join(words)}: {problem}") from error
-    if command.hidden:
-        raise ValueError(f"shoal {words[0]} is an old name. Fix: use the new one")
-    values = context.params
     for name in ("image", "images", "other"):
         _check_images(values.get(name) or ())
     for name in ("script", "source"):
         if values.get(name) and not _PLACEHOLDER.fullmatch(str(values[name])):
             _require_file(str(values[name]), place)
     return PARSED
+
+
+def _parse_shoal(command: Any, words: list[str], parent: Any) -> dict[str, Any]:
+    """Returns the parameters of a command, or of the command in a group that the words name."""
+    if command.hidden:
+        raise ValueError("this is an old name. Fix: use the new one")
+    context = command.make_context(command.name or "shoal", words, parent=parent)
+    if not hasattr(command, "commands"):
+        return dict(context.params)
+    _, inner, rest = command.resolve_command(context, [*context._protected_args, *context.args])
+    return _parse_shoal(inner, rest, context)
 
 
 def _check_images(images: str | Sequence[str]) -> None:

@@ -2,14 +2,14 @@
 
 A page can mark a block: `<!-- not run: REASON -->` in the line before it. So there are three levels:
 
-- **run**: a block without a mark. Shell commands run in a copy of the repository, with a small `train.py` and no Docker.
-  If the page shows output, the real output has the same text; numbers may differ, and `...` or `…` stands for any text.
-  Python runs in a process for each page, with the names of `run_python.py`, such as `model` and `loader`.
-- **parsed**: a marked block, because it needs Docker, a cluster, a GPU or AWS, or takes long. The parser of each command
-  accepts its options, and files, images and targets exist (`command_lines.py`). Marked Python is parsed, and uses names
-  that `smdistributed` has.
-- **syntax**: commands in a marked block for which there is no parser here, such as kubectl. Bash accepts them, and files
-  of the repository exist.
+- **run**: a block without a mark. Shell commands run in a copy of the repository, with a small `train.py` and no
+  Docker. If the page shows output, the real output has the same text. Numbers may differ, and `...` or `…` stands for
+  any text. Python runs in a process for each page, with the names of `run_python.py`, such as `model` and `loader`.
+- **parsed**: a marked block, because it needs Docker, a cluster, a GPU or AWS, or takes long. The parser of each
+  command accepts its options, and files, images and targets exist (`command_lines.py`). Marked Python is parsed, and
+  uses names that `smdistributed` has.
+- **syntax**: commands in a marked block for which there is no parser here, such as kubectl. Bash accepts them, and
+  files of the repository exist.
 
 The end of a run of pytest has the number of commands and Python blocks of each level.
 """

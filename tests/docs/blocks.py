@@ -48,8 +48,10 @@ class Block(NamedTuple):
 
     @property
     def commands(self) -> list[Command]:
-        """The commands of a block of shell; a `bash` block is one command."""
-        return list(_split_console(self.source)) if self.language == "console" else [Command(self.source, "")]
+        """The commands of a block of shell. A `bash` block is one command, which fails if a command in it fails."""
+        if self.language == "console":
+            return list(_split_console(self.source))
+        return [Command(f"(set -e\n{self.source})", "")]
 
 
 def find_blocks(path: Path, root: Path = ROOT) -> list[Block]:

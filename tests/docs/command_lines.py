@@ -39,7 +39,7 @@ from .blocks import ROOT
 PARSED, SYNTAX = "parsed", "syntax"
 _FOREIGN = (
     *("kubectl", "srun", "sbatch", "sinfo", "squeue", "scancel", "sky", "docker-compose", "horovodrun"),
-    *("cat", "cd", "chgrp", "chmod", "echo", "export", "git", "ls", "mkdir", "openssl", "rm", "sha256sum", "umask"),
+    *("set", "cat", "cd", "chgrp", "chmod", "echo", "export", "git", "ls", "mkdir", "openssl", "rm", "sha256sum", "umask"),
     *(".", "source", "cp", "sleep", "nvidia-smi", "smddprun", "smddpmprun", "smddpsinglenode"),
 )
 _OPERATORS = frozenset(";&|()\n")
@@ -265,7 +265,7 @@ def _check_pip(words: Sequence[str], place: Place) -> str:
     verb, *rest = words
     problems: list[str] = []
     parser = create_command(verb).parser
-    parser.error = problems.append  # otherwise it exits
+    parser.error = problems.append  # type: ignore[method-assign, assignment]  # otherwise it exits
     parser.parse_args(rest)
     if problems:
         raise ValueError(f"pip {shlex.join(words)}: {problems[0]}")

@@ -34,7 +34,8 @@ REASONS = re.compile(r"(needs|installs|takes|uses) \w.+")
 BLOCKS = [block for page in PAGES for block in find_blocks(page)]
 SHELL_RUN = sorted({block.page for block in BLOCKS if block.language in SHELL and not block.reason})
 HERE = Path(__file__).parent
-MOST_DIFFERENCE = re.compile(r"\d[\d.,:-]*(?<![.,:-])")
+NUMBER = re.compile(r"\d[\d.,:-]*(?<![.,:-])")
+FIX = "Fix: mend the page, or mark the block if it cannot run here: <!-- not run: needs Docker -->"
 pytestmark = pytest.mark.xdist_group("blocks")
 
 
@@ -83,8 +84,8 @@ def test_commands_run(page: str, copy: Path, tmp_path: Path, record_property: py
         "COLUMNS": "120",
     }
     ended = subprocess.run(
-        ["bash"],
-        input=script,
+        ["bash", "-c", script],
+        stdin=subprocess.DEVNULL,
         env=environ,
         cwd=directory_of(commands[0][0], copy),
         text=True,
@@ -94,12 +95,12 @@ def test_commands_run(page: str, copy: Path, tmp_path: Path, record_property: py
         timeout=300,
     )
     parts = ended.stdout.split("\0")
-    assert len(parts) == 2 * len(commands) + 1, ended.stdout
+    assert len(parts) == 2 * len(commands) + 1, f"{page}: a command ended the shell:\n{ended.stdout}\n{FIX}"
     for index, (block, command) in enumerate(commands):
         output, code = parts[2 * index], parts[2 * index + 1]
         fails = command.output.startswith("shoal: ")
-        assert (code != "0") == fails, f"{block}: {command.text} ended with {code}:\n{output}"
-        assert is_as_shown(output, command.output), f"{block}: {command.text} printed:\n{output}"
+        assert (code != "0") == fails, f"{block}: {command.text} ended with {code}:\n{output}\n{FIX}"
+        assert is_as_shown(output, command.output), f"{block}: {command.text} printed:\n{output}\n{FIX}"
     record_property("blocks", {"run": len(commands)})
 
 
@@ -112,7 +113,7 @@ def is_as_shown(output: str, shown: str) -> bool:
 
 
 def _normalise(text: str) -> str:
-    return " ".join(MOST_DIFFERENCE.sub("0", text).split())
+    return " ".join(NUMBER.sub("0", text).split())
 
 
 def test_marked_commands_are_parsed(copy: Path, record_property: pytest.RecordProperty) -> None:
@@ -140,7 +141,7 @@ def test_python_runs(tmp_path: Path, record_property: pytest.RecordProperty) -> 
     ended = subprocess.run(
         command, input=json.dumps(pages), cwd=tmp_path, text=True, capture_output=True, check=False, timeout=300
     )
-    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert ended.returncode == 0, f"{ended.stdout}{ended.stderr}\n{FIX}"
     record_property("blocks", {"run": sum(map(len, pages.values()))})
 
 

@@ -22,7 +22,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 def count_blocks(reports: Iterable[pytest.TestReport]) -> Counter[str]:
     """Returns how many commands and Python blocks of pages were executed at each level (tests/docs/test_blocks.py)."""
-    properties = [value for report in reports for name, value in report.user_properties if name == "blocks"]
+    called = [report for report in reports if report.when == "call"]
+    properties = [value for report in called for name, value in report.user_properties if name == "blocks"]
     return sum(map(Counter, properties), Counter[str]())
 
 

@@ -39,8 +39,8 @@ from .blocks import ROOT
 PARSED, SYNTAX = "parsed", "syntax"
 _FOREIGN = (
     *("kubectl", "srun", "sbatch", "sinfo", "squeue", "scancel", "sky", "docker-compose", "horovodrun"),
-    *("set", "cat", "cd", "chgrp", "chmod", "echo", "export", "git", "ls", "mkdir", "openssl", "rm", "sha256sum", "umask"),
-    *(".", "source", "cp", "sleep", "nvidia-smi", "smddprun", "smddpmprun", "smddpsinglenode"),
+    *("cat", "cd", "chgrp", "chmod", "echo", "export", "git", "ls", "mkdir", "openssl", "rm", "sha256sum", "umask"),
+    *(".", "source", "set", "cp", "sleep", "nvidia-smi", "smddprun", "smddpmprun", "smddpsinglenode"),
 )
 _OPERATORS = frozenset(";&|()\n")
 _ASSIGNMENT = re.compile(r"(?P<name>[A-Za-z_]\w*)=.*", re.DOTALL)

@@ -92,7 +92,7 @@ def test_commands_run(page: str, copy: Path, tmp_path: Path, record_property: py
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         check=False,
-        timeout=300,
+        timeout=550,
     )
     parts = ended.stdout.split("\0")
     assert len(parts) == 2 * len(commands) + 1, f"{page}: a command ended the shell:\n{ended.stdout}\n{FIX}"
@@ -139,7 +139,7 @@ def test_python_runs(tmp_path: Path, record_property: pytest.RecordProperty) -> 
             pages.setdefault(block.page, []).append((block.line, block.source))
     command = [sys.executable, str(HERE / "run_python.py")]
     ended = subprocess.run(
-        command, input=json.dumps(pages), cwd=tmp_path, text=True, capture_output=True, check=False, timeout=300
+        command, input=json.dumps(pages), cwd=tmp_path, text=True, capture_output=True, check=False, timeout=550
     )
     assert ended.returncode == 0, f"{ended.stdout}{ended.stderr}\n{FIX}"
     record_property("blocks", {"run": sum(map(len, pages.values()))})

@@ -13,6 +13,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import importlib.util
+import io
 import json
 import os
 import re
@@ -260,15 +261,13 @@ def _call(command: Sequence[str], environ: Mapping[str, str]) -> None:
 
 
 def _check_pip(words: Sequence[str], place: Place) -> str:
-    from pip._internal.commands import create_command
-
+    commands: Any = importlib.import_module("pip._internal.commands")
     verb, *rest = words
-    problems: list[str] = []
-    parser = create_command(verb).parser
-    parser.error = problems.append  # type: ignore[method-assign, assignment]  # otherwise it exits
-    parser.parse_args(rest)
-    if problems:
-        raise ValueError(f"pip {shlex.join(words)}: {problems[0]}")
+    with contextlib.redirect_stderr(io.StringIO()) as errors:
+        try:
+            commands.create_command(verb).parser.parse_args(rest)
+        except SystemExit:
+            raise ValueError(f"pip {shlex.join(words)}: {errors.getvalue().strip()}") from None
     return PARSED
 
 
@@ -316,13 +315,12 @@ def _check_torchrun(words: Sequence[str], place: Place) -> str:
 
 def _check_aws(words: Sequence[str], place: Place) -> str:
     """Checks the operation and the names of its parameters with the data of botocore."""
-    import botocore.session  # type: ignore[import-untyped]
-    from botocore import xform_name
-
+    session: Any = importlib.import_module("botocore.session")
+    xform_name: Any = importlib.import_module("botocore").xform_name
     service, operation, *rest = words
     if operation == "get-login-password":  # of the command line only
         return PARSED
-    model = botocore.session.get_session().get_service_model(service)
+    model = session.get_session().get_service_model(service)
     operations = {xform_name(name, "-"): name for name in model.operation_names}
     if operation not in operations:
         raise ValueError(f"aws {service} has no operation {operation}")

@@ -23,6 +23,7 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -65,7 +66,7 @@ def test_each_mark_has_a_reason() -> None:
 
 
 @pytest.mark.parametrize("page", SHELL_RUN)
-def test_commands_run(page: str, copy: Path, tmp_path: Path, record_property: pytest.RecordProperty) -> None:
+def test_commands_run(page: str, copy: Path, tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
     commands = [
         (block, command)
         for block in BLOCKS
@@ -116,7 +117,7 @@ def _normalise(text: str) -> str:
     return " ".join(NUMBER.sub("0", text).split())
 
 
-def test_marked_commands_are_parsed(copy: Path, record_property: pytest.RecordProperty) -> None:
+def test_marked_commands_are_parsed(copy: Path, record_property: Callable[[str, object], None]) -> None:
     levels: Counter[str] = Counter()
     problems = []
     for block in BLOCKS:
@@ -132,7 +133,7 @@ def test_marked_commands_are_parsed(copy: Path, record_property: pytest.RecordPr
     record_property("blocks", dict(levels))
 
 
-def test_python_runs(tmp_path: Path, record_property: pytest.RecordProperty) -> None:
+def test_python_runs(tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
     pages: dict[str, list[tuple[int, str]]] = {}
     for block in BLOCKS:
         if block.language in PYTHON and not block.reason:
@@ -145,7 +146,9 @@ def test_python_runs(tmp_path: Path, record_property: pytest.RecordProperty) -> 
     record_property("blocks", {"run": sum(map(len, pages.values()))})
 
 
-def test_marked_python_is_parsed(monkeypatch: pytest.MonkeyPatch, record_property: pytest.RecordProperty) -> None:
+def test_marked_python_is_parsed(
+    monkeypatch: pytest.MonkeyPatch, record_property: Callable[[str, object], None]
+) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     marked = [block for block in BLOCKS if block.language in PYTHON and block.reason]
     for block in marked:

@@ -35,6 +35,7 @@ REASONS = re.compile(r"(needs|installs|takes|uses) \w.+")
 BLOCKS = [block for page in PAGES for block in find_blocks(page)]
 SHELL_RUN = sorted({block.page for block in BLOCKS if block.language in SHELL and not block.reason})
 HERE = Path(__file__).parent
+Record = Callable[[str, object], None]
 NUMBER = re.compile(r"\d[\d.,:-]*(?<![.,:-])")
 FIX = "Fix: mend the page, or mark the block if it cannot run here: <!-- not run: needs Docker -->"
 pytestmark = pytest.mark.xdist_group("blocks")
@@ -66,7 +67,7 @@ def test_each_mark_has_a_reason() -> None:
 
 
 @pytest.mark.parametrize("page", SHELL_RUN)
-def test_commands_run(page: str, copy: Path, tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
+def test_commands_run(page: str, copy: Path, tmp_path: Path, record_property: Record) -> None:
     commands = [
         (block, command)
         for block in BLOCKS
@@ -117,7 +118,7 @@ def _normalise(text: str) -> str:
     return " ".join(NUMBER.sub("0", text).split())
 
 
-def test_marked_commands_are_parsed(copy: Path, record_property: Callable[[str, object], None]) -> None:
+def test_marked_commands_are_parsed(copy: Path, record_property: Record) -> None:
     levels: Counter[str] = Counter()
     problems = []
     for block in BLOCKS:
@@ -133,7 +134,7 @@ def test_marked_commands_are_parsed(copy: Path, record_property: Callable[[str, 
     record_property("blocks", dict(levels))
 
 
-def test_python_runs(tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
+def test_python_runs(tmp_path: Path, record_property: Record) -> None:
     pages: dict[str, list[tuple[int, str]]] = {}
     for block in BLOCKS:
         if block.language in PYTHON and not block.reason:
@@ -146,9 +147,7 @@ def test_python_runs(tmp_path: Path, record_property: Callable[[str, object], No
     record_property("blocks", {"run": sum(map(len, pages.values()))})
 
 
-def test_marked_python_is_parsed(
-    monkeypatch: pytest.MonkeyPatch, record_property: Callable[[str, object], None]
-) -> None:
+def test_marked_python_is_parsed(monkeypatch: pytest.MonkeyPatch, record_property: Record) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     marked = [block for block in BLOCKS if block.language in PYTHON and block.reason]
     for block in marked:

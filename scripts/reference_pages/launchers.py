@@ -11,8 +11,8 @@ _HEAD = """# `smddprun` and other commands of ranks
 
 `make reference` writes this page from the commands. SageMaker's own toolkit and published scripts use them if they are
 on `PATH`. Under `train` you do not need them. A command replaces itself by the command of the rank, and keeps its
-process ID. It exits with 2 if an option or the launch environment is invalid, with 127 if the command does not exist,
-and with 126 if it can't be started."""
+process ID. Exit code 2 means that an option or the launch environment is invalid. Exit code 127 means that the command
+does not exist, and 126 that it can't be started."""
 
 
 def write() -> str:

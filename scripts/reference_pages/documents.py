@@ -48,7 +48,7 @@ _RESULTS: Mapping[str, Callable[..., Any]] = {
 }
 """The function that makes the document of each command."""
 _LISTS = ("push",)
-"""Commands that print a list of what their function returns."""
+"""Commands that print a list with an entry for each call of their function."""
 _LEFT_OUT = {"run": ("`plan`",)}
 _NOTES = {
     "run": "The document also has `build_seconds`, the seconds of `--build`.",

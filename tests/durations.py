@@ -22,9 +22,12 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 def count_blocks(reports: Iterable[pytest.TestReport]) -> Counter[str]:
     """Returns how many commands and Python blocks of pages were executed at each level (tests/docs/test_blocks.py)."""
-    called = [report for report in reports if report.when == "call"]
-    properties = [value for report in called for name, value in report.user_properties if name == "blocks"]
-    return sum(map(Counter, properties), Counter[str]())
+    counts: Counter[str] = Counter()
+    for report in reports:
+        for name, value in report.user_properties if report.when == "call" else ():
+            if name == "blocks" and isinstance(value, dict):
+                counts.update(value)
+    return counts
 
 
 def profile(reports: Iterable[pytest.TestReport]) -> Iterator[str]:

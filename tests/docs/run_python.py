@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch._C._distributed_c10d import HashStore
 from torch.utils.data import DataLoader, TensorDataset
 
 
@@ -56,7 +57,7 @@ def run_page(page: str, blocks: list[tuple[int, str]]) -> int:
         }
         Path(directory, "training_0").touch()
         names = make_names()
-        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+        torch.distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
         for line, source in blocks:
             try:
                 exec(compile("\n" * line + source, page, "exec"), names)

@@ -10,7 +10,19 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from reference_pages import commands, images, migration, mp_parameters, names, releases, variables
+from reference_pages import (
+    build_files,
+    commands,
+    documents,
+    hyperparameters,
+    images,
+    launchers,
+    migration,
+    mp_parameters,
+    names,
+    releases,
+    variables,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 DIRECTORY = ROOT / "docs" / "reference"
@@ -18,6 +30,10 @@ PAGES: dict[str, Callable[[], str]] = {
     "shoal.md": commands.write,
     "variables.md": variables.write,
     "images.md": images.write,
+    "buildspec.md": build_files.write,
+    "json.md": documents.write,
+    "hyperparameters.md": hyperparameters.write,
+    "launchers.md": launchers.write,
     "mp-parameters.md": mp_parameters.write,
     "python.md": names.write,
     "releases.md": releases.write,

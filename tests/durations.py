@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 
 import pytest
@@ -12,9 +12,22 @@ SLOWEST = 20
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     reports = [report for kind in terminalreporter.stats.values() for report in kind]
+    if blocks := count_blocks(report for report in reports if isinstance(report, pytest.TestReport)):
+        terminalreporter.section("blocks of code in pages")
+        terminalreporter.write_line(", ".join(f"{count} {level}" for level, count in sorted(blocks.items())))
     terminalreporter.section("where the time went")
     for line in profile(report for report in reports if isinstance(report, pytest.TestReport)):
         terminalreporter.write_line(line)
+
+
+def count_blocks(reports: Iterable[pytest.TestReport]) -> Counter[str]:
+    """Returns how many commands and Python blocks of pages were executed at each level (tests/docs/test_blocks.py)."""
+    counts: Counter[str] = Counter()
+    for report in reports:
+        for name, value in report.user_properties if report.when == "call" else ():
+            if name == "blocks" and isinstance(value, dict):
+                counts.update(value)
+    return counts
 
 
 def profile(reports: Iterable[pytest.TestReport]) -> Iterator[str]:

@@ -10,7 +10,10 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGES = ("shoal", "variables", "images", "mp-parameters", "python", "releases", "../migrate/smdistributed")
+PAGES = (
+    *("shoal", "variables", "images", "buildspec", "json", "hyperparameters", "launchers"),
+    *("mp-parameters", "python", "releases", "../migrate/smdistributed"),
+)
 
 
 @pytest.fixture(autouse=True)
@@ -48,6 +51,7 @@ def test_the_state_of_a_name_follows_from_its_source(package: str, name: str, st
     ("module", "table", "before", "after", "message"),
     [
         ("mp_parameters", "EFFECTS", "fp16 =", "fp15 =", "fp15 is only in"),
+        ("hyperparameters", "MEANINGS", "sagemaker_program =", "sagemaker_programme =", "sagemaker_program is only in"),
         ("variables", "MEANINGS", "SM_HOSTS =", "SM_GUESTS =", "The variable SM_HOSTS has no description"),
         ("migration", "SUCCESSORS", "all_gather =", "gather_all =", "all_gather has no entry"),
         ("releases", "NOTES", 'version = "', 'version = "9', "the library is"),

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from shoal_toolkit import __version__
-from shoal_toolkit.job.settings import VARIABLES
 from shoal_toolkit.system import process
 
 from . import loopback
@@ -364,12 +363,6 @@ def test_a_setting_that_is_misspelt_is_told(tree: Tree, run: Run, name: str, val
     assert (done.code, done.out) == (0, "trained\n")
     told = f"train: the variable {name} is not known to this toolkit. Did you mean {meant!r}?"
     assert (told in done.err) if meant else (name not in done.err)
-
-
-def test_the_settings_are_those_of_the_manual() -> None:
-    manual = (Path(__file__).parents[2] / "docs/toolkit.md").read_text()
-    section = manual.partition("## Settings of `train` itself")[2].partition("\n## ")[0]
-    assert sorted(VARIABLES) == sorted(line.split("`")[1] for line in section.splitlines() if line.startswith("| `"))
 
 
 def test_the_start_is_quick_because_nothing_heavy_is_imported(tree: Tree) -> None:

@@ -33,7 +33,9 @@ class _Needs(Model):
     """The needs of a version of a framework, or of something that extends its images."""
 
     framework: Word
+    """Its name: the first word of the images' names, and of its template in `dockerfiles/`."""
     version: Version
+    """The version, in the tag."""
     requirements: Annotated[tuple[str, ...], pydantic.Field(min_length=1)]
     """pip requirements, resolved to exact files with hashes by `shoal lock`."""
     index: str | None = None
@@ -46,6 +48,7 @@ class Release(_Needs):
     """A version of a framework for one device."""
 
     device: Device
+    """Whether the images are for CPUs or GPUs."""
     cuda: Cuda | None = None
     """The CUDA version of a gpu release."""
 
@@ -133,8 +136,11 @@ class VersionsFile(Model):
     """dockerfiles/versions.yml: the releases and systems to choose from."""
 
     systems: dict[Word, System]
+    """The releases of Debian, by their name in tags."""
     releases: tuple[Release, ...]
+    """The versions of frameworks."""
     children: tuple[Child, ...] = ()
+    """Images that extend other images."""
 
     def combinations(self) -> list[tuple[Location, ImageSpec]]:
         """Return every possible image, parents first, each with the place of its entry."""
@@ -167,13 +173,19 @@ class Axes(Model):
     """The values of each axis that images are built for. A missing axis has all values of versions.yml."""
 
     framework: tuple[Word, ...] | None = None
+    """Frameworks, such as `pytorch`."""
     version: tuple[Version, ...] | None = None
+    """Versions of frameworks."""
     device: tuple[Device, ...] | None = None
+    """Devices."""
     python: tuple[Python, ...] | None = None
+    """Pythons, such as `py311`."""
     cuda: tuple[Cuda, ...] | None = None
     """For gpu images."""
     os: tuple[Word, ...] | None = None
+    """Systems of versions.yml, such as `debian12`."""
     variant: tuple[Variant, ...] | None = None
+    """`devel` images also have compilers."""
 
     def values(self) -> Iterator[tuple[str, tuple[str, ...]]]:
         """Yield the axes that are set, with their values."""
@@ -190,13 +202,19 @@ class Exclusion(Model):
     """Images that are not built: those that match all globs of the entry."""
 
     framework: str = "*"
+    """A glob on the framework."""
     version: str = "*"
+    """A glob on its version."""
     device: str = "*"
+    """A glob on the device."""
     python: str = "*"
+    """A glob on the Python."""
     cuda: str = "*"
-    """A cpu image matches ''."""
+    """A glob on the CUDA version. A cpu image matches ''."""
     os: str = "*"
+    """A glob on the system."""
     variant: str = "*"
+    """A glob on the variant."""
 
     def matches(self, image: ImageSpec) -> bool:
         """Return whether an image matches all globs."""
@@ -215,13 +233,16 @@ class BuildFile(Model):
     defaults: Mapping[str, str]
     """The tag of the image that a framework's name means."""
     axes: Axes = Axes()
+    """The values to build images for."""
     exclude: tuple[Exclusion, ...] = ()
+    """Combinations that are not built."""
 
 
 class Dropped(Model):
     """Files of wheels that images leave out."""
 
     what: str
+    """The files, in words."""
     reason: str
     """Why nothing needs them."""
     files: Annotated[tuple[Glob, ...], pydantic.Field(min_length=1)]
@@ -232,6 +253,7 @@ class DroppedFile(Model):
     """dockerfiles/dropped.yml: the files of wheels that images leave out."""
 
     dropped: tuple[Dropped, ...]
+    """The entries."""
 
 
 @dataclass(frozen=True)

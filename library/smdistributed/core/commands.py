@@ -34,6 +34,32 @@ from smdistributed.core.launch import LaunchError, is_launched_as_rank, set_loca
 
 _NOT_EXECUTABLE, _NOT_FOUND = 126, 127  # as a shell exits
 _USAGE = 2
+_REHEARSE = ("--rehearse", "", "run on the CPU with emulated GPUs: sets SHOAL_REHEARSE=1")
+_EXPORT = "-x", "VARIABLE"
+_SINGLE_NODE = ((*_EXPORT, "NAME or NAME=value: pass a variable to the ranks. Repeatable"), _REHEARSE)
+OPTIONS: dict[str, tuple[tuple[str, str, str], ...]] = {
+    "smddprun": (
+        ("-n", "RANKS", "ignored: mpirun, which starts this command, has the number"),
+        (*_EXPORT, "ignored: mpirun passes the variables. Repeatable"),
+        _REHEARSE,
+    ),
+    "smddpsinglenode": _SINGLE_NODE,
+    "smddp_singlenode_dev": _SINGLE_NODE,
+    "smddpmprun": (
+        ("-i", "INSTANCE_TYPE", "ignored: for AWS's library"),
+        ("--allow-bypass", "", "ignored: for AWS's library"),
+        _REHEARSE,
+    ),
+}
+"""The options of each command: the option, the name of its value (empty: none), and its help."""
+_ALONE = "Run a command as a rank or, if no launcher started ranks, once for each GPU of this host, with mpirun."
+TASKS = {
+    "smddprun": "Run the command of a data parallel rank, under mpirun. `smddprun --explain` prints the communication "
+    "engine that the job selects, and why.",
+    "smddpsinglenode": _ALONE,
+    "smddp_singlenode_dev": f"{_ALONE} Another name of smddpsinglenode.",
+    "smddpmprun": "Run the command of a model parallel rank, under mpirun.",
+}
 _GPU_COUNTS = ("SM_NUM_GPUS", "SHOAL_REHEARSE_GPUS")  # the first is `train`'s, in a rehearsal too
 
 
@@ -46,9 +72,7 @@ def smddprun() -> NoReturn:
     if sys.argv[1:] == ["--explain"]:
         print(explain())
         sys.exit()
-    parser = _parser("smddprun", "[-n RANKS] [-x VARIABLE ...] ")
-    parser.add_argument("-n", metavar="RANKS", type=int)
-    parser.add_argument("-x", metavar="VARIABLE", action="append")
+    parser = make_parser("smddprun")
     command = _parse(parser).command
     _set_local_rank(parser)
     _exec(parser, command)
@@ -73,9 +97,7 @@ def smddpmprun() -> NoReturn:
 
     `--rehearse` sets SHOAL_REHEARSE=1.
     """
-    parser = _parser("smddpmprun", "[-i INSTANCE_TYPE] [--allow-bypass] ")
-    parser.add_argument("-i", metavar="INSTANCE_TYPE")
-    parser.add_argument("--allow-bypass", action="store_true")
+    parser = make_parser("smddpmprun")
     _exec(parser, _parse(parser).command)
 
 
@@ -85,8 +107,7 @@ def _single_node(name: str) -> NoReturn:
     The first happens in a rank, and on a host with fewer than two GPUs. In a rank it sets SMDATAPARALLEL_LOCAL_RANK.
     `-x` is passed to mpirun. Exits with 2 if the options or the launch environment are invalid.
     """
-    parser = _parser(name, "[-x VARIABLE ...] ")
-    parser.add_argument("-x", metavar="VARIABLE", action="append", default=[])
+    parser = make_parser(name)
     options = _parse(parser)
     ranks = _count_gpus(parser)
     try:
@@ -96,7 +117,7 @@ def _single_node(name: str) -> NoReturn:
     if alone:
         _set_local_rank(parser)
         _exec(parser, options.command)
-    exported = [word for variable in options.x for word in ("-x", variable)]
+    exported = [word for variable in options.x or () for word in ("-x", variable)]
     this = Path(sys.argv[0])  # of a virtual environment that may not be activated
     program = shutil.which("mpirun") or str(this.with_name("mpirun"))
     each = str(this.with_name("smddprun"))
@@ -129,15 +150,23 @@ def _refuse(parser: argparse.ArgumentParser, problem: str) -> NoReturn:
     sys.exit(_USAGE)
 
 
-def _parser(name: str, options: str) -> argparse.ArgumentParser:
-    """Makes a parser with --rehearse and `command`, the rest.
+def make_parser(name: str) -> argparse.ArgumentParser:
+    """Makes the parser of a command, with the options in `OPTIONS` and `command`, the rest.
 
-    `options` is only the usage text of options that the caller adds.
+    Args:
+        name: One of the keys of `OPTIONS`.
     """
-    usage = f"{name} {options}[--rehearse] COMMAND [ARGUMENT ...]"
-    parser = argparse.ArgumentParser(name, usage, allow_abbrev=False)
-    parser.add_argument("--rehearse", action="store_true")
-    parser.add_argument("command", nargs=argparse.REMAINDER)
+    options = OPTIONS[name]
+    usage = " ".join(f"[{' '.join(filter(None, (option, metavar)))}]" for option, metavar, _ in options)
+    parser = argparse.ArgumentParser(name, f"{name} {usage} COMMAND [ARGUMENT ...]", TASKS[name], allow_abbrev=False)
+    for option, metavar, text in options:
+        if not metavar:
+            parser.add_argument(option, action="store_true", help=text)
+        elif option == "-n":
+            parser.add_argument(option, metavar=metavar, type=int, help=text)
+        else:
+            parser.add_argument(option, metavar=metavar, action="append" if option == "-x" else "store", help=text)
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="the command of a rank, and its arguments")
     return parser
 
 

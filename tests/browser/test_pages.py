@@ -22,7 +22,8 @@ from selenium.webdriver.support.ui import WebDriverWait
 
 from shoal.report import timeline_page, trace
 from shoal.report.job_page import render_comparison_page, render_job_page
-from shoal.report.job_report import Curve, JobReport, LogLine
+from shoal.report.job_report import Curve, JobReport
+from shoal.report.packed_log import LogLine
 from shoal.report.timeline_analysis import analyse
 
 pytestmark = pytest.mark.xdist_group("browser")

@@ -41,7 +41,7 @@ PARSED, SYNTAX = "parsed", "syntax"
 _FOREIGN = (
     *("kubectl", "srun", "sbatch", "sinfo", "squeue", "scancel", "sky", "docker-compose", "horovodrun"),
     *("cat", "cd", "chgrp", "chmod", "echo", "export", "git", "ls", "mkdir", "openssl", "rm", "sha256sum", "umask"),
-    *(".", "source", "set", "cp", "sleep", "nvidia-smi", "smddprun", "smddpmprun", "smddpsinglenode"),
+    *(".", "source", "set", "cp", "jq", "sleep", "nvidia-smi", "smddprun", "smddpmprun", "smddpsinglenode"),
 )
 _OPERATORS = frozenset(";&|()\n")
 _ASSIGNMENT = re.compile(r"(?P<name>[A-Za-z_]\w*)=.*", re.DOTALL)
@@ -308,9 +308,9 @@ def _check_torchrun(words: Sequence[str], place: Place) -> str:
     """Checks options with the text of torchrun's parser: importing it takes seconds."""
     spec = importlib.util.find_spec("torch")
     assert spec is not None and spec.origin is not None
-    _check_options_in_text(Path(spec.origin).parent / "distributed" / "run.py", words)
-    _require_file(next(word for word in words if word.endswith(".py")), place)
-    return PARSED
+    script = next(index for index, word in enumerate(words) if word.endswith(".py"))
+    _check_options_in_text(Path(spec.origin).parent / "distributed" / "run.py", words[:script])
+    return _check_python(words[script:], place)
 
 
 def _check_aws(words: Sequence[str], place: Place) -> str:
@@ -318,7 +318,7 @@ def _check_aws(words: Sequence[str], place: Place) -> str:
     session: Any = importlib.import_module("botocore.session")
     xform_name: Any = importlib.import_module("botocore").xform_name
     service, operation, *rest = words
-    if operation == "get-login-password":  # of the command line only
+    if operation in ("get-login-password", "cp"):  # of the command line only
         return PARSED
     model = session.get_session().get_service_model(service)
     operations = {xform_name(name, "-"): name for name in model.operation_names}

@@ -57,8 +57,9 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def directory_of(block: Block, copy: Path) -> Path:
-    """Where the commands of a page begin: pages of examples in their directory, others in the root."""
-    return (copy / block.page).parent if block.page.startswith("examples/") else copy
+    """Where a block's commands begin: in the example's directory, or in the root if they name `examples/`."""
+    in_root = not block.page.startswith("examples/") or " examples/" in block.source
+    return copy if in_root else (copy / block.page).parent
 
 
 def test_each_mark_has_a_reason() -> None:
@@ -170,6 +171,7 @@ def test_marked_python_is_parsed(monkeypatch: pytest.MonkeyPatch, record_propert
         ("pip install --no-indexes x", "--no-indexes"),
         ("mpirun -npp 2 python examples/gpt2/train.py", "-npp"),
         ("torchrun --nproc-per-nod 2 examples/gpt2/train.py", "--nproc-per-nod"),
+        ("torchrun --nproc-per-node 2 examples/ddp/train.py --epoch 3", "--epoch"),
         ("python examples/none.py", "examples/none.py"),
         ("aws batch submit-jobs", "submit-jobs"),
         ("aws batch submit-job --cli-json x", "--cli-json"),

@@ -53,7 +53,7 @@ with_pip() {
     trap - EXIT
 }
 # uv takes a fifth of pip's time, and a second environment takes seconds, from its cache. It reads none of pip's
-# configuration, so it gets what pip says of it. If that is not enough for uv, pip installs.
+# configuration: `uv_options.py` passes the indexes on. If that is not enough for uv, pip installs.
 with_uv() {
     local -a uv
     mapfile -t uv < <(.venv/bin/pip config list | .venv/bin/python scripts/uv_options.py)

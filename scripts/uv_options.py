@@ -1,4 +1,4 @@
-"""Reads what `pip config list` prints on stdin, and prints uv's options for the same indexes, one word a line."""
+"""Reads the output of `pip config list` on stdin, and prints uv's options for the same indexes, one word a line."""
 
 from __future__ import annotations
 

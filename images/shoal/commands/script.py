@@ -28,7 +28,7 @@ class ScriptCommand(typer.core.TyperCommand):
             if not hasattr(error, "possibilities"):
                 raise
             option = getattr(error, "option_name", "")
-            # Stricter than Click: many options are for the script, and similar to one of ours by chance.
+            # Stricter than Click: a script's option may be similar to an option of Shoal by chance.
             hint = did_you_mean(option, error.possibilities or (), cutoff=0.75).replace("'", "")
             raise UsageError(
                 f"{option}: no such option.{hint} Fix: if it is for the script, put it after `--`: {_name(ctx)} IMAGE"

@@ -13,7 +13,8 @@ TESTS_WITH_DOCKER := tests/integration tests/conformance tests/faults
 
 BIN := .venv/bin
 SHOAL := $(BIN)/shoal
-PYTEST := $(BIN)/pytest -n $(WORKERS) --dist loadgroup
+# Tests call make too, which would look for the jobs of this one.
+PYTEST := env -u MAKEFLAGS -u MAKELEVEL $(BIN)/pytest -n $(WORKERS) --dist loadgroup
 ifeq ($(filter $(ENGINE),docker none),)
 $(error ENGINE=$(ENGINE): choose docker or none)
 endif
@@ -23,7 +24,7 @@ SCRIPT := $(if $(findstring tensorflow,$(IMAGE)),train_tensorflow.py,train.py)
 # Some machines set it. Without bytecode, each start of our commands compiles them again, and pytest compiles all tests.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: check-and-test-fast help setup doctor engine known-image image images train test test-fast test-integration conformance faults sagemaker soak cluster-demo check docs docs-serve reference wheels render lock bench-faults bench-launch bench-logs bench-live bench-resume bench-dataparallel bench-link bench-scale bench-cluster bench-gpu bench-modelparallel bench-tensorflow bench-images clean
+.PHONY: all-tests check-and-test-fast help setup doctor engine known-image image images train test test-fast test-integration conformance faults sagemaker soak cluster-demo check docs docs-serve reference wheels render lock bench-faults bench-launch bench-logs bench-live bench-resume bench-dataparallel bench-link bench-scale bench-cluster bench-gpu bench-modelparallel bench-tensorflow bench-images clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -66,14 +67,17 @@ test: check ## run all checks and tests; CHANGED=1 or CHANGED=<revision>: only t
 	if grep -qE '^tests/(integration|conformance|faults)/' <<<"$$files"; then $(MAKE) --no-print-directory images || exit; fi; \
 	$(PYTEST) $$files
 else
-# Builds wait for downloads and the disk, and the checks compute meanwhile. On a machine without images, builds take as long
-# as half of the tests. The tests without Docker run beside them too.
+# The checks take one core for a minute, beside the tests. On a machine without images, builds wait for downloads and the
+# disk, and take as long as half of the tests. So the tests without Docker run beside them too.
 test: setup engine
 	@if [ -n "$$(docker image ls -q '*-training')" ]; then \
-	    $(MAKE) --no-print-directory -j 2 check images && $(PYTEST) tests; \
+	    $(MAKE) --no-print-directory -j 2 check all-tests; \
 	else \
 	    $(MAKE) --no-print-directory -j 2 check-and-test-fast images && $(PYTEST) $(TESTS_WITH_DOCKER); \
 	fi
+
+all-tests: images
+	@$(PYTEST) tests
 
 check-and-test-fast: check
 	@$(MAKE) --no-print-directory test-fast
@@ -133,7 +137,7 @@ reference: setup ## write docs/api and docs/reference from the code
 
 .venv-docs/stamp: requirements/docs.txt
 	@$(BIN)/python -m venv .venv-docs
-	@.venv-docs/bin/pip install -qq --disable-pip-version-check --no-deps -r requirements/docs.txt
+	@scripts/install.sh .venv-docs requirements/docs.txt
 	@touch $@
 
 wheels: setup ## build wheels and sdists of all packages into dist/ and check them; URL=https://…: the project URL

@@ -5,7 +5,7 @@ cd "$(dirname "$0")/.."
 
 python=${PYTHON:-python3}
 stamp=.venv/.shoal-setup
-wanted=$(cat requirements/dev.txt images/pyproject.toml toolkit/pyproject.toml library/pyproject.toml rehearsal/pyproject.toml rehearsal/*.pth library/native/*.[chpt]* scripts/setup.sh | sha256sum)
+wanted=$(cat requirements/dev.txt images/pyproject.toml toolkit/pyproject.toml library/pyproject.toml rehearsal/pyproject.toml rehearsal/*.pth library/native/*.[chpt]* scripts/setup.sh scripts/install.sh | sha256sum)
 if [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then exit 0; fi
 say() { echo "setup: $*" >&2; }
 
@@ -36,35 +36,8 @@ if ! command -v ${CC:-cc} >/dev/null; then need "there is no C compiler" gcc lib
 
 say "making .venv with $("$python" --version)"
 "$python" -m venv .venv
-# PyTorch's own index has torch's CPU wheel. It is used only if pip's own configuration does not find the wheel.
-index=$(sed -n 's/^ *cpu-wheels: *//p' buildspec.yml)
-# -qq: with several local indexes, pip warns about every package that one of them lacks.
-pip=(.venv/bin/pip install -qq --disable-pip-version-check --no-deps)
-torch=$(grep '^torch==' requirements/dev.txt)
-with_pip() {
-    # torch beside the rest, as it is half of the work and pip uses one core. In a process group (set -m), which ends
-    # with this script.
-    set -m
-    { "${pip[@]}" "$torch" 2>/dev/null || "${pip[@]}" --extra-index-url "$index" "$torch"; } &
-    set +m
-    trap 'kill -- -$! 2>/dev/null || true' EXIT
-    "${pip[@]}" -r <(grep -v '^torch==' requirements/dev.txt)
-    wait $!
-    trap - EXIT
-}
-# uv takes a fifth of pip's time, and a second environment takes seconds, from its cache. It reads none of pip's
-# configuration: `uv_options.py` passes the indexes on. If that is not enough for uv, pip installs.
-with_uv() {
-    local -a uv
-    mapfile -t uv < <(.venv/bin/pip config list | .venv/bin/python scripts/uv_options.py)
-    uv=(.venv/bin/uv pip install -q --python .venv --no-deps --native-tls "${uv[@]}")
-    uv+=(--index-strategy unsafe-best-match -r requirements/dev.txt) # as pip: the best of all indexes
-    "${uv[@]}" 2>/dev/null || "${uv[@]}" --index "$index" 2>/dev/null
-}
-
 say "installing requirements/dev.txt"
-"${pip[@]}" "$(grep '^uv==' requirements/dev.txt)"
-with_uv || with_pip
-"${pip[@]}" --no-build-isolation -e images -e toolkit -e library -e rehearsal
+scripts/install.sh .venv requirements/dev.txt
+.venv/bin/pip install -qq --disable-pip-version-check --no-deps --no-build-isolation -e images -e toolkit -e library -e rehearsal
 echo "$wanted" >"$stamp"
 say "done"

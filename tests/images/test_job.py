@@ -111,6 +111,8 @@ def request_(tmp_path: Path) -> job.JobRequest:
     source.mkdir()
     (source / "train.py").write_text("print(1)\n")
     (source / "__pycache__").mkdir()
+    (source / "env").mkdir()
+    (source / "env/pyvenv.cfg").write_text("home = /usr/bin")
     channel = tmp_path / "data"
     channel.mkdir()
     return job.JobRequest(

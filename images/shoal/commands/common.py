@@ -41,10 +41,16 @@ console = Console(highlight=False)
 EXPECTED = (ShoalError, docker.errors.DockerException, requests.RequestException, urllib3.exceptions.HTTPError)
 """Errors that a user can act on. After one, `build` and `push` continue with the next image."""
 
-_IMAGES_HELP = "Tags, frameworks, or globs on tags such as 'pytorch-*-gpu-*'. Default: all images."
-Images = Annotated[
-    list[str] | None, typer.Argument(metavar="[IMAGE]...", help=_IMAGES_HELP, autocompletion=completion.complete_images)
-]
+_NAMES_HELP = "Tags, frameworks, or globs on tags such as 'pytorch-*-gpu-*'."
+
+
+def _images(more: str) -> Any:
+    help_ = f"{_NAMES_HELP} {more}"
+    return typer.Argument(metavar="[IMAGE]...", help=help_, autocompletion=completion.complete_images)
+
+
+Images = Annotated[list[str] | None, _images("Default: all images.")]
+NamedImages = Annotated[list[str] | None, _images("Required without --all.")]
 Image = Annotated[
     str, typer.Argument(help="Tag, or framework from buildspec.yml.", autocompletion=completion.complete_images)
 ]

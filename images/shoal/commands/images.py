@@ -19,6 +19,7 @@ from shoal.commands.common import (
     AsJson,
     EveryImage,
     Images,
+    NamedImages,
     Skip,
     app,
     choose_images,
@@ -101,7 +102,7 @@ def _print_plans(here: project.Project, matrix: spec.BuildSpec, chosen: list[spe
 @app.command("build", rich_help_panel=BUILD, epilog="More: docs/build.md")
 def build_images(
     context: typer.Context,
-    images: Images = None,
+    images: NamedImages = None,
     skip: Skip = None,
     every: EveryImage = False,
     dry_run: Annotated[
@@ -150,7 +151,7 @@ def push_images(
     to: Annotated[
         str, typer.Option(metavar="REGISTRY[/PREFIX]", help="Where to push, such as registry.example.org/team.")
     ],
-    images: Images = None,
+    images: NamedImages = None,
     skip: Skip = None,
     every: EveryImage = False,
     as_json: AsJson = False,

@@ -340,12 +340,16 @@ def encode_resource_config(hosts: Sequence[str], current_host: str, interface: s
 
 
 def _ignore_results(request: JobRequest) -> Callable[[str, list[str]], set[str]]:
-    """Return a filter for `copytree` that leaves out `__pycache__`, `.git`, checkpoints and the output directory."""
+    """Return a filter for `copytree`. It leaves out `__pycache__`, `.git`, virtual environments, checkpoints and results.
+
+    A host has its own packages, and an environment with torch takes gigabytes.
+    """
     ignore_caches = shutil.ignore_patterns("__pycache__", ".git")
     places = {path.resolve() for path in (request.output, request.checkpoints) if path}
 
     def ignore(directory: str, names: list[str]) -> set[str]:
-        results = {name for name in names if (Path(directory) / name).resolve() in places}
+        paths = [Path(directory, name) for name in names]
+        results = {path.name for path in paths if path.resolve() in places or (path / "pyvenv.cfg").exists()}
         return ignore_caches(directory, names) | results
 
     return ignore

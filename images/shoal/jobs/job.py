@@ -340,7 +340,7 @@ def encode_resource_config(hosts: Sequence[str], current_host: str, interface: s
 
 
 def _ignore_results(request: JobRequest) -> Callable[[str, list[str]], set[str]]:
-    """Return a filter for `copytree`. It leaves out `__pycache__`, `.git`, virtual environments, checkpoints and results.
+    """Return a filter for `copytree`: no `__pycache__`, `.git`, virtual environments, checkpoints and results.
 
     A host has its own packages, and an environment with torch takes gigabytes.
     """

@@ -4,7 +4,7 @@
 #   scripts/install.sh VENV REQUIREMENTS
 #
 # uv takes a fifth of pip's time, and a second environment takes seconds, from its cache. It reads none of pip's
-# configuration: `uv_options.py` passes the indexes on. If that is not enough for uv, pip installs.
+# configuration: `uv_settings.py` passes the indexes on. If that is not enough for uv, pip installs.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -14,14 +14,14 @@ index=$(sed -n 's/^ *cpu-wheels: *//p' buildspec.yml)
 # -qq: with several local indexes, pip warns about every package that one of them lacks.
 pip=("$venv/bin/pip" install -qq --disable-pip-version-check --no-deps)
 
-with_uv() {
-    local -a uv
+with_uv() (
     "${pip[@]}" "$(grep '^uv==' requirements/dev.txt)" || return
-    mapfile -t uv < <("$venv/bin/pip" config list | "$venv/bin/python" scripts/uv_options.py)
-    uv=("$venv/bin/uv" pip install -q --python "$venv" --no-deps --native-tls "${uv[@]}")
-    uv+=(--index-strategy unsafe-best-match -r "$requirements") # as pip: the best of all indexes
-    "${uv[@]}" 2>/dev/null || "${uv[@]}" --index "$index" 2>/dev/null
-}
+    while IFS= read -r setting; do export "$setting"; done \
+        < <("$venv/bin/pip" config list | "$venv/bin/python" scripts/uv_settings.py)
+    # As pip: the best of all indexes.
+    uv=("$venv/bin/uv" pip install -q --python "$venv" --no-deps --native-tls --index-strategy unsafe-best-match)
+    "${uv[@]}" -r "$requirements" 2>/dev/null || UV_INDEX="${UV_INDEX:-} $index" "${uv[@]}" -r "$requirements" 2>/dev/null
+)
 
 with_pip() {
     local torch

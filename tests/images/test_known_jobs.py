@@ -132,7 +132,8 @@ def test_another_container_of_a_host_s_name_is_reported(request_: JobRequest) ->
             response.status_code = 409
             raise docker.errors.APIError("Conflict", response)
 
-    hosts = docker_hosts.create_hosts(BusyEngine(), "image:1", request_, "digits", console())  # type: ignore[arg-type]
+    view = PlainView(console())
+    hosts = docker_hosts.create_hosts(BusyEngine(), "image:1", request_, "digits", view)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match=r"--name digits: Docker has another container digits-algo-1. Fix: "), hosts:
         pass
 

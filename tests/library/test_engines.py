@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 import torch
 
-from smdistributed.core import native
+from smdistributed.core import mpi, native
 from smdistributed.core.diagnostics import CollectiveError, UnexplainedError
 from smdistributed.core.exceptions import SMDDPError
 from smdistributed.core.flat import Flat, allocate, divide, reduce
-from smdistributed.core.mpi import open_mpi
 from smdistributed.core.network_engines import NetworkEngine
 from smdistributed.core.torch.tensors import flat_of, tensor_at
 
@@ -51,10 +50,10 @@ def test_who_is_late_is_found_without_torch(mpirun: Mpirun) -> None:
 def test_mpi_without_mpirun_is_refused_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Open MPI would end the process, and say that it lacks files of its help."""
     monkeypatch.delitem(sys.modules, "mpi4py.MPI", raising=False)
-    for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK"):
+    for name in mpi._OF_LAUNCHERS:
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(SMDDPError, match=r"world size is 1, and 2 ranks must connect\. Fix: start .*--procs-per-host"):
-        open_mpi(cast("Any", None), [0, 1])
+        mpi.open_mpi(cast("Any", None), [0, 1])
 
 
 class Closed:

@@ -76,7 +76,7 @@ def _build_config_map(request: KubernetesRequest) -> Object:
     size = sum(map(len, data.values()))
     binary: dict[str, str] = {}
     if isinstance(request.source, Path):
-        packed = pack_source(request.source)
+        packed = pack_source(request.source, (job.JobRequest.output, Path(f"{request.name}.yaml")))
         binary = {ARCHIVE: base64.b64encode(packed).decode()}
         size += len(packed)
     _check_config_map(request.source, size, MAX_CONFIG_MAP)
@@ -94,16 +94,24 @@ def _check_config_map(source: Path | str | None, size: int, limit: int) -> None:
         )
 
 
-def pack_source(directory: Path) -> bytes:
-    """Return a directory as .tar.gz: the same bytes for the same files. `__pycache__` and `.git` are left out.
+def pack_source(directory: Path, others: Sequence[Path] = ()) -> bytes:
+    """Return a directory as .tar.gz: the same bytes for the same files.
+
+    `__pycache__`, `.git`, virtual environments and `others`, such as results of jobs, are left out.
 
     Raises:
         UsageError: If a file cannot be read, or they are too large.
     """
+    left_out = [
+        *(path.resolve() for path in others),
+        *(path.parent for path in directory.resolve().rglob("pyvenv.cfg")),
+    ]
     files = {
         str(path.relative_to(directory)): path
         for path in directory.rglob("*")
-        if path.is_file() and not _LEFT_OUT & set(path.relative_to(directory).parts)
+        if path.is_file()
+        and not _LEFT_OUT & set(path.relative_to(directory).parts)
+        and not any(path.resolve().is_relative_to(other) for other in left_out)
     }
     packed = io.BytesIO()
     try:

@@ -187,8 +187,8 @@ def _check_owner(path: Path, job: str, option: str) -> None:
     if owner != job and any(path.name != MARK for path in path.iterdir()):
         raise UsageError(
             f"{option}: {path} has the checkpoints of the job {owner}, and nothing was changed. Fix: to continue that"
-            f" job, use --resume {owner}; for a new job, name another directory. To start a new job from these"
-            f" checkpoints, copy the directory, and remove {MARK} from the copy"
+            f" job, use --resume {owner}, or --resume with its --name; for a new job, name another directory. To start"
+            f" a new job from these checkpoints, copy the directory, and remove {MARK} from the copy"
         )
 
 

@@ -58,7 +58,10 @@ def run_job_in_docker(opened: OpenJob, view: View) -> job.JobResult:
         except BaseException:
             hosts.kill()  # those that a second interrupt did not wait for
             collect(hosts, opened)  # the script may have saved files before it ended
-            console.print(f"interrupted; files of the hosts are in {opened.directory}", soft_wrap=True, highlight=False)
+            with contextlib.suppress(OSError):  # the terminal is gone
+                console.print(
+                    f"interrupted; files of the hosts are in {opened.directory}", soft_wrap=True, highlight=False
+                )
             raise
         for reader in hosts.readers:
             reader.join()

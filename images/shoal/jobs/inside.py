@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 from collections.abc import Sequence
 
@@ -68,13 +69,19 @@ def choose_host(job: str, host: str | None, names: Sequence[str]) -> str:
 def _run_in_local_host(found: KnownJob, host: str | None, command: Sequence[str]) -> int:
     """Run a command as a process of this machine, with the variables of a host's `train`, and return its exit code."""
     trees = {path.parents[2].name: path.parents[2] for path in sorted(found.directory.glob(f"*/{RESOURCE_CONFIG}"))}
+    if not trees:
+        raise DockerError(f"{found.name}: no host has started. Fix: try again")
     tree = trees[choose_host(found.name, host, list(trees))]
     processes = local_processes.list_processes(tree)
     if not processes:
         raise DockerError(f"{found.name}: {tree.name} has no process. Fix: try again when the host has started")
-    code = subprocess.run(
-        command, cwd=tree / "code", env=local_processes.read_environment(processes[0]), check=False
-    ).returncode
+    environment = local_processes.read_environment(processes[0])
+    process = subprocess.Popen(command, cwd=tree / "code", env=environment)
+    earlier = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the command, such as a debugger
+    try:
+        code = process.wait()
+    finally:
+        signal.signal(signal.SIGINT, earlier)
     return 128 - code if code < 0 else code
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -118,7 +119,8 @@ class JobLog:
         with self._lock:
             self.path = None
             if self._file:
-                self._file.close()
+                with contextlib.suppress(OSError):  # a full disk, of which `_write` has warned
+                    self._file.close()
 
     def _write(self, line: str) -> None:
         """Write a line to the file. Only its owner can read it. After an error, warn, and write no more."""

@@ -87,7 +87,7 @@ def list_jobs() -> list[KnownJob]:
     """Return the jobs of this user on this machine: running ones, then the others, each newest first."""
     found = []
     for directory in running.list_directories():
-        with contextlib.suppress(UsageError, FileNotFoundError):  # another version's, or removed meanwhile
+        with contextlib.suppress(UsageError, OSError):  # another version's, another user's, or removed meanwhile
             found.append(read_job(directory))
     return sorted(found, key=lambda each: (not each.is_running, -each.record.started))
 

@@ -65,7 +65,10 @@ class PlainView:
 
     def add(self, shown: str, line: Line, is_overwritten: bool = False) -> None:
         """Print a line, also one that a terminal would overwrite."""
-        self.console.print(shown, markup=False, highlight=False, soft_wrap=True)
+        try:
+            self.console.print(shown, markup=False, highlight=False, soft_wrap=True)
+        except (OSError, SystemExit):  # no reader, or a full disk: the job goes on, and its log has all lines
+            self.console.quiet = True
 
 
 def can_show_panel(console: Console, environment: Mapping[str, str]) -> bool:
@@ -190,6 +193,7 @@ class LiveView:
         for line in lines:
             if line.rank is not None:
                 self.ranks = max(self.ranks, line.rank + 1)
+            if not line.text.startswith("train: "):
                 for name, value in find_metrics(self.definitions, line.text):
                     self._found[name, line.host, line.rank] = value
 

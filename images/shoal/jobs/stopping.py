@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
+import time
+from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
 
@@ -47,7 +50,12 @@ def stop_job(found: KnownJob, console: Console) -> KnownJob:
                     " another container or machine. Fix: run this command there"
                 ) from None
         running.wait_for_end(found.directory)
-    return read_job(found.directory)
+    try:
+        return read_job(found.directory)
+    except FileNotFoundError:  # of a new job, which ended before its hosts started
+        code = 128 + signal.SIGTERM
+        record = replace(found.record, state=STOPPED, exit_code=code, ended=time.time())
+        return replace(found, state=STOPPED, record=record)
 
 
 def _stop_lost(found: KnownJob, console: Console) -> None:
@@ -60,6 +68,7 @@ def _stop_lost(found: KnownJob, console: Console) -> None:
         running.mark_running(found.directory),
     ):
         opened = OpenJob(found.name, found.directory, found.record, directory, resumed=True)
+        opened.update(pid=os.getpid())  # so that another `shoal stop` reaches this one
         if found.record.engine == LOCAL:
             _end_local_job(opened)
         else:
@@ -76,8 +85,13 @@ def _end_docker_job(opened: OpenJob, console: Console) -> None:
     client = docker_client.connect()
     found = _find_containers(client, opened)
     still_running = [str(each.id) for each in found.values() if each.status == "running"]
-    stop_containers(still_running)
-    if found:
+    try:
+        stop_containers(still_running)
+    except (KeyboardInterrupt, SystemExit):  # again: at once
+        for each in found.values():
+            with contextlib.suppress(docker.errors.APIError):  # it has ended
+                each.kill()
+    if any(each.status != "created" for each in found.values()):  # otherwise the volume may be half filled
         hosts = DockerHosts(
             client=client,
             image=opened.record.image,
@@ -119,8 +133,9 @@ def _read_exit_code(container: Container) -> int:
 def _end_local_job(opened: OpenJob) -> None:
     """Collect the checkpoints of a job that has no process now, pack its results, and remove the copy of its code."""
     trees = {tree.name: tree for tree in _list_trees(opened.directory)}
-    for tree in find_trees(opened.directory):
-        collect_tree(tree, opened.checkpoints)
+    if opened.record.uncollected:  # otherwise no host has started, and its tree may be half filled
+        for tree in find_trees(opened.directory):
+            collect_tree(tree, opened.checkpoints)
     opened.update(uncollected=False)
     for tree in trees.values():
         remove_checkpoints(tree)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import sys
 import time
@@ -95,10 +96,11 @@ class Watch:
             while len(self.exits) < len(self.hosts.ids):
                 self._wait_for_one()
         except BaseException:
-            print(
-                f"shoal: stopping; the script has {STOP_SECONDS} s to end (interrupt again to stop at once)",
-                file=sys.stderr,
-            )
+            with contextlib.suppress(OSError):  # the terminal is gone
+                print(
+                    f"shoal: stopping; the script has {STOP_SECONDS} s to end (interrupt again to stop at once)",
+                    file=sys.stderr,
+                )
             self.hosts.stop(self.hosts.ids)
             raise
         return self.exits

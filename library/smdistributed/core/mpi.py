@@ -18,11 +18,15 @@ from smdistributed.core.flat import Flat
 from smdistributed.core.store import PrefixedStore, exchange_texts
 
 _TAGS = 1 << 15  # every MPI allows as many
-# mpirun of Open MPI, or of MPICH and Intel; srun with PMIx. Without one, Open MPI ends the process in an image.
-_OF_LAUNCHERS = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK")
+# Open MPI; PMIx; MPICH, Intel, Cray, MVAPICH2. Without one, Open MPI ends the process in an image.
+_OF_LAUNCHERS = (
+    *("OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_SIZE", "PMI_RANK", "PMI_ID", "PMI_PORT", "PMI_CONTROL_PORT"),
+    *("PALS_RANKID", "MV2_COMM_WORLD_SIZE", "I_MPI_PMI_LIBRARY"),
+)
 _NOT_LAUNCHED = (
     "MPI between hosts needs mpirun: MPI's world size is {size}, and {ranks} ranks must connect. Fix: start the script "
-    "with mpirun; with `shoal run`, give --procs-per-host, which starts it so."
+    "with mpirun; with `shoal run`, give --procs-per-host, which starts it so. If another launcher has started MPI, "
+    "import mpi4py.MPI first."
 )
 
 

@@ -10,6 +10,7 @@ import os
 
 from smdistributed.core import timeline as _timeline
 from smdistributed.core.exceptions import SMDDPError
+from smdistributed.core.launch import LaunchError as _LaunchError
 from smdistributed.core.launch import read_launch as _read_launch
 
 _FILE = "smdataparallel_timeline.json"
@@ -42,8 +43,14 @@ def start_profiler(path: str | os.PathLike[str], append_rank: bool = False) -> N
 
 def _start_requested_profiler(rank: int, world_size: int) -> None:
     """Starts recording if SMDDP_TIMELINE says where. Raises SMDDPError if the file cannot be written."""
+    if not os.environ.get("SMDDP_TIMELINE"):
+        return
     try:
-        _timeline.start_if_requested("SMDDP_TIMELINE", rank, world_size, default_name=_FILE, job=_read_launch().job)
+        job = _read_launch().job
+    except _LaunchError:  # torch needs no local rank
+        job = ""
+    try:
+        _timeline.start_if_requested("SMDDP_TIMELINE", rank, world_size, default_name=_FILE, job=job)
     except _timeline.TimelineError as error:
         raise SMDDPError(f"SMDDP_TIMELINE: {error}") from error
 

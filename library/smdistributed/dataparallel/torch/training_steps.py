@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import threading
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -51,7 +52,8 @@ class StepRecorder:
         self._recorder = running
         self._thread = threading.get_ident()
         self._module = self._optimizer = 0  # the id of the outermost one that runs
-        self._last_optimizer = 0  # the id of the one that ran last in this step
+        self._ran: set[int] = set()  # the ids of those that have run in this step
+        self._outer: Callable[[], object] = lambda: None  # the one that runs, as a weak reference
         self._module_began = self._optimizer_began = 0  # by the timeline's clock, as all times here
         self._in_backward = False
         self._gap = ("", 0)  # how the script's code after a pass counts, and since when
@@ -84,6 +86,8 @@ class StepRecorder:
             or self._is_elsewhere()
         ):
             return
+        if next(module.parameters(), None) is None:  # a loss, a metric, a transform of data
+            return
         self._module, self._module_began = id(module), self._begin_pass()
 
     def _forward_ends(self, module: torch.nn.Module, *_: Any) -> None:
@@ -113,19 +117,25 @@ class StepRecorder:
 
     def _optimizer_begins(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Hook: called before each optimizer's step. An optimizer that runs in another or in backward is part of it."""
-        if (self._optimizer and self._optimizer != id(optimizer)) or self._in_backward or self._is_elsewhere():
+        if _is_compiling() or self._in_backward or self._is_elsewhere():
+            return
+        if self._optimizer and self._outer() is None:  # its step raised an error, and it is gone
+            self._optimizer = 0
+        if self._optimizer and self._optimizer != id(optimizer):
             return
         self._end_gap("gradients")
-        if id(optimizer) == self._last_optimizer:
+        if id(optimizer) in self._ran:
             self._end_step()
+        self._outer = weakref.ref(optimizer)
         self._optimizer, self._optimizer_began = id(optimizer), timeline.now()
         self._step_began = self._step_began or self._optimizer_began
 
     def _optimizer_ends(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Hook: called after each optimizer's step."""
-        if self._optimizer != id(optimizer) or self._in_backward or self._is_elsewhere():
+        if _is_compiling() or self._optimizer != id(optimizer) or self._in_backward or self._is_elsewhere():
             return
-        self._optimizer, self._last_optimizer, self._gap = 0, self._optimizer, ("", 0)
+        self._optimizer, self._gap = 0, ("", 0)
+        self._ran.add(id(optimizer))
         self._optimizer_ended = self._record("optimizer", self._optimizer_began)
 
     def _is_elsewhere(self) -> bool:
@@ -153,7 +163,7 @@ class StepRecorder:
             return
         self._steps += 1
         self._recorder.complete("step", f"step {self._steps}", self._step_began, self._optimizer_ended)
-        self._step_began, self._optimizer_ended, self._last_optimizer = self._optimizer_ended, 0, 0
+        self._step_began, self._optimizer_ended, self._ran = self._optimizer_ended, 0, set()
 
     def _record(self, name: str, began: int) -> int:
         """Records a computation that ends now, unless it is on a CUDA device. Returns the time."""

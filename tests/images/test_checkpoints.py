@@ -136,7 +136,7 @@ def test_checkpoints_of_another_job_are_refused_and_unchanged(tmp_path: Path, ma
     with pytest.raises(UsageError) as caught:
         open_directory(tmp_path, "b", "--checkpoints ck").__enter__()
     expected = (
-        "the job a, and nothing was changed. Fix: to continue that job, use --resume a;"
+        "the job a, and nothing was changed. Fix: to continue that job, use --resume a,"
         if "job" in mark
         else "its owner"
     )

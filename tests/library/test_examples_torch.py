@@ -52,7 +52,7 @@ def test_resnet_resumes_bit_for_bit(alone: Alone, tmp_path: Path) -> None:
 
 
 def test_resnet_refuses_batches_that_no_rank_can_fill(alone: Alone) -> None:
-    with pytest.raises(AssertionError, match="--batch-size 32: a rank has only 31 images. Fix: "):
+    with pytest.raises(AssertionError, match=r"--batch-size 32: a rank has only 31 images\. Fix: "):
         alone(RESNET, "--images", "31")
 
 

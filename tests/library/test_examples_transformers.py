@@ -39,7 +39,7 @@ def test_fine_tuning_on_two_ranks_resumes(mpirun: Mpirun, alone: Alone, python: 
 
     (tmp_path / "empty").mkdir()
     elsewhere = (":", "-np", 1, *python(), script, *options, "--checkpoint-dir", "empty")
-    with pytest.raises(AssertionError, match=r"rank 0 has checkpoint-\d+, and rank 1 has none. Fix: use a directory"):
+    with pytest.raises(AssertionError, match=r"rank 0 has checkpoint-\d+, and rank 1 has none\. Fix: use a directory"):
         mpirun(1, script, *options, *elsewhere)
 
     alone(script, *options, "--epochs", "3", "--model-dir", "resumed")

@@ -84,9 +84,14 @@ def main(args: argparse.Namespace) -> None:
     test = load_data(args.data_dir, "test_batch", args.images // 4)
     sampler = DistributedSampler(training, seed=args.seed)
     loader = DataLoader(training, args.batch_size, sampler=sampler, drop_last=True)
+    if not len(loader):
+        raise SystemExit(
+            f"--batch-size {args.batch_size}: a rank has only {len(sampler)} images. Fix: reduce it, or use fewer ranks"
+        )
     model = DistributedDataParallel(resnet(args.blocks).to(device))
     optimizer = torch.optim.SGD(model.parameters(), args.lr, momentum=0.9, weight_decay=1e-4)
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.lr, total_steps=args.epochs * len(loader))
+    total = args.epochs * len(loader)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(0.0, 1 - step / total))
     scaler = GradScaler(enabled=amp_dtype == torch.float16)  # bfloat16 needs no loss scale
     checkpoint = Checkpoint(
         args.checkpoint_dir, every=args.save_every, model=model, optimizer=optimizer, scheduler=scheduler, scaler=scaler
@@ -119,7 +124,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--batch-size", type=int, default=32, help="images per rank and step")
-    parser.add_argument("--lr", type=float, default=0.1, help="the highest learning rate")
+    parser.add_argument("--lr", type=float, default=0.1, help="learning rate at the beginning; it falls to 0")
     parser.add_argument("--blocks", type=int, default=1, help="per stage; the network has 6 * blocks + 2 layers")
     parser.add_argument("--images", type=int, default=1000, help="if the images are generated")
     parser.add_argument("--seed", type=int, default=0)

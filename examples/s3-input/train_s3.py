@@ -7,7 +7,9 @@ host downloads the data itself. The data are the files train.csv and test.csv, w
 from __future__ import annotations
 
 import argparse
+import hashlib
 import os
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -44,8 +46,11 @@ def find_data(address: str) -> Path:
     if not address.startswith("s3://"):
         return Path(address)
     job = os.environ.get("TRAINING_JOB_NAME", os.environ["MASTER_PORT"])
-    directory = Path(tempfile.gettempdir(), f"data-{job}")
+    digest = hashlib.sha256(address.encode()).hexdigest()[:12]
+    directory = Path(tempfile.gettempdir(), f"data-{os.getuid()}-{job}-{digest}")
     if int(os.environ["LOCAL_RANK"]) == 0:
+        if directory.exists():  # of an earlier run: the files in S3 can be others now
+            shutil.rmtree(directory)
         download(address, directory)
     dist.barrier()  # the other ranks of the host wait for the download
     return directory
@@ -66,7 +71,8 @@ def main(args: argparse.Namespace) -> None:
     directory = find_data(args.data)
     training, test = read_csv(directory / "train.csv"), read_csv(directory / "test.csv")
     sampler = DistributedSampler(training, seed=args.seed)
-    loader = DataLoader(training, args.batch_size, sampler=sampler)
+    one_is_left = len(sampler) % args.batch_size == 1  # BatchNorm1d needs two samples
+    loader = DataLoader(training, args.batch_size, sampler=sampler, drop_last=one_is_left)
     columns, classes = training.tensors[0].size(1), int(training.tensors[1].max()) + 1
     net = nn.Sequential(nn.BatchNorm1d(columns), nn.Linear(columns, 32), nn.ReLU(), nn.Linear(32, classes))
     model = DistributedDataParallel(net.to(device))
@@ -95,9 +101,10 @@ def main(args: argparse.Namespace) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--data", default=os.environ.get("SM_CHANNEL_TRAINING"), help="s3://bucket/prefix or directory")
+    channel = os.environ.get("SM_CHANNEL_TRAINING")
+    parser.add_argument("--data", default=channel, required=channel is None, help="s3://bucket/prefix or directory")
     parser.add_argument("--epochs", type=int, default=10)
-    parser.add_argument("--batch-size", type=int, default=16, help="samples per rank and step")
+    parser.add_argument("--batch-size", type=int, default=16, help="samples per rank and step, 2 or more")
     parser.add_argument("--lr", type=float, default=0.01)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--model-dir", type=Path, default=os.environ.get("SM_MODEL_DIR", "model"))

@@ -39,6 +39,18 @@ def accuracy(results: Any) -> dict[str, float]:
     return {"accuracy": float((results.predictions.argmax(1) == results.label_ids).mean())}
 
 
+def check_checkpoints(directory: str, newest: str | None) -> None:
+    """End all ranks if they do not find the same newest checkpoint. The Trainer writes on rank 0's host only."""
+    found: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, newest)
+    other = next((rank for rank, name in enumerate(found) if name != found[0]), None)
+    if other is not None:
+        raise SystemExit(
+            f"--checkpoint-dir {directory}: rank 0 has {found[0] or 'no checkpoint'}, and rank {other} has "
+            f"{found[other] or 'none'}. Fix: use a directory that all hosts share"
+        )
+
+
 def main(args: argparse.Namespace) -> None:
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         dist.init_process_group("smddp")  # the Trainer uses a group that exists
@@ -71,6 +83,8 @@ def main(args: argparse.Namespace) -> None:
     # This model's loss is a mean over its own batch. Otherwise the Trainer multiplies it by the number of ranks.
     trainer.model_accepts_loss_kwargs = False
     last = get_last_checkpoint(args.checkpoint_dir) if Path(args.checkpoint_dir).is_dir() else None
+    if dist.is_initialized():
+        check_checkpoints(args.checkpoint_dir, last and Path(last).name)
     trainer.train(resume_from_checkpoint=last)
     metrics = trainer.evaluate()
     if trainer.is_world_process_zero():

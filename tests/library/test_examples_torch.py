@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import runpy
 import shutil
 import tarfile
 from pathlib import Path
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 DDP, RESNET = EXAMPLES / "ddp" / "train.py", EXAMPLES / "resnet" / "train.py"
+S3_INPUT = EXAMPLES / "s3-input" / "train_s3.py"
 
 
 @pytest.mark.mpi
@@ -45,6 +47,13 @@ def test_resnet_resumes_bit_for_bit(alone: Alone, tmp_path: Path) -> None:
     assert alone(RESNET, *small, "--model-dir", "resumed").count("epoch ") == 1
     whole, resumed = (torch.load(tmp_path / name / "model.pt") for name in ("whole", "resumed"))
     assert all(torch.equal(resumed[name], whole[name]) for name in whole)
+    log = alone(RESNET, *small, "--images", "32", "--epochs", "3")
+    assert "epoch 3/3 step 7 " in log, "a job can go on for longer, with other numbers of steps"
+
+
+def test_resnet_refuses_batches_that_no_rank_can_fill(alone: Alone) -> None:
+    with pytest.raises(AssertionError, match=r"--batch-size 32: a rank has only 31 images\. Fix: "):
+        alone(RESNET, "--images", "31")
 
 
 @pytest.mark.mpi
@@ -76,9 +85,33 @@ def test_data_come_from_s3(mpirun: Mpirun, alone: Alone, tmp_path: Path) -> None
             s3.upload_file(str(file), "bucket-of-wine", f"data/wine/{file.name}")
         variables = {**keys, "AWS_ENDPOINT_URL_S3": f"http://{host}:{port}", "AWS_CONFIG_FILE": os.devnull}
         variables["TMPDIR"] = str(tmp_path)
-        script = EXAMPLES / "s3-input" / "train_s3.py"
-        log = mpirun(2, script, "--data", "s3://bucket-of-wine/data/wine", "--epochs", "5", **variables)
+        # A rank has 71 samples: the last one of each epoch would be a batch of its own.
+        options = ("--data", "s3://bucket-of-wine/data/wine", "--epochs", "5", "--batch-size", "10")
+        log = mpirun(2, S3_INPUT, *options, **variables)
     finally:
         server.stop()
     assert float(log.split("test accuracy ")[1].split(",")[0]) > 0.8
     assert "world size 2, data from s3://bucket-of-wine/data/wine" in log
+
+
+@pytest.mark.once
+def test_downloads_have_a_directory_for_each_address_without_older_files(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    find_data = runpy.run_path(str(S3_INPUT))["find_data"]
+    monkeypatch.setitem(find_data.__globals__, "download", lambda address, directory: directory.mkdir())
+    monkeypatch.setattr("torch.distributed.barrier", lambda: None)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    for name, value in {"MASTER_PORT": "0", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    first = find_data("s3://bucket/one")
+    (first / "train.csv").touch()
+    assert find_data("s3://bucket/two") != first
+    assert find_data("s3://bucket/one") == first
+    assert not list(first.iterdir())
+
+
+@pytest.mark.once
+def test_s3_input_asks_for_its_data(alone: Alone) -> None:
+    with pytest.raises(AssertionError, match="the following arguments are required: --data"):
+        alone(S3_INPUT)

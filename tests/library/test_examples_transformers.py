@@ -28,7 +28,7 @@ def python() -> Python:
     return lambda **_: [warm_python("torch", *TRANSFORMERS)]
 
 
-def test_fine_tuning_on_two_ranks_resumes(mpirun: Mpirun, alone: Alone, tmp_path: Path) -> None:
+def test_fine_tuning_on_two_ranks_resumes(mpirun: Mpirun, alone: Alone, python: Python, tmp_path: Path) -> None:
     alone(EXAMPLES / "transformer" / "prepare.py", ".")
     (tmp_path / "model").rename(tmp_path / "tiny")
     script, options = EXAMPLES / "transformer" / "train.py", ("--model", "tiny", "--lr", "0.005")
@@ -36,6 +36,12 @@ def test_fine_tuning_on_two_ranks_resumes(mpirun: Mpirun, alone: Alone, tmp_path
     assert "test accuracy" in log
     assert "world size 2" in log
     assert (tmp_path / "model" / "model.safetensors").exists()
+
+    (tmp_path / "empty").mkdir()
+    elsewhere = (":", "-np", 1, *python(), script, *options, "--checkpoint-dir", "empty")
+    with pytest.raises(AssertionError, match=r"rank 0 has checkpoint-\d+, and rank 1 has none\. Fix: use a directory"):
+        mpirun(1, script, *options, *elsewhere)
+
     alone(script, *options, "--epochs", "3", "--model-dir", "resumed")
     newest = max((tmp_path / "checkpoints").iterdir(), key=lambda path: int(path.name.partition("-")[2]))
     epochs = [each["epoch"] for each in json.loads((newest / "trainer_state.json").read_text())["log_history"]]

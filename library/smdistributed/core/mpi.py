@@ -18,7 +18,7 @@ from smdistributed.core.flat import Flat
 from smdistributed.core.store import PrefixedStore, exchange_texts
 
 _TAGS = 1 << 15  # every MPI allows as many
-# Open MPI; PMIx; MPICH, Intel, Cray, MVAPICH2. Without one, Open MPI ends the process in an image.
+# Of Open MPI, PMIx, MPICH, Intel, Cray or MVAPICH2. Without one, Open MPI ends the process in an image.
 _OF_LAUNCHERS = (
     *("OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_SIZE", "PMI_RANK", "PMI_ID", "PMI_PORT", "PMI_CONTROL_PORT"),
     *("PALS_RANKID", "MV2_COMM_WORLD_SIZE", "I_MPI_PMI_LIBRARY"),

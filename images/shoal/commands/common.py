@@ -34,7 +34,8 @@ app = typer.Typer(
 )
 BUILD, RUN, INSPECT, SET_UP = "Build images", "Run jobs", "Inspect images", "Get started"
 """The panels of `shoal --help`."""
-reports = typer.Typer(help="Compare the reports of jobs.", no_args_is_help=True)
+_REPORT_HELP = "Compare the reports of jobs. The report of one job is report.html in its directory."
+reports = typer.Typer(help=_REPORT_HELP, no_args_is_help=True)
 app.add_typer(reports, name="report", rich_help_panel=RUN)
 console = Console(highlight=False)
 

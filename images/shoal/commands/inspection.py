@@ -140,7 +140,7 @@ def _write_output(text: str, file: Path | None, progress: Console) -> None:
 @app.command("size", rich_help_panel=INSPECT, epilog="More: docs/size.md")
 def report_size(
     image: Annotated[str, typer.Argument(help=_SIZE_HELP)],
-    other: Annotated[str | None, typer.Argument(help="Another image, to compare with the first.")] = None,
+    other: Annotated[str | None, typer.Argument(help="A later image: the changes from the first to it.")] = None,
     page: Annotated[Path, typer.Option("-o", "--output", help="HTML page to write.")] = Path("size.html"),
     as_json: Annotated[
         bool, typer.Option("--json", help="Also write the sizes to a .json file next to the page.")

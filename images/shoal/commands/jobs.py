@@ -69,7 +69,7 @@ _RESUME_HELP = (
 _RESTARTS_HELP = "How often to start again after a lost rank or host, from the last checkpoint. Default: 0."
 _HOSTS_HELP = (
     "Number of hosts (one container each). Default: 1. 2:4 starts 4 hosts, and the job goes on with at least 2 of them"
-    " while lost ones are replaced."
+    " while lost ones are replaced. Without --procs-per-host and --distribution, each runs the script once."
 )
 _VOLUME_HELP = "File or directory of this machine, and its place on every host. :ro: read-only. Repeatable."
 _NAME_HELP = "Name of the new job and its directory: letters, digits and hyphens. Default: a unique name."
@@ -110,7 +110,13 @@ class RunOptions:
     entry_point: Annotated[str | None, typer.Option(help="Script, relative to --source, instead of SCRIPT.")] = None
     hosts: Annotated[str | None, typer.Option("--hosts", "--nnodes", metavar="N|MIN:MAX", help=_HOSTS_HELP)] = None
     procs_per_host: Annotated[
-        int | None, typer.Option("--procs-per-host", "--nproc-per-node", min=1, help="MPI ranks per host.")
+        int | None,
+        typer.Option(
+            "--procs-per-host",
+            "--nproc-per-node",
+            min=1,
+            help="Ranks per host, started by MPI. torch.distributed works too.",
+        ),
     ] = None
     channel: Annotated[
         list[str] | None, typer.Option(metavar="NAME=DIR", help="Directory with input data. Repeatable.")
@@ -237,6 +243,9 @@ def _parse_hosts(text: str) -> dict[str, int]:
 @takes_fields_of(RunOptions)
 def run_job(options: RunOptions) -> None:
     """Run a training job, and exit with its exit code.
+
+    The script finds the data of a channel NAME in the directory SM_CHANNEL_NAME. It saves the model in SM_MODEL_DIR,
+    which becomes model.tar.gz. Checkpoints are in /opt/ml/checkpoints. Other files are lost.
 
     Example: shoal run pytorch train.py -- --epochs 3
 

@@ -99,7 +99,9 @@ def print_logs(
             sys.stdout.flush()
     sys.stdout.flush()
     if rank is not None and not has_lines:
-        print("shoal: no line has that rank. `train` writes ranks if a host has several: use --host", file=sys.stderr)
+        raise UsageError(
+            f"--rank {rank}: no line has that rank. Lines have one if hosts have several processes. Fix: use --host"
+        )
     print_line(_describe_state(known_jobs.read_job(found.directory)), progress_console(as_json=True))
 
 
@@ -107,7 +109,9 @@ def _describe_state(job: KnownJob) -> str:
     """Return the state of a job in one line, with the file of messages that no host has written."""
     code = "" if job.is_running or job.record.exit_code is None else f", exit code {job.record.exit_code}"
     output = job.directory / OUTPUT
-    return f"{job.name}: {job.state}{code}. Files: {output if output.exists() else job.directory}"
+    log = f" Log: {output}" if output.exists() else ""
+    report = f" Report: {page}" if (page := job.directory / "report.html").exists() else ""
+    return f"{job.name}: {job.state}{code}. Files: {job.directory}{log}{report}"
 
 
 @app.command("stop", rich_help_panel=RUN, epilog="More: docs/background-jobs.md")
@@ -142,9 +146,9 @@ def run_command(
 
     It runs in the directory of the code. At a terminal it can be interactive. Otherwise standard input is passed on.
 
-    Example: shoal exec digits -- nvidia-smi
+    Example: shoal exec digits -- python -m pip list
 
-    Another host: shoal exec --host algo-2 digits -- ps aux
+    Another host: shoal exec --host algo-2 digits -- ls -l /opt/ml/checkpoints
     """
     raise typer.Exit(inside.run_in_host(find_running_job(name), host, command))
 
@@ -205,5 +209,8 @@ def _resolve_image(name: str) -> str:
         try:
             find_running_job(name)
         except UsageError as job_error:
-            raise UsageError(f"{job_error}\nIt is not an image either: {error}") from error
+            is_job = "no such job" not in str(job_error)
+            raise UsageError(
+                f"{job_error}" if is_job else f"{job_error}\nIt is not an image either: {error}"
+            ) from error
         raise

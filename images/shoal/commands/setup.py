@@ -46,11 +46,14 @@ def create_project(
     Example: shoal new my-training --image tensorflow
     """
     _, matrix = open_project()
-    written = scaffold.write_project(directory.absolute(), matrix.select(image))
+    base = matrix.select(image)
+    written = scaffold.write_project(directory.absolute(), base)
     if as_json:
         print_json(written)
-    else:
-        print_written(written)
+        return
+    print_written(written)
+    print_line(f"based on {base.tag}; for another: --image TAG (`shoal list`)")
+    print_line(f"next: docker build -t {directory.absolute().name} {directory}, and see README.md there")
 
 
 @app.command("init", rich_help_panel=SET_UP, epilog="More: docs/install.md")

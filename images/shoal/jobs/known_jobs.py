@@ -93,16 +93,19 @@ def list_jobs() -> list[KnownJob]:
 
 
 def find_job(name: str) -> KnownJob:
-    """Return the job with a name, or in a directory. Of several with one name, a running one, or else the newest.
+    """Return the job with a name, or in a directory. Of several: a running one, that in ./jobs, the newest.
 
     Raises `UsageError` with similar names if there is none.
     """
+    jobs = list_jobs()
+    named = [each for each in jobs if each.name == name]
+    if named and named[0].is_running:
+        return named[0]
     for place in (Path(name), JobRequest.output / name):
         if name and (place / RECORD).is_file():
             return read_job(place.resolve())
-    jobs = list_jobs()
-    if found := next((each for each in jobs if each.name == name), None):
-        return found
+    if named:
+        return named[0]
     hint = did_you_mean(name, dict.fromkeys(each.name for each in jobs), limit=3)
     raise UsageError(
         f"{name}: no such job of yours on this machine.{hint} Fix: use a name that `shoal ps --all` lists, or the path"

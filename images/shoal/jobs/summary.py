@@ -33,6 +33,8 @@ def summary_rows(request: JobRequest, result: JobResult, build_seconds: float | 
     )
     rows += [(f"{name} (s)", f"{value:.1f}") for name, value in seconds if value is not None]
     rows += [(name, str(path)) for name, path in result.archives.items()]
+    if "model.tar.gz" not in result.archives and not result.exit_code:
+        rows.append(("model.tar.gz", "none: the script has written nothing to SM_MODEL_DIR (/opt/ml/model)"))
     if result.checkpoints:
         rows.append(("checkpoints", str(result.checkpoints)))
     if result.exit_code:

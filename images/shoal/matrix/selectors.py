@@ -38,7 +38,8 @@ def match_word(word: str, tags: Iterable[str], defaults: Mapping[str, str]) -> l
         return found
     choices = [*defaults, *known]
     hint = did_you_mean(word, choices, limit=3, cutoff=0.3)
-    raise UsageError("\n  ".join([f"no image {word!r} in buildspec.yml.{hint} Choices:", *choices]))
+    own = f"For an image of your own, use `docker build`, and name it with its tag ({word.partition(':')[0]}:latest)."
+    raise UsageError("\n  ".join([f"no image {word!r} in buildspec.yml.{hint} {own} Choices:", *choices]))
 
 
 def match_one(word: str, tags: Iterable[str], defaults: Mapping[str, str]) -> str:

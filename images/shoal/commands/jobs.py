@@ -244,8 +244,10 @@ def _parse_hosts(text: str) -> dict[str, int]:
 def run_job(options: RunOptions) -> None:
     """Run a training job, and exit with its exit code.
 
-    The script finds the data of a channel NAME in the directory SM_CHANNEL_NAME. It saves the model in SM_MODEL_DIR,
-    which becomes model.tar.gz. Checkpoints are in /opt/ml/checkpoints. Other files are lost.
+    The script finds the data of a channel NAME in the directory SM_CHANNEL_NAME.
+
+    It saves the model in SM_MODEL_DIR, which becomes model.tar.gz, and checkpoints in /opt/ml/checkpoints. Its other
+    files are lost.
 
     Example: shoal run pytorch train.py -- --epochs 3
 

@@ -3,7 +3,7 @@
 #
 #   scripts/install.sh VENV REQUIREMENTS
 #
-# uv takes a fifth of pip's time, and a second environment takes seconds, from its cache. It reads none of pip's
+# uv is much faster than pip, and makes a second environment from its cache in seconds. It reads none of pip's
 # configuration: `uv_settings.py` passes the indexes on. If that is not enough for uv, pip installs.
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -99,7 +99,7 @@ def list_fields(kind: type) -> list[Field]:
 
 
 def name_type(kind: Any) -> str:
-    """Returns a type of Python in the words of JSON."""
+    """Returns the JSON type of a Python type."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin is typing.Literal:
         return ", ".join(code(value) for value in arguments)

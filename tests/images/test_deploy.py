@@ -69,6 +69,9 @@ def source(tmp_path: Path) -> Path:
     (directory / "lib" / "go.sh").chmod(0o755)
     (directory / "__pycache__").mkdir()
     (directory / "__pycache__" / "train.pyc").write_text("")
+    (directory / "env" / "lib").mkdir(parents=True)
+    (directory / "env" / "pyvenv.cfg").write_text("")
+    (directory / "env" / "lib" / "torch.py").write_text("")
     return directory
 
 

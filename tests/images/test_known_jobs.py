@@ -20,12 +20,14 @@ from rich.console import Console
 from shoal.docker_client import terminal
 from shoal.errors import UsageError
 from shoal.jobs import docker_hosts, running
-from shoal.jobs.job import JobRequest
+from shoal.jobs.checkpoints import CONTENT
+from shoal.jobs.job import RESOURCE_CONFIG, JobRequest
 from shoal.jobs.job_lines import LineFilter, read_lines
 from shoal.jobs.job_log import JobLog
 from shoal.jobs.known_jobs import check_name, find_job, find_running_job, list_jobs
 from shoal.jobs.live_view import PlainView
-from shoal.jobs.record import DOCKER, LOG, JobRecord, open_job
+from shoal.jobs.record import DOCKER, LOCAL, LOG, JobRecord, open_job
+from shoal.jobs.stopping import stop_job
 
 from .test_docker_job import FakeEngine
 
@@ -140,6 +142,31 @@ def test_another_container_of_a_host_s_name_is_reported(request_: JobRequest) ->
 
 def console() -> Console:
     return Console(file=io.StringIO())
+
+
+def test_stopping_a_lost_job_that_never_started_keeps_its_checkpoints(request_: JobRequest) -> None:
+    """Its command was killed while it copied the checkpoints to a host's tree, which is half filled."""
+    with open_job(JobRecord("image:1", LOCAL, request_), None, "killed") as opened:
+        (opened.checkpoints.path / "step-9").write_text("whole")
+        tree = opened.directory / "algo-1"
+        (tree / CONTENT).mkdir(parents=True)
+        (tree / RESOURCE_CONFIG).parent.mkdir(parents=True)
+        (tree / RESOURCE_CONFIG).touch()
+    stopped = stop_job(find_job("killed"), console())
+    assert (stopped.state, stopped.record.exit_code) == ("stopped", 143)
+    assert (opened.checkpoints.path / "step-9").read_text() == "whole"
+
+
+def test_a_running_job_comes_before_an_ended_one_of_its_name(
+    request_: JobRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(request_, "digits", 0)
+    monkeypatch.chdir(tmp_path)
+    assert find_job("digits").state == "completed"
+    elsewhere = JobRequest(**{**vars(request_), "output": tmp_path / "other"})
+    with open_job(JobRecord("image:1", DOCKER, elsewhere), None, "digits"):
+        assert find_job("digits").directory == tmp_path / "other" / "digits"
+        assert find_job("jobs/digits").state == "completed"
 
 
 def test_lines_of_a_log_are_chosen(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ from torch.nn.modules import module as torch_module
 from torch.optim import optimizer as torch_optimizer
 
 from shoal.report import trace
+from smdistributed import dataparallel
 from smdistributed.core import timeline
 from smdistributed.dataparallel.torch import training_steps
 
@@ -83,6 +85,64 @@ def test_an_optimizer_that_calls_the_passes_itself(record: Callable[..., list[st
             loop.optimizers[0].step(closure)
 
     assert record(script) == ["step 1", "optimizer", *PASS, "step 2", "optimizer", *PASS]
+
+
+def test_optimizers_with_closures_take_turns(record: Callable[..., list[str]]) -> None:
+    def script() -> None:
+        loop = Loop()
+
+        def closure() -> Any:
+            loop.forward().backward()
+            return 0.0
+
+        for _ in range(2):
+            for optimizer in loop.optimizers:
+                optimizer.step(closure)
+
+    step = ["optimizer", *PASS, "optimizer", *PASS]
+    assert record(script) == ["step 1", *step, "step 2", *step]
+
+
+def test_modules_without_parameters_are_no_forward(record: Callable[..., list[str]]) -> None:
+    """Transforms of data, losses and metrics are modules too."""
+
+    def script() -> None:
+        loop, loss = Loop(), torch.nn.MSELoss()
+        for _ in range(2):
+            inputs = torch.nn.Flatten()(torch.ones(2, 4))
+            loss(loop.model(inputs), torch.ones(2, 1)).backward()
+            loop.optimizers[0].step()
+
+    step = [*PASS, *END]
+    assert record(script) == ["step 1", *step, "step 2", *step]
+
+
+def test_a_step_that_failed_hides_no_later_optimizer(record: Callable[..., list[str]]) -> None:
+    def script() -> None:
+        loop = Loop()
+
+        def fails() -> Any:
+            raise ValueError("no memory")
+
+        with pytest.raises(ValueError, match="no memory"):
+            loop.optimizers[0].step(fails)
+        loop.optimizers.clear()
+        gc.collect()
+        later = torch.optim.SGD(loop.model.parameters(), lr=0.1)
+        loop.forward().backward()
+        later.step()
+
+    assert record(script) == ["step 1", *PASS, *END]
+
+
+def test_a_recording_by_variable_needs_no_local_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch, which joins with RANK and WORLD_SIZE alone."""
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "SMDDP_TIMELINE": str(tmp_path)}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    dataparallel._start_requested_profiler(0, 1)
+    dataparallel.stop_profiler()
+    assert [path.name for path in tmp_path.iterdir()] == ["smdataparallel_timeline.json"]
 
 
 def test_errors_and_checkpoints_hide_no_later_pass(record: Callable[..., list[str]]) -> None:

@@ -26,6 +26,7 @@ from shoal.jobs.known_jobs import LOST, KnownJob, find_job, find_running_job
 from shoal.jobs.record import LOCAL, OUTPUT, RUNNING
 from shoal.jobs.volumes import Volume
 from shoal.jobs.watch import STOP_SECONDS
+from shoal.report.job_report import PAGE
 
 _MOST_ENDED = 20
 _HEADER = ["name", "state", "exit code", "image", "hosts", "started", "elapsed", "directory"]
@@ -98,7 +99,7 @@ def print_logs(
         if follow:
             sys.stdout.flush()
     sys.stdout.flush()
-    if rank is not None and not has_lines:
+    if rank is not None and not has_lines and tail != 0:
         raise UsageError(
             f"--rank {rank}: no line has that rank. Lines have one if hosts have several processes. Fix: use --host"
         )
@@ -106,12 +107,10 @@ def print_logs(
 
 
 def _describe_state(job: KnownJob) -> str:
-    """Return the state of a job in one line, with the file of messages that no host has written."""
+    """Return the state of a job in one line, with its report and the messages of its command, if they are there."""
     code = "" if job.is_running or job.record.exit_code is None else f", exit code {job.record.exit_code}"
-    output = job.directory / OUTPUT
-    log = f" Log: {output}" if output.exists() else ""
-    report = f" Report: {page}" if (page := job.directory / "report.html").exists() else ""
-    return f"{job.name}: {job.state}{code}. Files: {job.directory}{log}{report}"
+    written = ", ".join(name for name in (PAGE, OUTPUT) if (job.directory / name).exists())
+    return f"{job.name}: {job.state}{code}. Files: {job.directory}" + (f" ({written})" if written else "")
 
 
 @app.command("stop", rich_help_panel=RUN, epilog="More: docs/background-jobs.md")
@@ -207,10 +206,8 @@ def _resolve_image(name: str) -> str:
         return resolve_tag(name)
     except UsageError as error:
         try:
-            find_running_job(name)
+            find_job(name)
         except UsageError as job_error:
-            is_job = "no such job" not in str(job_error)
-            raise UsageError(
-                f"{job_error}" if is_job else f"{job_error}\nIt is not an image either: {error}"
-            ) from error
+            raise UsageError(f"{job_error}\nIt is not an image either: {error}") from error
+        find_running_job(name)  # the error
         raise

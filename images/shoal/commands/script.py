@@ -44,7 +44,7 @@ class ScriptCommand(typer.core.TyperCommand):
 
 
 def _name(ctx: Any) -> str:
-    """Return the words of a command, such as `shoal run`."""
+    """Return the full name of a command, such as `shoal run`."""
     return f"{_name(ctx.parent)} {ctx.info_name}" if ctx.parent else "shoal"
 
 

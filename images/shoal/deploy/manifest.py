@@ -8,7 +8,7 @@ import io
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,6 @@ _MAX_SOURCE = 64 * 2**20
 """The limit for files that are packed at all, in bytes: larger ones are data, and would not fit."""
 _PLAIN = re.compile(r"[A-Za-z/][A-Za-z0-9._/-]*")
 _NOT_TEXT = frozenset({"y", "n", "yes", "no", "on", "off", "true", "false", "null", "none"})
-_LEFT_OUT = frozenset({"__pycache__", ".git"})
 _HEAD = """\
 # Job {name}, written by `shoal deploy kubernetes`. {warning}
 # Use `kubectl create`: `kubectl apply` would copy the objects into an annotation, which is limited to 256 KiB.
@@ -76,7 +75,7 @@ def _build_config_map(request: KubernetesRequest) -> Object:
     size = sum(map(len, data.values()))
     binary: dict[str, str] = {}
     if isinstance(request.source, Path):
-        packed = pack_source(request.source, (job.JobRequest.output, Path(f"{request.name}.yaml")))
+        packed = pack_source(request.source, job.JobRequest.output, Path(f"{request.name}.yaml"))
         binary = {ARCHIVE: base64.b64encode(packed).decode()}
         size += len(packed)
     _check_config_map(request.source, size, MAX_CONFIG_MAP)
@@ -94,32 +93,34 @@ def _check_config_map(source: Path | str | None, size: int, limit: int) -> None:
         )
 
 
-def pack_source(directory: Path, others: Sequence[Path] = ()) -> bytes:
-    """Return a directory as .tar.gz: the same bytes for the same files.
-
-    `__pycache__`, `.git`, virtual environments and `others`, such as results of jobs, are left out.
+def pack_source(directory: Path, *others: Path) -> bytes:
+    """Return a directory as .tar.gz, without what `job.leave_out(*others)` names: the same bytes for the same files.
 
     Raises:
         UsageError: If a file cannot be read, or they are too large.
     """
-    left_out = [
-        *(path.resolve() for path in others),
-        *(path.parent for path in directory.resolve().rglob("pyvenv.cfg")),
-    ]
-    files = {
-        str(path.relative_to(directory)): path
-        for path in directory.rglob("*")
-        if path.is_file()
-        and not _LEFT_OUT & set(path.relative_to(directory).parts)
-        and not any(path.resolve().is_relative_to(other) for other in left_out)
-    }
     packed = io.BytesIO()
     try:
+        files = dict(_find_files(directory, job.leave_out(*others)))
         _check_config_map(directory, sum(path.stat().st_size for path in files.values()), _MAX_SOURCE)
         archive.write_tar(files, packed, lambda name: os.access(files[name], os.X_OK))
     except OSError as error:
         raise UsageError(f"--source {directory}: {error.filename} cannot be read: {error.strerror}") from error
     return gzip.compress(packed.getvalue(), mtime=0)
+
+
+def _find_files(directory: Path, ignore: Callable[[str, list[str]], set[str]]) -> Iterator[tuple[str, Path]]:
+    """Yield the relative and the whole path of each file. Raises OSError if a directory cannot be read."""
+
+    def on_error(error: OSError) -> None:
+        raise error
+
+    for parent, directories, names in os.walk(directory, onerror=on_error):
+        left_out = ignore(parent, [*directories, *names])
+        directories[:] = [name for name in directories if name not in left_out]
+        for path in (Path(parent, name) for name in names if name not in left_out):
+            if path.is_file():
+                yield str(path.relative_to(directory)), path
 
 
 def _build_network_policy(request: KubernetesRequest) -> Object:

@@ -318,7 +318,7 @@ def write_tree(root: Path, request: JobRequest, job_name: str) -> None:
         UsageError: If the source directory cannot be copied.
     """
     try:
-        shutil.copytree(request.source, root / "code", ignore=_ignore_results(request))
+        shutil.copytree(request.source, root / "code", ignore=leave_out(request.output, request.checkpoints))
     except (OSError, shutil.Error) as error:
         raise UsageError(f"--source {request.source}: cannot be copied: {error}") from error
     for directory in ("input/config", "input/data", "model", "output/data", "checkpoints"):
@@ -339,18 +339,18 @@ def encode_resource_config(hosts: Sequence[str], current_host: str, interface: s
     return json.dumps(document).encode()
 
 
-def _ignore_results(request: JobRequest) -> Callable[[str, list[str]], set[str]]:
-    """Return a filter for `copytree`: no `__pycache__`, `.git`, virtual environments, checkpoints and results.
+def leave_out(*others: Path | None) -> Callable[[str, list[str]], set[str]]:
+    """Return a filter for `copytree` of code: no `__pycache__`, `.git`, virtual environments, and none of `others`.
 
     A host has its own packages, and an environment with torch takes gigabytes.
     """
     ignore_caches = shutil.ignore_patterns("__pycache__", ".git")
-    places = {path.resolve() for path in (request.output, request.checkpoints) if path}
+    places = {path.resolve() for path in others if path}
 
     def ignore(directory: str, names: list[str]) -> set[str]:
         paths = [Path(directory, name) for name in names]
-        results = {path.name for path in paths if path.resolve() in places or (path / "pyvenv.cfg").exists()}
-        return ignore_caches(directory, names) | results
+        found = {path.name for path in paths if path.resolve() in places or (path / "pyvenv.cfg").exists()}
+        return ignore_caches(directory, names) | found
 
     return ignore
 

@@ -79,18 +79,70 @@ def the_engine_has_the_cpu() -> None:
 
 def leaves_groups_of_others_alone() -> None:
     group = dist.new_group(backend="gloo")
-    tensor = torch.ones(3)
-    dist.all_reduce(tensor, group=group)
-    gathered = [torch.empty(2) for _ in range(SIZE)]
-    dist.all_gather(gathered, torch.full((2,), float(RANK)), group=group, async_op=True).wait()
-    assert tensor.tolist() == [SIZE] * 3
-    assert [one.tolist() for one in gathered] == [[rank, rank] for rank in range(SIZE)]
+    for _ in range(500):  # gloo's threads drop tensors meanwhile, and need the GIL
+        tensor = torch.ones(3)
+        dist.all_reduce(tensor, group=group)
+        gathered = [torch.empty(2) for _ in range(SIZE)]
+        dist.all_gather(gathered, torch.full((2,), float(RANK)), group=group, async_op=True).wait()
+        assert tensor.tolist() == [SIZE] * 3
+        assert [one.tolist() for one in gathered] == [[rank, rank] for rank in range(SIZE)]
     try:
         dist.all_reduce(tensor.short(), group=group)
     except RuntimeError as error:
         assert "Invalid scalar type" in str(error), error
     else:
         raise AssertionError("gloo reduces int16 now: take what it does not")
+
+
+def each_collective_of_others() -> None:
+    """With operands and roots of its own, so that an option that is lost is seen."""
+    group: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=50))
+    mine, everybody, last = torch.full((SIZE,), RANK + 1.0), torch.arange(1.0, SIZE + 1), SIZE - 1
+    rows = [torch.empty(SIZE) for _ in range(SIZE)]
+    expected = everybody[:, None].expand(SIZE, SIZE)
+    total = float(everybody.sum())
+
+    dist.all_reduce(biggest := mine.clone(), dist.ReduceOp.MAX, group=group)
+    dist.all_reduce_coalesced(both := [mine.clone(), mine.clone()], group=group)
+    assert biggest.tolist() == [SIZE] * SIZE and all(one.tolist() == [total] * SIZE for one in both)
+    sparse = torch.sparse_coo_tensor(torch.tensor([[RANK]]), torch.ones(1), (SIZE,))
+    dist.all_reduce(sparse, group=group)
+    assert sparse.to_dense().tolist() == [1.0] * SIZE
+    dist.broadcast(sent := mine.clone(), last, group=group)
+    assert sent.tolist() == [SIZE] * SIZE
+    dist.reduce(reduced := mine.clone(), last, dist.ReduceOp.PRODUCT, group=group)
+    assert last != RANK or reduced.tolist() == [float(everybody.prod())] * SIZE
+
+    dist.all_gather(rows, mine, group=group)
+    assert torch.equal(torch.stack(rows), expected)
+    dist.all_gather_into_tensor(flat := torch.empty(SIZE * SIZE), mine, group=group)
+    assert torch.equal(flat.view(SIZE, SIZE), expected)
+    group.allgather_coalesced(by_rank := [[torch.empty(SIZE)] for _ in range(SIZE)], [mine]).wait()
+    assert torch.equal(torch.stack([one for (one,) in by_rank]), expected)
+    outputs = [torch.empty(SIZE * SIZE) for _ in range(3)]
+    group.allgather_into_tensor_coalesced(outputs, [mine * (at + 1) for at in range(3)]).wait()
+    assert all(torch.equal(one.view(SIZE, SIZE), expected * (at + 1)) for at, one in enumerate(outputs))
+    dist.gather(mine, rows if last == RANK else None, last, group=group)
+    assert torch.equal(torch.stack(rows), expected)
+
+    dist.scatter(got := torch.empty(SIZE), [one * 2 for one in rows] if last == RANK else None, last, group=group)
+    assert torch.equal(got, mine * 2)
+    dist.reduce_scatter(part := torch.empty(1), list(everybody.chunk(SIZE)), dist.ReduceOp.SUM, group=group)
+    assert part.item() == (RANK + 1) * SIZE
+    dist.reduce_scatter_tensor(part, everybody, dist.ReduceOp.MAX, group=group)
+    assert part.item() == RANK + 1
+    parts = [torch.empty(1) for _ in range(3)]
+    group.reduce_scatter_tensor_coalesced(parts, [everybody * (at + 1) for at in range(3)]).wait()
+    assert [one.item() for one in parts] == [(RANK + 1) * SIZE * (at + 1) for at in range(3)]
+    dist.all_to_all_single(turned := torch.empty(SIZE), mine, group=group)
+    dist.all_to_all(apart := list(torch.empty(SIZE).chunk(SIZE)), list(mine.chunk(SIZE)), group=group)
+    assert torch.equal(turned, everybody) and torch.equal(torch.cat(apart), everybody)
+    sizes = list(range(1, SIZE + 1))
+    dist.all_to_all_single(
+        ragged := torch.empty((RANK + 1) * SIZE), mine.repeat(SIZE)[: sum(sizes)], [RANK + 1] * SIZE, sizes, group=group
+    )
+    assert torch.equal(ragged, everybody.repeat_interleave(RANK + 1))
+    dist.barrier(group)
 
 
 def messages() -> None:
@@ -175,6 +227,7 @@ for check in (
         in_each_way_of_asking,
         the_engine_has_the_cpu,
         leaves_groups_of_others_alone,
+        each_collective_of_others,
         messages,
     ),
     *(refuses_what_the_engine_does, nccl_that_does_not_start, all_ranks_decide_alike, timeouts, from_other_threads),

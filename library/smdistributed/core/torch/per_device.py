@@ -3,14 +3,16 @@
 torch's group passes each collective to an operator `c10d::…`. Its kernel for the tensors' device asks the group for
 that device's backend. On CUDA that is torch's own ProcessGroupNCCL, and no Python of this library runs. A CPU backend
 cannot be written in Python (`Backend` has no constructor there), but a CPU kernel can. It checks whether the group has
-a communication engine, and leaves all other groups to torch's kernel. See docs/decisions/nccl-by-device.md.
+a communication engine, and passes the collectives of all other groups to their own backend, as torch's kernel does. See
+docs/decisions/nccl-by-device.md.
 """
 
 from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -21,27 +23,40 @@ from smdistributed.core.exceptions import SMDDPError
 from smdistributed.core.torch.process_group import ProcessGroup
 from smdistributed.core.torch.untraced import without_dynamo
 
-_METHODS = {
-    "allreduce_": "allreduce",
-    "allreduce_coalesced_": "allreduce_coalesced",
-    "broadcast_": "broadcast",
-    "reduce_": "reduce",
-    "allgather_": "allgather",
-    "_allgather_base_": "_allgather_base",
-    "allgather_coalesced_": "allgather_coalesced",
-    "allgather_into_tensor_coalesced_": "allgather_into_tensor_coalesced",
-    "gather_": "gather",
-    "scatter_": "scatter",
-    "reduce_scatter_": "reduce_scatter",
-    "_reduce_scatter_base_": "_reduce_scatter_base",
-    "reduce_scatter_tensor_coalesced_": "reduce_scatter_tensor_coalesced",
-    "alltoall_": "alltoall",
-    "alltoall_base_": "alltoall_base",
-    "barrier": "barrier",
+_METHODS: dict[str, tuple[str, str]] = {
+    "allreduce_": ("allreduce", "AllreduceOptions"),
+    "allreduce_coalesced_": ("allreduce_coalesced", "AllreduceCoalescedOptions"),
+    "broadcast_": ("broadcast", "BroadcastOptions"),
+    "reduce_": ("reduce", "ReduceOptions"),
+    "allgather_": ("allgather", "AllgatherOptions"),
+    "_allgather_base_": ("_allgather_base", "AllgatherOptions"),
+    "allgather_coalesced_": ("allgather_coalesced", "AllgatherOptions"),
+    "allgather_into_tensor_coalesced_": ("allgather_into_tensor_coalesced", "AllgatherOptions"),
+    "gather_": ("gather", "GatherOptions"),
+    "scatter_": ("scatter", "ScatterOptions"),
+    "reduce_scatter_": ("reduce_scatter", "ReduceScatterOptions"),
+    "_reduce_scatter_base_": ("_reduce_scatter_base", "ReduceScatterOptions"),
+    "reduce_scatter_tensor_coalesced_": ("reduce_scatter_tensor_coalesced", "ReduceScatterOptions"),
+    "alltoall_": ("alltoall", "AllToAllOptions"),
+    "alltoall_base_": ("alltoall_base", "AllToAllOptions"),
+    "barrier": ("barrier", "BarrierOptions"),
 }
-"""torch's operators, and the methods of `ProcessGroup` that do the same. gloo carries messages, as elsewhere."""
-_NO_TENSORS = {"process_group", "reduce_op", "root_rank", "root_tensor", "sparse_indices", "async_op", "timeout"}
-_IN_OPTIONS = ("reduce_op", "root_rank", "async_op")
+"""torch's operators, a backend's methods that do the same, and their options. gloo carries messages, as elsewhere."""
+_ONE_OF = {
+    "allgather_into_tensor_coalesced": "_allgather_base",
+    "reduce_scatter_tensor_coalesced": "_reduce_scatter_base",
+}
+"""Methods for several tensors that a backend lacks in Python, and those for one."""
+_FIELDS = {
+    "reduce_op": "reduceOp",
+    "root_rank": "rootRank",
+    "root_tensor": "rootTensor",
+    "device_ids": "device_ids",
+    "async_op": "asyncOp",
+    "timeout": "timeout",
+}
+"""The arguments of an operator that torch's options hold, and their names there."""
+_NO_TENSORS = {"process_group", "sparse_indices", *_FIELDS}
 _KEYS = ("CPU", "SparseCPU")
 
 _engines: WeakKeyDictionary[Any, ProcessGroup] = WeakKeyDictionary()
@@ -57,7 +72,7 @@ class _Options(NamedTuple):
 
 
 def is_supported() -> bool:
-    """Whether a Python kernel can find its process group and call the kernel that it replaces (torch 2.10 or later)."""
+    """Whether a kernel in Python can find its group and return a handle: torch 2.10 or later, which has get_kernel."""
     return hasattr(dist.ProcessGroup, "unbox") and hasattr(dist.Work, "boxed") and hasattr(torch.library, "get_kernel")
 
 
@@ -78,50 +93,83 @@ def engine_of(group: object) -> ProcessGroup | None:
 
 
 def _install_kernels() -> None:
-    """Replaces torch's kernels of collectives for CPU tensors, dense and sparse, once in a process.
-
-    Groups that are not in `_engines` keep torch's own.
-    """
+    """Replaces torch's kernels of collectives for CPU tensors, dense and sparse, once in a process."""
     global _library
     if _library is not None:
         return
     _library = torch.library.Library("c10d", "IMPL")  # type: ignore[no-untyped-call]
     with warnings.catch_warnings():  # torch warns that a kernel is replaced, which is intended
         warnings.simplefilter("ignore", UserWarning)
-        for operator, method in _METHODS.items():
+        for operator, (method, options) in _METHODS.items():
+            kernel = _kernel(operator, method, getattr(dist.distributed_c10d, options))
             for key in _KEYS:
                 if torch._C._dispatch_has_kernel_for_dispatch_key(f"c10d::{operator}", key):
-                    _library.impl(operator, _kernel(operator, method, key), key, with_keyset=True)
+                    _library.impl(operator, kernel, key)
 
 
-def _kernel(operator: str, method: str, key: str) -> Callable[..., Any]:
-    """Returns the kernel of an operator: the method of `ProcessGroup`, or torch's own for other groups.
+def _kernel(operator: str, method: str, options: type) -> Callable[..., Any]:
+    """Returns the kernel of an operator: it runs `ProcessGroup`, or for other groups their own backend.
 
     Arguments that a call leaves out get the operator's defaults. A premultiplied sum raises SMDDPError.
     """
-    torchs = torch.library.get_kernel(f"c10d::{operator}", key)
     schema = torch._C._get_schema(f"c10d::{operator}", "")
     names = [argument.name for argument in schema.arguments]
     defaults = tuple(argument.default_value for argument in schema.arguments)  # None if there is none
     place, gives_tensors = names.index("process_group"), len(schema.returns) == 2
     passed = [] if operator == "barrier" else [at for at, name in enumerate(names) if name not in _NO_TENSORS]
-    reduction, root, is_async = (names.index(name) if name in names else None for name in _IN_OPTIONS)
     run = inspect.unwrap(getattr(ProcessGroup, method))  # this kernel keeps Dynamo out already
 
-    def collective(keys: Any, *arguments: Any) -> Any:
-        engine = _engines.get(dist.ProcessGroup.unbox(arguments[place]))
-        if engine is None:
-            return torchs.call_boxed(keys, *arguments)
+    def collective(*arguments: Any) -> Any:
         given = arguments + defaults[len(arguments) :]
-        options = _Options(
-            reduceOp=None if reduction is None else _reduction(given[reduction]),
-            rootRank=-1 if root is None else given[root],
-            asyncOp=None if is_async is None or given[is_async] else False,  # None: only C++ may hold the handle
-        )
-        work = run(engine, *[given[at] for at in passed], options).boxed()
-        return (arguments[0], work) if gives_tensors else work
+        named = dict(zip(names, given))
+        tensors = [given[at] for at in passed]
+        group = dist.ProcessGroup.unbox(arguments[place])
+        engine = _engines.get(group)
+        if engine is None:
+            work = _run_on_backend(group, method, tensors, _torchs_options(options(), named))
+        else:
+            work = run(engine, *tensors, _our_options(named))
+        return (arguments[0], work.boxed()) if gives_tensors else work.boxed()
 
     return without_dynamo(collective)
+
+
+def _our_options(named: dict[str, Any]) -> _Options:
+    """Returns an operator's arguments as `ProcessGroup` reads them."""
+    return _Options(
+        reduceOp=_reduction(named["reduce_op"]) if "reduce_op" in named else None,
+        rootRank=named.get("root_rank", -1),
+        asyncOp=None if named["async_op"] else False,  # None: only C++ may hold the handle
+    )
+
+
+def _torchs_options(options: Any, named: dict[str, Any]) -> Any:
+    """Fills torch's options with an operator's arguments, and returns them."""
+    for name, field in _FIELDS.items():
+        if name not in named or not hasattr(options, field):
+            continue
+        value = named[name]
+        if name == "reduce_op":
+            value = dist.ReduceOp(_REDUCTIONS[int(value.op())])
+        elif name == "timeout":
+            value = timedelta(milliseconds=value)
+        setattr(options, field, value)
+    return options
+
+
+def _run_on_backend(group: Any, method: str, tensors: Sequence[Any], options: Any) -> Any:
+    """Runs a collective on a group's own backend for CPU tensors, as torch's kernel does, and returns its handle.
+
+    The kernel itself (`get_kernel`) would hold the GIL. A thread of gloo waits for the GIL to drop a tensor, with a
+    lock that the kernel needs: the process would hang. The methods of a backend release it.
+    """
+    backend = group._get_backend(torch.device("cpu"))
+    if hasattr(backend, method):
+        return getattr(backend, method)(*tensors, options)
+    works = [getattr(backend, _ONE_OF[method])(*pair, options) for pair in zip(*tensors)]
+    for work in works[:-1]:  # C++ would not keep a handle in Python alive that waits for all of them
+        work.wait()
+    return works[-1]
 
 
 def _reduction(boxed: Any) -> Any:

@@ -8,6 +8,8 @@ The scripts do nothing. Figures are medians of the rounds, with the exceptions b
   count. `with-engine` counts it, from the request to start the first container. `against-floor` compares with `mpirun`
   alone in one container. `until-first-rank` is `launch_seconds` of our output/job.json;
 - `rank-failure-2hosts`: from the moment in which a rank fails until both containers have ended;
+- `rank-with-ddp`: the processor time of a rank that imports torch and Dynamo, as DistributedDataParallel does, and
+  ends. The rival is the same rank with SHOAL_FAST_IMPORTS=0;
 - `launcher-memory`: the most resident memory (VmHWM) of the `train` of an MPI job, when its ranks run;
 - `installed-size`: the files of our toolkit, and of the stock one with all that it requires, Python and the framework
   aside. The packages for code on S3 (boto3) are a row of their own.
@@ -74,6 +76,18 @@ for _ in range(int(sys.argv[1]) + 1):
     subprocess.run(["train"], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     print(time.perf_counter() - start)
 """
+# Runs in a container: the processor time of ranks that import torch, as the first argument says, and Dynamo.
+RANKS = """\
+import os, resource, subprocess, sys
+rank = {**os.environ, "SM_CURRENT_HOST": "algo-1", "SHOAL_FAST_IMPORTS": sys.argv[1]}
+def seconds():
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+for _ in range(int(sys.argv[2]) + 1):
+    before = seconds()
+    subprocess.run([sys.executable, "-c", "import torch, torch._dynamo"], check=True, env=rank)
+    print(seconds() - before)
+"""
 # Runs in a container: the bytes of a distribution and of all that it requires.
 SIZES = """\
 import importlib.metadata as metadata, json, pathlib, re, sys
@@ -122,6 +136,8 @@ def figures(stock: dict[str, float], ours: dict[str, float]) -> Iterable[Figure]
     yield against_stock("rank-failure-2hosts", "s", 3)
     yield against_stock("launcher-memory", "MB", 20)
     yield against_stock("installed-size", "MB", 1)
+    usual = ours["rank-with-ddp-usual"]
+    yield Figure("rank-with-ddp", ours["rank-with-ddp"], "s", None, usual, "SHOAL_FAST_IMPORTS=0", ceiling=0.8)
     floor = ours["bare-mpirun"]
     yield Figure("launch-1host-2ranks-against-floor", ours["launch-1host-2ranks"], "s", None, floor, "bare-mpirun")
     for name in ("launch-1host-2ranks", "launch-2hosts-1rank"):
@@ -144,7 +160,7 @@ def oracle(image: str) -> str:
 def measure_stock(client: Any, image: str, pool: ThreadPoolExecutor, rounds: int) -> dict[str, float]:
     """Measure the stock toolkit. Figures that need the whole machine come first."""
     figures = {
-        "train-noop": median("train-noop", "stock", commands(client, image, rounds)),
+        "train-noop": median("train-noop", "stock", commands(client, image, TIMES, rounds)),
         "installed-size": installed(client, image, "sagemaker-training"),
     }
     failing = pool.submit(failure, image)
@@ -163,7 +179,9 @@ def measure_stock(client: Any, image: str, pool: ThreadPoolExecutor, rounds: int
 def measure_ours(client: Any, image: str, rounds: int) -> dict[str, float]:
     """Measure our toolkit, one job after the other."""
     figures = {
-        "train-noop": median("train-noop", "ours", commands(client, image, rounds)),
+        "train-noop": median("train-noop", "ours", commands(client, image, TIMES, rounds)),
+        "rank-with-ddp": median("rank-with-ddp", "ours", commands(client, image, RANKS, 1, rounds)),
+        "rank-with-ddp-usual": median("rank-with-ddp", "usual", commands(client, image, RANKS, 0, rounds)),
         "installed-size": installed(client, image, "shoal-toolkit"),
         "boto3": installed(client, image, "boto3"),
         "launcher-memory": peak(image),
@@ -192,11 +210,11 @@ def job(described: Job) -> Ran:
     return run(docker.from_env(timeout=600), described)
 
 
-def commands(client: Any, image: str, rounds: int) -> list[float]:
-    """Time `train` in a container, after one run that warms the disk cache."""
+def commands(client: Any, image: str, program: str, *arguments: int) -> list[float]:
+    """Return the seconds that a Python program prints in a container, without the first, which warms the disk cache."""
     with tempfile.TemporaryDirectory() as directory, ExitStack() as undo:
         tree = write_tree(Path(directory) / "ml", Job(image, NOTHING), "algo-1")
-        command = ["python", "-c", TIMES, str(rounds)]
+        command = ["python", "-c", program, *map(str, arguments)]
         container = create(client, image, tree, undo, None, "algo-1", WITHOUT_FRAMEWORK, entrypoint="", command=command)
         container.start()
         wait([container])

@@ -1,0 +1,88 @@
+"""The garbage collector while a rank imports its framework, with the .pth file that Python reads at its start."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TOOLKIT = Path(__file__).resolve().parents[2] / "toolkit"
+REHEARSAL = TOOLKIT.parent / "rehearsal"
+SAY = "import gc; print(__name__, gc.isenabled())\n"
+STATE = "import gc; print(gc.isenabled(), gc.get_freeze_count() > 1000); "
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Path:
+    """A directory as of an image: with both .pth files, a `torch`, and a `site` that reads them."""
+    shutil.copy(TOOLKIT / "shoal-toolkit.pth", tmp_path)
+    shutil.copy(REHEARSAL / "shoal-rehearsal.pth", tmp_path)
+    (tmp_path / "sitecustomize.py").write_text(f"import site; site.addsitedir({str(tmp_path)!r})\n")
+    torch = tmp_path / "torch"
+    torch.mkdir()
+    (torch / "__init__.py").write_text(f"{SAY}objects = [[] for _ in range(5000)]\n")
+    (torch / "_dynamo.py").write_text(SAY)
+    (torch / "nn.py").write_text(SAY)
+    (tmp_path / "tensorflow.py").write_text(f"{SAY}import torch\n")
+    return tmp_path
+
+
+def run(site: Path, program: str, **variables: str | None) -> list[str]:
+    """Runs a program as a rank, and returns the lines that it prints. None: the variable is not set."""
+    path = os.pathsep.join(map(str, (site, TOOLKIT, REHEARSAL)))
+    given = {"PATH": os.environ["PATH"], "PYTHONPATH": path, "SM_CURRENT_HOST": "algo-1", **variables}
+    environ = {name: value for name, value in given.items() if value is not None}
+    ended = subprocess.run([sys.executable, "-c", program], env=environ, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout.splitlines()
+
+
+def test_a_framework_is_imported_without_collections(site: Path) -> None:
+    program = f"import torch; {STATE} import torch._dynamo, torch.nn; {STATE}"
+    assert run(site, program) == ["torch False", "True True", "torch._dynamo False", "torch.nn True", "True True"]
+
+
+def test_of_two_frameworks_the_outer_one_goes_on(site: Path) -> None:
+    assert run(site, f"import tensorflow; {STATE}") == ["tensorflow False", "torch False", "True True"]
+
+
+@pytest.mark.parametrize("variables", [{"SHOAL_FAST_IMPORTS": "0"}, {"SM_CURRENT_HOST": None}])
+def test_without_it(site: Path, variables: dict[str, str | None]) -> None:
+    assert run(site, f"import torch; {STATE}", **variables) == ["torch True", "True False"]
+
+
+def test_a_script_that_wants_no_collections_has_none(site: Path) -> None:
+    assert run(site, f"import gc; gc.disable(); import torch; {STATE}") == ["torch False", "False False"]
+
+
+def test_a_failed_import_and_its_repetition(site: Path) -> None:
+    (site / "torch" / "__init__.py").write_text("import gc; assert not gc.isenabled(); 1 / 0")
+    program = f"""\
+for _ in range(2):
+    try:
+        import torch
+    except ZeroDivisionError:
+        {STATE}"""
+    assert run(site, program) == ["True False"] * 2
+
+
+def test_looking_for_a_framework_changes_nothing(site: Path) -> None:
+    program = f"from importlib.util import find_spec; print(find_spec('torch').name, find_spec('jax')); {STATE}"
+    assert run(site, program) == ["torch None", "True False"]
+
+
+def test_beside_a_rehearsal(site: Path) -> None:
+    """Its finder and ours ask each other; it extends the framework after the import."""
+    program = f"""\
+import shoal_rehearsal.after_import as after_import
+after_import.call_after_import("torch", lambda: print("rehearsed"))
+import torch; {STATE}"""
+    assert sorted(run(site, program)) == ["True True", "rehearsed", "torch False"]
+    swapped = program.replace(
+        "\nimport torch;", "\nimport sys; sys.meta_path.insert(0, sys.meta_path.pop(1))\nimport torch;"
+    )
+    assert sorted(run(site, swapped)) == ["True True", "rehearsed", "torch False"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import os
 import signal
@@ -35,6 +36,16 @@ def pytest_configure() -> None:
     os.environ["XDG_STATE_HOME"] = str(Path(__file__).resolve().parents[1] / ".cache" / "state")
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection() -> None:
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """Leaves the tests and their modules out of all collections, which took a quarter of the time to find the tests."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(trylast=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +15,14 @@ from botocore.validate import ParamValidator  # type: ignore[import-untyped]
 from shoal_toolkit.discovery.sources import SOURCES
 from shoal_toolkit.job.settings import SECRET, VARIABLES
 
+from . import cache
+
 ROOT = Path(__file__).resolve().parents[1]
 BATCH, SKYPILOT = ROOT / "examples" / "batch", ROOT / "examples" / "skypilot" / "train.yaml"
 SKYPILOT_PACKAGES = (
     *("skypilot==0.14.1", "jsonschema==4.26.0", "jsonschema-specifications==2025.9.1", "referencing==0.37.0"),
     *("rpds-py==2026.9.1", "attrs==26.1.0"),
 )
-SKYPILOT_DIRECTORY = ROOT / ".cache" / SKYPILOT_PACKAGES[0].replace("==", "-")
 # Runs SkyPilot's own checks of a task. Importing the whole package needs 80 more packages, for its server and clouds:
 # the modules that its schemas import for other sections are replaced.
 VALIDATE = """\
@@ -73,14 +73,7 @@ def test_what_checks_batch_finds_a_mistake() -> None:
 @pytest.fixture(scope="module")
 def skypilot() -> Path:
     """A directory with SkyPilot's package, and what its schemas need. Installed once."""
-    if not SKYPILOT_DIRECTORY.exists():
-        SKYPILOT_DIRECTORY.parent.mkdir(exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=SKYPILOT_DIRECTORY.parent) as directory:
-            made = Path(directory, "skypilot")
-            pip = [sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check", "--no-deps"]
-            subprocess.run([*pip, "--no-compile", "--target", str(made), *SKYPILOT_PACKAGES], check=True)
-            made.rename(SKYPILOT_DIRECTORY)
-    return SKYPILOT_DIRECTORY
+    return cache.install(SKYPILOT_PACKAGES[0].replace("==", "-"), "--no-compile", *SKYPILOT_PACKAGES)
 
 
 def ask_skypilot(directory: Path, task: dict[str, Any]) -> tuple[list[str], list[str]]:

@@ -13,13 +13,14 @@ import platform
 import shutil
 import time
 from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
 
-from ..containers import ROOT
+from .. import cache
 from .lab import Run
 from .layout import Tree
 
-DIRECTORY = ROOT / ".cache" / "conformance"
+DIRECTORY = cache.DIRECTORY / "conformance"
 _A_MONTH = 30 * 24 * 3600  # seconds
 _AGAIN = "SHOAL_CONFORMANCE_AGAIN" in os.environ
 _LABORATORY = [Path(__file__).with_name(name).read_bytes() for name in ("lab.py", "layout.py")]
@@ -34,11 +35,15 @@ class Recordings:
     def find(self, image: str, tree: Tree) -> Future[Run] | None:
         """Return the run of a job that is recorded."""
         path = _path(image, tree)
-        if _AGAIN or not path.exists():
+        if _AGAIN:
             return None
-        path.touch()
+        try:
+            recorded = path.read_bytes()
+            path.touch()
+        except FileNotFoundError:
+            return None
         found: Future[Run] = Future()
-        found.set_result(pickle.loads(path.read_bytes()))
+        found.set_result(pickle.loads(recorded))
         return found
 
     def will_be(self, image: str, tree: Tree, run: Future[Run]) -> None:
@@ -50,12 +55,13 @@ class Recordings:
         for path, future in self._new.items():
             if future.done() and not future.cancelled() and not future.exception():
                 path.parent.mkdir(parents=True, exist_ok=True)
-                partial = path.with_suffix(".partial")
+                partial = path.with_suffix(f".{os.getpid()}")
                 partial.write_bytes(pickle.dumps(future.result()))
                 partial.rename(path)
         for path in DIRECTORY.glob("*.pickle"):
-            if path.stat().st_mtime < time.time() - _A_MONTH:
-                path.unlink()
+            with suppress(FileNotFoundError):  # another checkout's tests have removed it
+                if path.stat().st_mtime < time.time() - _A_MONTH:
+                    path.unlink()
 
     @staticmethod
     def forget() -> None:

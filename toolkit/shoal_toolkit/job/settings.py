@@ -76,7 +76,7 @@ def take_settings(environ: MutableMapping[str, str]) -> tuple[Settings, Contract
     except ContractError as error:
         problems.append(error)
         secret = os.urandom(16).hex()  # no other host can prove this one
-    number("SHOAL_FAST_IMPORTS", 1, 0, 1)  # the ranks read it (imports.py)
+    number("SHOAL_FAST_IMPORTS", 1, 0, 1)  # the ranks read it (system/imports.py)
     settings = Settings(
         secret=secret,
         port=number("SHOAL_AGENT_PORT", DEFAULT_PORT, 1, 65535),

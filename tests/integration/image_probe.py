@@ -9,6 +9,8 @@ import importlib.util
 import json
 import os
 import shutil
+import subprocess
+import sys
 import sysconfig
 from pathlib import Path
 from typing import Any
@@ -96,7 +98,14 @@ def ours() -> dict[str, Any]:
         "modules": len(modules),
         "stale": [str(path) for path in modules if not has_bytecode(path)],
         "commands": [name for name in COMMANDS if shutil.which(name)],
+        "finders": _finders_of_a_rank(),
     }
+
+
+def _finders_of_a_rank() -> str:
+    """The finders of modules in a Python that starts in a job."""
+    rank = {**os.environ, "SM_CURRENT_HOST": "algo-1"}
+    return subprocess.check_output([sys.executable, "-c", "import sys; print(sys.meta_path)"], env=rank, text=True)
 
 
 def has_bytecode(path: Path) -> bool:

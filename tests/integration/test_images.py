@@ -149,6 +149,10 @@ def test_our_packages_have_the_versions_of_this_checkout(container: ImageContain
     assert container.facts("ours")["versions"] == {entry["name"]: entry["version"] for entry in about}
 
 
+def test_ranks_import_frameworks_fast(container: ImageContainer) -> None:
+    assert "shoal_toolkit.system.imports" in container.facts("ours")["finders"]
+
+
 def test_the_engine_was_compiled_for_it(container: ImageContainer) -> None:
     found = container.facts("ours")
     assert found["engine_bytes"] > 0

@@ -85,7 +85,7 @@ def build(probe: Path) -> subprocess.CompletedProcess[str]:
 
 
 def untagged(client: docker.DockerClient, probe: Path) -> set[str]:
-    return {str(image.id) for image in client.images.list(filters={"dangling": True, "label": f"test={probe}"})}
+    return {image["Id"] for image in client.api.images(filters={"dangling": True, "label": f"test={probe}"})}
 
 
 def leftovers(client: docker.DockerClient, probe: Path) -> set[str]:
@@ -105,7 +105,7 @@ def test_a_build_then_nothing_to_do_then_a_change(probe: Path, client: docker.Do
     template(probe, 'RUN echo new > /made\nCMD ["cat", "/made"]')
     assert f"✓ {TAG} built" in build(probe).stdout
     assert client.containers.run(TAG, remove=True) == b"new\n"
-    assert old not in {image.id for image in client.images.list(all=True)}
+    assert old not in {image["Id"] for image in client.api.images(all=True)}
 
 
 def test_a_failing_step_is_shown_with_its_last_lines(probe: Path, client: docker.DockerClient) -> None:

@@ -219,6 +219,30 @@ def test_the_kernel_asks_an_idle_connection_whether_its_host_is_there(ranks: tup
         assert idle + apart * times == LOSS_SECONDS < 15
 
 
+def test_until_the_other_rank_connects_back_its_host_must_acknowledge(ranks: tuple[Rank, Rank]) -> None:
+    """Afterwards the connection back ends if its host is lost, and a rank that reads nothing is waited for."""
+    with socket.create_server((LOOPBACK, 0)) as listener:
+        ranks[0].transport.set_peers({2: (LOOPBACK, listener.getsockname()[1])})
+        accepted: list[socket.socket] = []
+
+        def answer() -> None:
+            accepted.append(listener.accept()[0])
+            answer_handshake(accepted[0], KEY, 2, time.monotonic() + LIMIT_S)
+
+        threading.Thread(target=answer, daemon=True).start()
+        ranks[0].transport.send(2, b"here")
+    assert user_timeout(ranks[0], 2) == 1000 * LOSS_SECONDS
+    ranks[0].transport.send(1, b"here")
+    ranks[1].gets(b"here")
+    ranks[1].transport.send(0, b"back")
+    ranks[0].gets(b"back")
+    assert user_timeout(ranks[0], 1) == user_timeout(ranks[1], 0) == 0
+
+
+def user_timeout(rank: Rank, to: int) -> int:
+    return rank.transport._out[to].sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
+
+
 @pytest.mark.skipif(bool(UNAVAILABLE), reason=UNAVAILABLE)
 def test_a_lost_host_is_noticed_by_who_sends_and_who_waits(tmp_path: Path) -> None:
     """Rank 0 sends all the time, and never gets anything; rank 1 waits. Both prove themselves by a secret."""

@@ -123,10 +123,11 @@ def find_base_of(client: docker.DockerClient, tag: str, system: System) -> str:
     Raises `BaseImageError` if Docker no longer has the base image.
     """
     layers = client.images.get(tag).attrs["RootFS"]["Layers"]
-    for image in (*client.images.list(REPOSITORY), *client.images.list(system.upstream)):
-        lower = image.attrs["RootFS"]["Layers"]
-        if layers[: len(lower)] == lower:
-            return image.tags[0]
+    for name in (REPOSITORY, system.upstream):
+        for listed in client.api.images(name):
+            image = find_image(client, listed["Id"])  # another build may have replaced it meanwhile
+            if image and layers[: len(lower := image.attrs["RootFS"]["Layers"])] == lower:
+                return image.tags[0]
     raise BaseImageError(f"{tag}: Docker has no {REPOSITORY} or {system.upstream} that it is built on. Build it again")
 
 

@@ -27,7 +27,11 @@ def describe_missing(client: docker.DockerClient, tag: str, matrix: BuildSpec | 
     ours = [image.tag for image in matrix.images] if matrix else []
     if tag in ours:
         return f"{tag}: not built yet. Build it: shoal build {tag}"
-    known = [*(matrix.defaults if matrix else ()), *ours, *(tag for of in client.images.list() for tag in of.tags)]
+    known = [
+        *(matrix.defaults if matrix else ()),
+        *ours,
+        *(tag for of in client.api.images() for tag in of["RepoTags"] or ()),
+    ]
     hint = did_you_mean(tag, known, limit=3)
     return f"{tag}: no such image in Docker or in buildspec.yml.{hint} Build or pull it; docker images lists them."
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import threading
 import time
-from contextlib import suppress
 
 from smdistributed.core.launch import read_launch
 from smdistributed.core.store import open_store
@@ -15,7 +14,7 @@ from smdistributed.modelparallel.backend.transport import Access, Transport
 LIMIT_S = 60
 
 launch = read_launch()
-lost = threading.Event()
+lost, once = threading.Event(), threading.Lock()
 
 
 def deliver(source: int, head: bytes, bodies: list[bytearray]) -> None:
@@ -24,8 +23,10 @@ def deliver(source: int, head: bytes, bodies: list[bytearray]) -> None:
 
 
 def lose(source: int) -> None:
-    print(f"rank {launch.rank} has lost rank {source}", flush=True)
-    lost.set()
+    with once:
+        if not lost.is_set():
+            print(f"rank {launch.rank} has lost rank {source}", flush=True)
+        lost.set()
 
 
 def open_transport(access: Access) -> Transport:
@@ -39,8 +40,10 @@ transport = connect_ranks(
 )
 number, deadline = 0, time.monotonic() + LIMIT_S
 while launch.rank == 0 and not lost.is_set() and time.monotonic() < deadline:
-    with suppress(OSError):
+    try:
         transport.send(1, b"%d" % number)
+    except OSError:  # its host was lost before rank 1 could connect back
+        lose(1)
     number += 1
     lost.wait(0.05)
 os._exit(0 if lost.wait(max(0, deadline - time.monotonic())) else 1)

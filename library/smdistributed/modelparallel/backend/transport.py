@@ -301,6 +301,8 @@ class Transport:
                 incoming.handshake.initiator,
                 Reader(self._tag_key(incoming.handshake.session)),
             )
+            if incoming.source in self._out:  # a loss ends this idle connection; a full buffer must not
+                set_user_timeout(self._out[incoming.source].sock, 0)
             self._connect_back(incoming.source)
 
     def _connect_back(self, source: int) -> None:
@@ -341,6 +343,8 @@ class Transport:
                 found = self._out.get(to)
                 if found is None:
                     found = self._out[to] = self._connect(to)
+                    if any(incoming.source == to for incoming in list(self._in.values())):
+                        set_user_timeout(found.sock, 0)
                     if self._closed:  # meanwhile: the other rank must see that it ends
                         found.close()
         return found
@@ -374,12 +378,12 @@ class Transport:
     def _authenticate(self, sock: socket.socket, to: int, deadline: float) -> _Outgoing:
         """Does the handshake, sets the limit for sending, and returns the connection. Does not close it after an error.
 
-        Raises HandshakeError, OSError or EOFError.
+        Until the other rank connects back, data that its host does not acknowledge ends the connection. Raises
+        HandshakeError, OSError or EOFError.
         """
         _prepare(sock)
         set_user_timeout(sock, LOSS_SECONDS)
         session = initiate_handshake(sock, self._key, self._rank, to, deadline)
-        set_user_timeout(sock, 0)
         sock.settimeout(None)
         seconds = struct.pack("ll", int(self._seconds), int(self._seconds % 1 * 1e6))
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, seconds)

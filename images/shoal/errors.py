@@ -47,7 +47,7 @@ class SpecError(ShoalError):
 class DockerError(ShoalError):
     """Docker does not answer, or refuses a request.
 
-    Fix: `shoal doctor`
+    Fix: `shoal doctor --fix`
     """
 
     exit_code = 4
@@ -72,9 +72,9 @@ class BuildError(ShoalError):
 
 
 class BaseImageError(ShoalError):
-    """No base image could be pulled or bootstrapped.
+    """No base image could be pulled, or made from a Debian mirror.
 
-    Fix: `shoal doctor`
+    Fix: `shoal doctor`, which checks both ways
     """
 
     exit_code = 7

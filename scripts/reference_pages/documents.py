@@ -9,6 +9,8 @@ import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+import pydantic
+
 from reference_pages.commands import list_commands
 from reference_pages.markdown import code, page, table, wrap
 from shoal import doctor, scaffold
@@ -121,17 +123,23 @@ def _describe_property(kind: type, name: str) -> tuple[str, str, str]:
 
 
 def list_fields(kind: type) -> list[Field]:
-    """Returns the fields of a dataclass or a model. The text after a field is its meaning."""
+    """Returns the fields of a dataclass or a model, and of its bases. The text after a field is its meaning."""
+    hints = typing.get_type_hints(kind)
+    meanings: dict[str, str] = {}
+    for each in reversed(kind.__mro__):
+        if each is not object and each is not pydantic.BaseModel:
+            meanings.update(_read_meanings(each))
+    return [Field(name, hints[name], meaning) for name, meaning in meanings.items()]
+
+
+def _read_meanings(kind: type) -> Iterator[tuple[str, str]]:
+    """Yields the name of each field that a class itself has, and the text after it."""
     tree = ast.parse(inspect.getsource(kind)).body[0]
     assert isinstance(tree, ast.ClassDef)
-    hints = typing.get_type_hints(kind)
-    fields = []
     for node, after in zip(tree.body, [*tree.body[1:], None], strict=True):
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             text = after.value.value if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) else ""
-            meaning = str(text).replace("None:", "null:").replace("None if", "null if")
-            fields.append(Field(node.target.id, hints[node.target.id], meaning))
-    return fields
+            yield node.target.id, str(text).replace("None:", "null:").replace("None if", "null if")
 
 
 def name_type(kind: Any) -> str:

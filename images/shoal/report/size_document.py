@@ -1,4 +1,7 @@
-"""The document of `shoal size --json`: the inventories of images, and how two images differ, as plain records."""
+"""The document of `shoal size --json`: the inventories of images, and how two images differ, as plain records.
+
+A record has the fields of its bases first, the last base's before all others.
+"""
 
 from __future__ import annotations
 
@@ -6,76 +9,57 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from shoal.layers.inventory import Inventory, Layer
-from shoal.layers.owners import DebianPackage, PythonDistribution
+from shoal.layers.inventory import Inventory, Layer, Sum
+from shoal.layers.owners import DebianPackage, Owner, PythonDistribution
 from shoal.report.size_comparison import Change, Comparison, State
 
 
 @dataclass(frozen=True)
-class OwnerSize:
+class OwnerSize(Sum, Owner):
     """The part of a layer that a package or a directory owns."""
 
-    kind: str
-    """`python`, `debian`, `other` (a directory) or `tar` (bytes that belong to no file)."""
-    name: str
-    bytes: int
-    compressed: int
-    hidden: int
-    hidden_compressed: int
-    files: int
-
 
 @dataclass(frozen=True)
-class PackageSize:
-    """The part of an image that a package or a directory owns."""
-
-    kind: str
-    name: str
+class _Package(Owner):
     version: str
     """Empty if it is unknown."""
-    bytes: int
-    compressed: int
-    hidden: int
-    hidden_compressed: int
-    files: int
 
 
 @dataclass(frozen=True)
-class LayerSize:
-    """A layer of an image."""
+class PackageSize(Sum, _Package):
+    """The part of an image that a package or a directory owns."""
 
+
+@dataclass(frozen=True)
+class _Layer:
     digest: str
     """The digest of its tar archive; empty if it is unknown."""
     command: str
     """The command that made it; empty if it is unknown."""
-    bytes: int
-    compressed: int
-    hidden: int
-    hidden_compressed: int
-    files: int
-    owners: Sequence[OwnerSize]
 
 
 @dataclass(frozen=True)
-class ImageSize:
+class LayerSize(Sum, _Layer):
+    """A layer of an image."""
+
+    owners: Sequence[OwnerSize] = ()
+
+
+@dataclass(frozen=True)
+class _Image:
+    name: str
+
+
+@dataclass(frozen=True)
+class ImageSize(Sum, _Image):
     """An image."""
 
-    name: str
-    bytes: int
-    """The bytes of the layers' tar archives."""
-    compressed: int
-    """The bytes after gzip."""
-    hidden: int
-    """The bytes of files that a later layer deletes or overwrites."""
-    hidden_compressed: int
-    files: int
-    """The number of entries in the archives, except directories."""
-    layers: Sequence[LayerSize]
+    layers: Sequence[LayerSize] = ()
     """Lowest first."""
-    owners: Sequence[PackageSize]
+    owners: Sequence[PackageSize] = ()
     """Over all layers, the largest first."""
-    debian_packages: Sequence[DebianPackage]
-    python_distributions: Sequence[PythonDistribution]
+    debian_packages: Sequence[DebianPackage] = ()
+    python_distributions: Sequence[PythonDistribution] = ()
 
 
 @dataclass(frozen=True)
@@ -93,19 +77,15 @@ class SizeChange:
 
 
 @dataclass(frozen=True)
-class ImageChange:
-    """The change from the first image to the second one."""
-
+class _Changes:
     packages: Sequence[SizeChange]
     """Those that have changed."""
     layers: Sequence[SizeChange]
-    kind: str
-    name: str
-    state: State
-    version: str
-    bytes: int
-    """The change of the whole image."""
-    compressed: int
+
+
+@dataclass(frozen=True)
+class ImageChange(SizeChange, _Changes):
+    """The change from the first image to the second one."""
 
 
 @dataclass(frozen=True)

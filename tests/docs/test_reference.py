@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from shoal.errors import SpecError
+from shoal.jobs import restarts
+from shoal_toolkit import checkpoint, errors
 
 ROOT = Path(__file__).parents[2]
 PAGES = (
@@ -61,6 +63,11 @@ def test_train_ends_only_with_codes_that_have_a_name() -> None:
     ]
     assert calls
     assert not [ast.unparse(call) for call in calls if isinstance(call.args[0], ast.Constant)]
+
+
+def test_shoal_and_train_agree_on_exit_codes() -> None:
+    known = restarts.WRONG_CONFIGURATION, restarts.HOST_LOST, restarts.STOPPED
+    assert known == (errors.WRONG_CONFIGURATION, errors.HOST_LOST, checkpoint.STOPPED)
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from shoal.inspection import advisories, differences, manifest
 from shoal.jobs import docker_job, known_jobs
 from shoal.report import size_document
 from shoal.sources import lock, render
+from shoal_toolkit.plan.explain import ExplainedPlan
 from smdistributed.modelparallel.__main__ import Estimate
 
 _HEAD = """# Documents of `--json`
@@ -61,6 +62,7 @@ _RESULTS: Mapping[str, Callable[..., Any] | str] = {
     "size": size_document.make_document,
     "diff": differences.compare_images,
     "timeline": "",
+    "train --explain": ExplainedPlan,
 }
 """The function or class that makes the document of each command, or a command with the same one."""
 _LISTS = ("push", "ps")
@@ -92,7 +94,7 @@ def write() -> str:
 
 
 def _describe(name: str, maker: Callable[..., Any] | str) -> Iterator[str]:
-    yield f"## shoal {name}"
+    yield f"## {name}" if name.startswith("train") else f"## shoal {name}"
     note = _NOTES.get(name, "")
     if isinstance(maker, str):
         yield wrap(f"An object, as in the list of [shoal {maker}](#shoal-{maker})." if maker else note)
@@ -127,7 +129,7 @@ def list_fields(kind: type) -> list[Field]:
     hints = typing.get_type_hints(kind)
     meanings: dict[str, str] = {}
     for each in reversed(kind.__mro__):
-        if each is not object and each is not pydantic.BaseModel:
+        if each is not pydantic.BaseModel and "__annotations__" in vars(each):
             meanings.update(_read_meanings(each))
     return [Field(name, hints[name], meaning) for name, meaning in meanings.items()]
 
@@ -157,8 +159,8 @@ def name_type(kind: Any) -> str:
 
 
 def _find_classes(kind: Any) -> list[type]:
-    """Returns the dataclasses and models in a type."""
-    if hasattr(kind, "__dataclass_fields__") or hasattr(kind, "model_fields"):
+    """Returns the dataclasses, models and named tuples in a type."""
+    if any(hasattr(kind, name) for name in ("__dataclass_fields__", "model_fields", "_fields")):
         return [kind]
     return [found for each in typing.get_args(kind) for found in _find_classes(each)]
 

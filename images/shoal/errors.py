@@ -1,6 +1,7 @@
-"""Failures that a user can act on. Each class has its own exit code; its text says what, where and how to fix it.
+"""Failures that a user can act on. `main` prints their text, which says what, where and how to fix it.
 
-It also converts errors of the system to them, and suggests similar words.
+Each class has its own exit code. docs/exit-codes.md lists them with their docstrings. This module also converts errors
+of the system to them, and suggests similar words.
 """
 
 from __future__ import annotations
@@ -12,7 +13,10 @@ from collections.abc import Iterable
 
 
 class ShoalError(Exception):
-    """Base of all expected failures; `main` prints it and exits with `exit_code`, which docs/exit-codes.md lists."""
+    """Any other failure. With a Python traceback, it is a bug in Shoal.
+
+    Fix: report it
+    """
 
     exit_code = 1
 
@@ -23,85 +27,127 @@ class ShoalError(Exception):
 
 
 class UsageError(ShoalError):
-    """The command line asks for something that does not exist."""
+    """The command line has an unknown option, image, file or checkout.
+
+    Fix: `shoal --help`, `shoal list`
+    """
 
     exit_code = 2
 
 
 class SpecError(ShoalError):
-    """buildspec.yml, a template or a lock file is wrong."""
+    """`buildspec.yml`, `versions.yml`, a template or a lock file is wrong, or a Dockerfile is stale.
+
+    Fix: the message names file and line; `shoal lock`, `shoal render`
+    """
 
     exit_code = 3
 
 
 class DockerError(ShoalError):
-    """Docker does not answer, or refuses a request."""
+    """Docker does not answer, or refuses a request.
+
+    Fix: `shoal doctor --fix`
+    """
 
     exit_code = 4
 
 
 class DiskError(ShoalError):
-    """The disk has too little space."""
+    """The disk has too little space, before or during a build, or for a file.
+
+    Fix: `docker system df`, `docker builder prune`; the message names the file
+    """
 
     exit_code = 5
 
 
 class BuildError(ShoalError):
-    """A step of a build failed."""
+    """A step of a build failed.
+
+    Fix: read the last lines in the message, and the log file that it names
+    """
 
     exit_code = 6
 
 
 class BaseImageError(ShoalError):
-    """No base image could be pulled or bootstrapped."""
+    """No base image could be pulled, or made from a Debian mirror.
+
+    Fix: `shoal doctor`, which checks both ways
+    """
 
     exit_code = 7
 
 
 class TraceError(ShoalError):
-    """A file is not a timeline, or files are not from the same job."""
+    """A file is not a timeline, or files are from different jobs.
+
+    Fix: name timelines of one job (docs/timeline.md)
+    """
 
     exit_code = 8
 
 
 class ImageError(ShoalError):
-    """An image is missing, an archive is not an image, or its contents cannot be read."""
+    """Docker does not have the image, or it cannot be read.
+
+    Fix: `shoal build`
+    """
 
     exit_code = 9
 
 
 class DoctorError(ShoalError):
-    """A check of `shoal doctor` failed."""
+    """A check of `shoal doctor` failed.
+
+    Fix: each failed check prints its fix
+    """
 
     exit_code = 10
 
 
 class PushError(ShoalError):
-    """A registry refuses an image, or cannot be reached."""
+    """A registry or the network refused an image, or Docker stopped during the push.
+
+    Fix: `docker login`, the registry's message, or `shoal doctor`
+    """
 
     exit_code = 11
 
 
 class VulnerabilityError(ShoalError):
-    """An image contains known vulnerabilities that the allow-list does not accept."""
+    """`shoal audit` found vulnerabilities that the allow-list does not accept.
+
+    Fix: a newer release, or `--allow`
+    """
 
     exit_code = 12
 
 
 class FileError(ShoalError):
-    """A local file or directory cannot be read or written."""
+    """A file or directory cannot be read or written.
+
+    Fix: the message names it; check permissions, and whether the file system is read-only
+    """
 
     exit_code = 13
 
 
 class DifferenceError(ShoalError):
-    """Two images differ in ways that two builds of one commit do not."""
+    """`shoal diff --check`: two images differ in ways that two builds of one commit do not.
+
+    Fix: build both from one commit and one base (docs/size.md)
+    """
 
     exit_code = 14
 
 
 class BundleError(ShoalError):
-    """The files of a bundle have changed since it was made."""
+    """The files of a bundle have changed since it was made.
+
+    Fix: copy the bundle again (docs/offline.md)
+    """
 
     exit_code = 15
 

@@ -17,7 +17,7 @@ from shoal.commands.common import app
 _HEAD = """# Commands of `shoal`
 
 `make reference` writes this page from the commands. `shoal COMMAND --help` prints the same. An IMAGE is a tag, or
-a framework of `buildspec.yml`: [images](images.md). [Exit codes and JSON](../exit-codes.md) are on their own page.
+a framework of `buildspec.yml`: [images](images.md). [Exit codes](../exit-codes.md) are on their own page.
 [`train`](../toolkit.md) is the command inside an image."""
 
 _KINDS = {"str": "text", "int": "number", "int range": "number"}
@@ -25,14 +25,19 @@ _KINDS = {"str": "text", "int": "number", "int range": "number"}
 
 def write() -> str:
     """Returns the page."""
-    for module in pkgutil.iter_modules(shoal.commands.__path__):
-        importlib.import_module(f"shoal.commands.{module.name}")
-    commands = list(_list_commands(typer.main.get_command(app), "shoal"))
+    commands = list_commands()
     index = table(
         ("command", "task"),
         ((f"[`{name}`](#{name.replace(' ', '-')})", _first_sentence(command)) for name, command in commands),
     )
     return page(_HEAD, index, *(part for name, command in commands for part in _describe(name, command)))
+
+
+def list_commands() -> list[tuple[str, Any]]:
+    """Imports all modules with commands, and returns the commands that the help shows, with their full names."""
+    for module in pkgutil.iter_modules(shoal.commands.__path__):
+        importlib.import_module(f"shoal.commands.{module.name}")
+    return list(_list_commands(typer.main.get_command(app), "shoal"))
 
 
 def _list_commands(group: Any, name: str) -> Iterator[tuple[str, Any]]:

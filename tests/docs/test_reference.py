@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import runpy
 from pathlib import Path
@@ -9,9 +10,13 @@ from typing import Any
 
 import pytest
 
+from shoal.errors import SpecError
+from shoal.jobs import restarts
+from shoal_toolkit import checkpoint, errors
+
 ROOT = Path(__file__).parents[2]
 PAGES = (
-    *("shoal", "variables", "images", "buildspec", "json", "hyperparameters", "launchers"),
+    *("shoal", "variables", "images", "buildspec", "json", "../exit-codes", "hyperparameters", "launchers"),
     *("mp-parameters", "python", "releases", "../migrate/smdistributed"),
 )
 
@@ -26,6 +31,43 @@ def test_the_pages_are_fresh() -> None:
     assert list(pages) == [f"{name}.md" for name in PAGES]
     for name, write in pages.items():
         assert (ROOT / "docs" / "reference" / name).read_text() == write(), "run make reference"
+
+
+@pytest.mark.parametrize(
+    ("number", "text", "problem"), [(3, "New.\n\nFix: x", "one exit code"), (99, "New.", "no fix")]
+)
+def test_each_failure_has_its_own_exit_code_and_a_fix(
+    monkeypatch: pytest.MonkeyPatch, number: int, text: str, problem: str
+) -> None:
+    exit_codes: Any = importlib.import_module("reference_pages.exit_codes")
+    new = type("NewError", (Exception,), {"exit_code": number, "__doc__": text})
+    monkeypatch.setattr(exit_codes, "_list_kinds", lambda _: [SpecError, new])
+    with pytest.raises(SystemExit, match=problem):
+        exit_codes.write()
+
+
+def test_a_document_without_a_description_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    documents: Any = importlib.import_module("reference_pages.documents")
+    monkeypatch.delitem(documents._RESULTS, "lock")
+    with pytest.raises(SystemExit, match="`shoal lock --json` has no description"):
+        documents.write()
+
+
+def test_train_ends_only_with_codes_that_have_a_name() -> None:
+    """The page lists the named ones. `Result(3, ...)` would be missing there."""
+    calls = [
+        node
+        for path in (ROOT / "toolkit" / "shoal_toolkit").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "Result"
+    ]
+    assert calls
+    assert not [ast.unparse(call) for call in calls if isinstance(call.args[0], ast.Constant)]
+
+
+def test_shoal_and_train_agree_on_exit_codes() -> None:
+    known = restarts.WRONG_CONFIGURATION, restarts.HOST_LOST, restarts.STOPPED
+    assert known == (errors.WRONG_CONFIGURATION, errors.HOST_LOST, checkpoint.STOPPED)
 
 
 @pytest.mark.parametrize(

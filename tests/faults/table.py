@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..containers import ROOT
 from .job import End, Job
 
+DOCUMENT = ROOT / "docs" / "reliability.md"
 SLACK = float(os.environ.get("SHOAL_FAULTS_SLACK", "4"))
 """By how much the suite may exceed the bars: it runs beside other tests, on any machine. The benchmark says 1."""
 NOTICED = 5.0  # seconds until all hosts have ended, from the moment at which the fault can be noticed
@@ -81,9 +84,18 @@ class Table:
         self._rows[-1]["remark"] = text
 
     def write(self, met: bool) -> None:
-        """Write the rows. `met`: every check has passed."""
+        """Write the rows, and check that the page has them. `met`: every check has passed."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._path.write_text(json.dumps([{**row, "met": met} for row in self._rows]))
+        if met and "SHOAL_FAULTS_SLACK" not in os.environ:  # the benchmark itself writes the page
+            stale = [row["fault"] for row in self._rows if not is_documented(row["fault"], row["codes"].values())]
+            assert not stale, f"not in {DOCUMENT.name}, or with other codes: run benchmarks/faults.py --write"
+
+
+def is_documented(fault: str, codes: Iterable[int]) -> bool:
+    """Whether the page has this fault with these exit codes. Seconds and remarks differ between runs."""
+    found = re.search(rf"^\| {re.escape(fault)}(?:; [^|]*)? \| ([^|]*) \|", DOCUMENT.read_text(), re.MULTILINE)
+    return found is not None and ", ".join(map(str, codes)) in found[1].split(" or ")
 
 
 def _seconds(ends: Mapping[str, End], since: float) -> float:

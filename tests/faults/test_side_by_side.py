@@ -40,13 +40,14 @@ def test_a_job_of_a_moment_many_times_in_a_row(start: StartJob, table: Table) ->
     ends = {machine.name: machine.host.path("ends").read_text().splitlines() for machine in machines}
     codes = {name: max(int(end.split()[0]) for end in lines) for name, lines in ends.items()}
     table.note(
-        f"a job of a moment on two hosts, {TIMES} times in a row (in all)",
+        "a job of a moment on two hosts, many times in a row (in all)",
         "MPI",
         codes,
         seconds,
         TIMES * SECONDS_EACH,
         "",
     )
+    table.remark(f"{TIMES} times")
     for machine in machines:
         assert ends[machine.name] == ["0 success"] * TIMES, machine.host.path("log").read_text()[-3000:]
         assert len(machine.host.path("ran").read_text()) == TIMES

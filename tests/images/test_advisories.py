@@ -41,10 +41,10 @@ def file(tmp_path: Path) -> Path:
 
 
 def test_vulnerabilities_of_installed_versions_are_found(file: Path) -> None:
-    first, second = advisories.find_vulnerabilities(contents(), advisories.read_report(file), ())
+    first, second = advisories.audit(contents(), advisories.read_report(file), (), TODAY).findings
     assert str(first) == "torch 2.0.1+cu117: PYSEC-1 CVE-1, fixed in 2.2.0"
     assert str(second) == "torch 2.0.1+cu117: PYSEC-2, no fix yet"
-    assert first.is_unaccepted(TODAY) and second.is_unaccepted(TODAY)
+    assert first.counts and second.counts
 
 
 @pytest.mark.parametrize(
@@ -57,8 +57,9 @@ def test_a_version_is_known_without_its_local_part(installed: str, known: str, i
     told = advisories.AuditReport.model_validate({"dependencies": [entry]})
     distribution = {"name": "torch", "version": installed, "licence": "", "homepage": ""}
     inside = contents(distributions=[distribution])
-    assert [finding.id for finding in advisories.find_vulnerabilities(inside, told, ())] == ["PYSEC-1"] * is_found
-    assert advisories.list_unaudited(inside, told) == ["torch"] * (not is_found)
+    found = advisories.audit(inside, told, (), TODAY)
+    assert [finding.id for finding in found.findings] == ["PYSEC-1"] * is_found
+    assert found.unaudited == ["torch"] * (not is_found)
 
 
 def test_latest_expiry_of_several_entries_counts(file: Path) -> None:
@@ -66,19 +67,20 @@ def test_latest_expiry_of_several_entries_counts(file: Path) -> None:
         AcceptedVulnerability(id="CVE-1", reason="x", expires=TODAY + datetime.timedelta(days=day))
         for day in (-9, 9, -5)
     ]
-    first, _ = advisories.find_vulnerabilities(contents(), advisories.read_report(file), entries)
-    assert not first.is_unaccepted(TODAY)
+    first, _ = advisories.audit(contents(), advisories.read_report(file), entries, TODAY).findings
+    assert not first.counts
 
 
 @pytest.mark.parametrize(("name", "day", "counts"), [("CVE-1", 1, False), ("PYSEC-1", 2, False), ("CVE-1", -1, True)])
 def test_accepted_vulnerabilities_expire(file: Path, name: str, day: int, counts: bool) -> None:
     entry = AcceptedVulnerability(id=name, reason="not reached", expires=TODAY + datetime.timedelta(days=day - 1))
     other = AcceptedVulnerability(id="CVE-9", reason="gone", expires=TODAY)
-    first, second = found = advisories.find_vulnerabilities(contents(), advisories.read_report(file), (entry, other))
-    assert first.is_unaccepted(TODAY) is counts
+    found = advisories.audit(contents(), advisories.read_report(file), (entry, other), TODAY)
+    first, second = found.findings
+    assert first.counts is counts
     assert f"accepted until {entry.expires}: not reached" in str(first)
-    assert second.is_unaccepted(TODAY)
-    assert advisories.list_unused(found, (entry, other)) == [other]
+    assert second.counts
+    assert found.unused == [other]
 
 
 def test_an_allow_list_is_checked(tmp_path: Path) -> None:

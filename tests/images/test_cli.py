@@ -5,12 +5,10 @@ from __future__ import annotations
 import errno
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,7 +19,7 @@ import shoal as package
 from shoal import docker_client
 from shoal.commands import application, dependencies, images
 from shoal.commands.common import app
-from shoal.errors import DiskError, ShoalError, SpecError
+from shoal.errors import DiskError, SpecError
 from shoal.matrix import selectors
 from shoal.matrix.project import Project
 from shoal.matrix.spec import BuildSpec, ImageSpec
@@ -245,20 +243,6 @@ def test_engine_script_refuses_to_replace_docker_host(project: Project) -> None:
     assert result.returncode == 1
     assert "DOCKER_HOST" in result.stderr
     assert "make train ENGINE=none" in result.stderr
-
-
-def kinds(base: type[ShoalError] = ShoalError) -> Iterator[type[ShoalError]]:
-    yield base
-    for kind in base.__subclasses__():
-        yield from kinds(kind)
-
-
-def test_every_error_has_its_own_exit_code_and_a_line_in_the_docs(project: Project) -> None:
-    codes = [kind.exit_code for kind in kinds()]
-    assert len(codes) == len(set(codes))
-    page = (project.root / "docs" / "exit-codes.md").read_text()
-    lines = re.findall(r"^\| (\d+) \| `(\w+)` \| \S", page, re.MULTILINE)
-    assert sorted(lines) == sorted((str(kind.exit_code), kind.__name__) for kind in kinds())
 
 
 def test_list_as_json_has_the_axes(project: Project) -> None:

@@ -331,7 +331,7 @@ def test_malformed_launch_report_is_reported(tmp_path: Path, request_: job.JobRe
     write(tmp_path / "algo-1", "output/job.json", said)
     result = job.read_result("j", {"algo-1": 0}, tmp_path, {"algo-1": tmp_path / "algo-1"})
     assert "output/job.json: not written by `train`" in result.messages["algo-1"]
-    assert ("exit code", "0") in summary.summary_rows(request_, result, None)
+    assert ("exit code", "0") in summary.summary_rows(request_, result)
 
 
 def test_nan_metrics_become_strings(tmp_path: Path) -> None:
@@ -406,7 +406,7 @@ def test_refused_job_has_a_table_and_one_message(request_: job.JobRequest, tmp_p
         messages={"algo-1": "not supported yet", "algo-2": "not supported yet"},
     )
     screen = io.StringIO()
-    summary.print_summary(Console(file=screen, width=80), request_, result, None)
+    summary.print_summary(Console(file=screen, width=80), request_, result)
     assert screen.getvalue().count("not supported yet") == 1
     assert "algo-1, algo-2: not supported yet" in screen.getvalue()
     assert "exit code      2" in screen.getvalue()
@@ -421,8 +421,9 @@ def test_summary_table(request_: job.JobRequest, tmp_path: Path) -> None:
         launch={"hosts": ["algo-1", "algo-2"], "ranks": 4, "launch_seconds": 0.61, "training_seconds": 12.3},
         metrics={"test_accuracy": 0.98611, "images_per_second": 4321.0},
         messages={},
+        build_seconds=1.0,
     )
-    assert summary.summary_rows(request_, result, 1.0) == [
+    assert summary.summary_rows(request_, result) == [
         ("test accuracy", "0.9861"),
         ("images/s", "4,321"),
         ("hosts × ranks", "2 × 2"),

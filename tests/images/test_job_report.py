@@ -190,7 +190,7 @@ def test_secrets_are_masked_everywhere(tmp_path: Path) -> None:
         "environment": {"SM_HPS": '{"db_password": "******", "lr": 0.1}'},
     }
     result = JobResult("digits-1", 1, tmp_path, {}, {}, {}, {"algo-1": "hunter2-x failed"}, plan=plan)
-    report = job_reports.collect_report(opened, result, None)
+    report = job_reports.collect_report(opened, result)
     page = render_job_page(report)
     assert not [secret for secret in (*secrets.values(), "hunter2-x") if secret in page]
     assert [line.text for line in report.log][-2:] == ["the value is debug.", "the value is 0.1."]
@@ -203,7 +203,7 @@ def test_secrets_are_masked_everywhere(tmp_path: Path) -> None:
 def test_values_are_masked_if_train_has_not_said_which_are_secrets(tmp_path: Path) -> None:
     opened = open_finished_job(tmp_path, environment={"PLAIN": "perhaps-secret"})
     opened.log.add("algo-1", "perhaps-secret")
-    report = job_reports.collect_report(opened, None, None)
+    report = job_reports.collect_report(opened, None)
     assert "perhaps-secret" not in render_job_page(report)
     assert report.exit_code is None
 
@@ -211,21 +211,21 @@ def test_values_are_masked_if_train_has_not_said_which_are_secrets(tmp_path: Pat
 def test_metric_definitions_come_before_numbers_in_the_log(tmp_path: Path) -> None:
     opened = open_finished_job(tmp_path)
     opened.log.add("algo-1", "[0,algo-1] other=1")
-    assert [curve.name for curve in job_reports.collect_report(opened, None, None).metrics] == ["other"]
+    assert [curve.name for curve in job_reports.collect_report(opened, None).metrics] == ["other"]
     output = tmp_path / "algo-1" / "output"
     output.mkdir(parents=True)
     record = {"time": "2026-01-31T12:00:00.500Z", "name": "loss", "value": 0.25, "rank": 1, "host": "algo-1"}
     lines = [json.dumps(record), "nonsense", json.dumps({**record, "rank": None}), json.dumps({**record, "value": []})]
     (output / "metrics.jsonl").write_text("\n".join(lines))
     opened.log.began = 1769860800.0
-    (curve,) = job_reports.collect_report(opened, None, None).metrics
+    (curve,) = job_reports.collect_report(opened, None).metrics
     assert (curve.name, curve.rank, [*curve.times], [*curve.values]) == ("loss", 1, [0.5], [0.25])
 
 
 def test_a_report_that_cannot_be_written_is_a_warning(tmp_path: Path) -> None:
     (tmp_path / "report.html").mkdir()
     said = io.StringIO()
-    assert job_reports.write_job_report(Console(file=said), open_finished_job(tmp_path), None, None) is None
+    assert job_reports.write_job_report(Console(file=said), open_finished_job(tmp_path), None) is None
     assert "warning: the report" in said.getvalue()
 
 

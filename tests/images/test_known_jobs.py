@@ -65,7 +65,7 @@ def test_states_of_jobs(request_: JobRequest) -> None:
     for name, code in (("done", 0), ("broken", 7), ("killed", None)):
         run(request_, name, code)
     with open_job(JobRecord("image:1", DOCKER, request_), None, "now"):
-        found = {each.name: (each.state, each.describe()["exit_code"]) for each in list_jobs()}
+        found = {each.name: (each.state, each.describe().exit_code) for each in list_jobs()}
         assert [each.name for each in list_jobs()] == ["now", "killed", "broken", "done"]
         assert find_running_job("now").seconds is not None
     assert found == {

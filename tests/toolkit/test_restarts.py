@@ -17,10 +17,11 @@ from typing import Any
 
 import pytest
 
+from shoal_toolkit.errors import HOST_LOST
 from shoal_toolkit.job.contract import Paths
 from shoal_toolkit.job.settings import take_settings
 from shoal_toolkit.output.pipes import FlowControl
-from shoal_toolkit.result.result import RETRY_CODE, Result
+from shoal_toolkit.result.result import Result
 from shoal_toolkit.run import standby
 from shoal_toolkit.run.processes import HostProcesses
 from shoal_toolkit.run.restarts import Restarts
@@ -70,7 +71,7 @@ def restarts(tmp_path: Path) -> Restarts:
 
 @pytest.mark.parametrize(
     ("code", "message"),
-    [(1, "RuntimeError: x"), (137, "killed"), (RETRY_CODE, "The host b was lost"), (3, ""), (255, "mpirun")],
+    [(1, "RuntimeError: x"), (137, "killed"), (HOST_LOST, "The host b was lost"), (3, ""), (255, "mpirun")],
 )
 def test_failures_that_restart_a_job(restarts: Restarts, code: int, message: str) -> None:
     assert restarts.explain_refusal(Result(code, message)) == ""
@@ -324,7 +325,7 @@ def test_a_worker_that_is_lost_again_during_the_restart(hosts: Hosts) -> None:
 def test_a_worker_that_does_not_come_back(hosts: Hosts) -> None:
     hosts.script(WAIT_ONCE)
     hosts.lose_a_worker_that_trains(SHOAL_HOSTS_TIMEOUT="2")
-    assert hosts.trains[FIRST].wait(30) == RETRY_CODE
+    assert hosts.trains[FIRST].wait(30) == HOST_LOST
     assert f"After 2 s these hosts are missing: {WORKER}" in hosts.trees[0].failure
     assert "rank 0 restart 1" not in hosts.log(FIRST).read_text()
 
@@ -344,7 +345,7 @@ def test_a_lost_first_host_ends_the_workers(hosts: Hosts) -> None:
         hosts.start(name)
     until(hosts.log(WORKER), "rank 1 restart 0")
     hosts.lose(FIRST)
-    assert hosts.trains[WORKER].wait(30) == RETRY_CODE
+    assert hosts.trains[WORKER].wait(30) == HOST_LOST
     assert f"The first host {FIRST} was lost" in hosts.trees[1].failure
 
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
+from shoal_toolkit.errors import HOST_LOST
 from shoal_toolkit.hosts.wire import HEARTBEAT_SECONDS, LOST_SECONDS
-from shoal_toolkit.result.result import RETRY_CODE
 
 from .. import impostor
 from ..repeats import times
@@ -345,7 +345,7 @@ def test_a_worker_starts_once_and_what_is_in_its_plan(
     hosts: list[Host], guarded: subprocess.Popen[bytes], when: str, starts: int
 ) -> None:
     said = claim_to_be_first(hosts, hosts[0].address, "right", when)
-    assert hosts[1].finished(guarded).code == RETRY_CODE
+    assert hosts[1].finished(guarded).code == HOST_LOST
     assert said["lost"]
     assert len(started(hosts[1])) <= starts
     why = {"twice": "a start for the second time", "script": "a start of something that is not in this host's plan"}[
@@ -428,7 +428,7 @@ def test_a_host_that_is_killed_ends_the_other(hosts: list[Host], killed: int) ->
         until(hosts[0].file("out"), "up", 2)
         processes[killed].kill()
         other = 1 - killed
-        assert hosts[other].finished(processes[other]).code == RETRY_CODE
+        assert hosts[other].finished(processes[other]).code == HOST_LOST
     assert hosts[other].tree.outcome() == {"failure"}
     # At once: silence, which it would notice after LOST_SECONDS, has another message.
     assert re.search(f"host algo-{killed + 1} was lost: (it closed|.*reset)", hosts[other].tree.failure)
@@ -441,7 +441,7 @@ def test_a_cut_network_ends_both_hosts(hosts: list[Host]) -> None:
         until(hosts[0].file("out"), "up", 2)
         began = time.monotonic()
         cut(hosts[0])
-        assert [host.finished(process).code for host, process in zip(hosts, processes)] == [RETRY_CODE] * 2
+        assert [host.finished(process).code for host, process in zip(hosts, processes)] == [HOST_LOST] * 2
         assert time.monotonic() - began < LOST_SECONDS + 30
     assert all("was lost: it was silent for" in host.tree.failure for host in hosts)
 

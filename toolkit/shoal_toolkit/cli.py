@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 
 from shoal_toolkit import __version__, redact
 from shoal_toolkit.discovery.sources import remove_launch_variables
-from shoal_toolkit.errors import LaunchError, StoppedError, TrainError
+from shoal_toolkit.errors import FAILED, LaunchError, StoppedError, TrainError
 from shoal_toolkit.job.contract import Cluster, Paths, make_cluster, read_cluster, read_framework, read_job, read_paths
 from shoal_toolkit.job.machine import read_machine
 from shoal_toolkit.job.settings import (
@@ -54,7 +54,7 @@ def command() -> NoReturn:
             if stream is not None:  # None if `train` was started with the descriptor closed
                 stream.flush()
         except OSError:  # its reader has gone
-            code = code or 1
+            code = code or FAILED
     os._exit(code)
 
 

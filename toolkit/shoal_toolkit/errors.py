@@ -1,23 +1,42 @@
-"""Errors before or around the script, and suggestions for misspelt names.
+"""Errors before or around the script, the exit codes that `train` chooses, and suggestions for misspelt names.
 
 A TrainError has the exit code with which `train` ends, and a message with a fix. StoppedError has the signal's number.
+docs/exit-codes.md lists the codes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
+SUCCESS = 0
+"""The job has succeeded on all hosts."""
+FAILED = 1
+"""The script failed, the job could not run, its result could not be written, or `train --preflight` has findings.
+
+Fix: read the failure file
+"""
+WRONG_CONFIGURATION = 2
+"""The configuration of the job is wrong, and nothing was started. A script may fail with this code too.
+
+Fix: change the setting that the failure file names
+"""
+HOST_LOST = 138
+"""A host was lost, or did not come back. The failure is not the script's. Kubeflow reserves this code for that.
+
+Fix: start the job again (docs/restarts.md)
+"""
+
 
 class TrainError(Exception):
     """An error that `train` reports by its message alone, without a traceback."""
 
-    exit_code = 1
+    exit_code = FAILED
 
 
 class ContractError(TrainError):
     """The configuration of the job is wrong. Nothing has been started."""
 
-    exit_code = 2
+    exit_code = WRONG_CONFIGURATION
 
 
 class LaunchError(TrainError):

@@ -19,6 +19,8 @@ _MODULES = ("setup", "images", "dependencies", "jobs", "running_jobs", "deploy",
 """The modules that define commands; importing one adds its commands to `app`."""
 _IMAGE_COMMANDS = frozenset({"build", "list", "plan", "push", "render"})
 """The commands in the module `images`. Importing the other modules takes longer than running these commands."""
+EXIT_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+"""The signals that end a command as SIGINT does, with 128 + their number."""
 
 
 def main(command: BuildCommand | None) -> None:
@@ -53,7 +55,7 @@ def _install_signal_handlers() -> None:
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    for number in (signal.SIGTERM, signal.SIGHUP):
+    for number in EXIT_SIGNALS:
         signal.signal(number, _exit_on_signal)
 
 

@@ -69,13 +69,13 @@ def lock_images(
             locked.add(here.lock_directory(image))
             for path in paths:
                 count = len(pins.read_lock(path))
-                locks.append({"tag": image.tag, "path": path, "pins": count})
+                locks.append(lock.LockFile(image.tag, path, count))
                 print_line(f"{count:3} pins  {path}", progress)
     finally:  # if a child cannot be resolved, the images before it stay locked
         variants = [image for image in matrix.images if here.lock_directory(image) in locked]
         files = render.write_files(render.render_all(here, variants))
     if as_json:
-        print_json({"locks": locks, "rendered": files})
+        print_json(lock.LockedImages(locks, files))
     else:
         print_line("\n".join(map(str, files)))
 

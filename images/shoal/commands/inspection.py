@@ -88,23 +88,17 @@ def audit_image(
     accepted = advisories.read_allow_list(allow)
     report = advisories.read_report(known)
     inside = facts.read_facts(_connect_with_images(tag), tag)
-    found = advisories.find_vulnerabilities(inside, report, accepted)
-    unused = advisories.list_unused(found, accepted)
-    unaudited = advisories.list_unaudited(inside, report)
-    today = datetime.date.today()
+    found = advisories.audit(inside, report, accepted, datetime.date.today())
     if as_json:
-        findings = [{**vars(finding), "counts": finding.is_unaccepted(today)} for finding in found]
-        print_json({"tag": tag, "findings": findings, "unused": unused, "unaudited": unaudited})
+        print_json(found)
     progress = progress_console(as_json)
-    for finding in found:
-        print_line(strip_controls(f"{'✗' if finding.is_unaccepted(today) else '-'} {finding}"), progress)
-    for entry in unused:
+    for finding in found.findings:
+        print_line(strip_controls(f"{'✗' if finding.counts else '-'} {finding}"), progress)
+    for entry in found.unused:
         print_line(f"! {allow}: {entry.id} is not in {tag}", progress)
-    if unaudited:
-        print_line(
-            strip_controls(f"! {known} does not cover {len(unaudited)} packages: {' '.join(unaudited)}"), progress
-        )
-    if count := sum(finding.is_unaccepted(today) for finding in found):
+    if names := found.unaudited:
+        print_line(strip_controls(f"! {known} does not cover {len(names)} packages: {' '.join(names)}"), progress)
+    if count := sum(finding.counts for finding in found.findings):
         raise VulnerabilityError(
             f"{tag}: {count} known vulnerabilities. Fix: use releases without them (dockerfiles/versions.yml, shoal"
             " lock), or accept them with a reason and an expiry date in a file for --allow"

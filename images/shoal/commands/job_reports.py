@@ -37,23 +37,20 @@ _MIN_SECRET_DIGITS = 12
 _MIN_SECRET = 5  # characters; a shorter value appears by chance
 
 
-def write_job_report(
-    console: Console, opened: OpenJob, result: JobResult | None, build_seconds: float | None
-) -> Path | None:
+def write_job_report(console: Console, opened: OpenJob, result: JobResult | None) -> Path | None:
     """Write the page of a job that has ended. If that fails, print a warning, and change nothing else.
 
     Args:
         console: The console for the warning.
         opened: The job.
         result: How it ended; None if it was interrupted.
-        build_seconds: How long the build of its image took; None without a build.
 
     Returns:
         The page, or None if it was not written.
     """
     page = opened.directory / PAGE
     try:
-        write_files(page, {page: render_job_page(collect_report(opened, result, build_seconds))})
+        write_files(page, {page: render_job_page(collect_report(opened, result))})
     except Exception as error:  # also a defect of the report must not change the job's result
         text = f"warning: the report {page} was not written: {type(error).__name__}: {error}"
         console.print(strip_controls(text), markup=False, highlight=False, soft_wrap=True)
@@ -61,7 +58,7 @@ def write_job_report(
     return page
 
 
-def collect_report(opened: OpenJob, result: JobResult | None, build_seconds: float | None) -> JobReport:
+def collect_report(opened: OpenJob, result: JobResult | None) -> JobReport:
     """Return the data of a job's report, with masked secrets. Reads metrics from the job's directory."""
     request, log = opened.record.request, opened.log
     plan = result.plan if result else _find_plan(opened.directory)
@@ -71,7 +68,7 @@ def collect_report(opened: OpenJob, result: JobResult | None, build_seconds: flo
         started=time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(log.began)),
         exit_code=result.exit_code if result else None,
         causes=[(hosts, masks.hide(text)) for hosts, text in _list_causes(result)] if result else [],
-        summary=summary.summary_rows(request, result, build_seconds) if result else [],
+        summary=summary.summary_rows(request, result) if result else [],
         plan=[(name, masks.hide(_to_text(plan[name]))) for name in _PLAN_ROWS if plan.get(name)],
         reasons=[masks.hide(_to_text(note)) for note in _as_list(plan.get("notes"))],
         settings=_collect_settings(opened, plan, masks),

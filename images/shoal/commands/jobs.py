@@ -276,10 +276,9 @@ def run_job(options: RunOptions) -> None:
             opened.on_started = functools.partial(moved.release_parent, opened.directory)
             progress = Console(highlight=False)  # not of the terminal
         result = _run_to_end(opened, progress, options, build_seconds)
-    summary.print_summary(progress, record.request, result, build_seconds)
+    summary.print_summary(progress, record.request, result)
     if options.as_json and not moved:
-        known = {name: value for name, value in vars(result).items() if name != "plan"}
-        print_json({**known, "build_seconds": build_seconds})
+        print_json({name: value for name, value in vars(result).items() if name != "plan"})
     _print_report(progress, result.report)
     raise typer.Exit(result.exit_code)
 
@@ -296,14 +295,15 @@ def _run_to_end(opened: OpenJob, progress: Console, options: RunOptions, build_s
             with contextlib.suppress(OSError):  # of a full disk: `error` tells more
                 opened.finish(*_describe_exception(error))
         if opened.log.lines:
-            page = job_reports.write_job_report(progress, opened, None, build_seconds)
+            page = job_reports.write_job_report(progress, opened, None)
             _print_report(progress, page)
         if opened.has_checkpoints:
             summary.print_resume_command(progress, opened.record.request, opened.name)
         raise
     opened.finish(result.exit_code)
-    result = dataclasses.replace(result, checkpoints=opened.checkpoints.path if opened.has_checkpoints else None)
-    return dataclasses.replace(result, report=job_reports.write_job_report(progress, opened, result, build_seconds))
+    checkpoints = opened.checkpoints.path if opened.has_checkpoints else None
+    result = dataclasses.replace(result, checkpoints=checkpoints, build_seconds=build_seconds)
+    return dataclasses.replace(result, report=job_reports.write_job_report(progress, opened, result))
 
 
 def _describe_exception(error: BaseException) -> tuple[int, str]:

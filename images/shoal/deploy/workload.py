@@ -19,9 +19,7 @@ from shoal.deploy.pod import Object, build_pod_template, job_labels, name_object
 from shoal.deploy.request import Kind, KubernetesRequest
 from shoal.jobs import restarts
 
-WRONG_CONFIGURATION, STOPPED = 2, 143
-"""Exit codes of `train`."""
-_LOST = (137, restarts.RETRY_CODE)
+_LOST = (137, restarts.HOST_LOST)
 """Exit codes of a pod that was killed, and of `train` in the pods that have lost it."""
 _TRAINER = "trainer.kubeflow.org"
 _NODE = "node"
@@ -85,10 +83,10 @@ def _build_job_spec(request: KubernetesRequest, container: str, retries: int) ->
 
     stopped = [
         {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
-        {"action": "Ignore", **on_codes("In", STOPPED)},
+        {"action": "Ignore", **on_codes("In", restarts.STOPPED)},
     ]
     only_lost = request.max_restarts and not request.retries
-    final = on_codes("NotIn", *_LOST) if only_lost else on_codes("In", WRONG_CONFIGURATION)
+    final = on_codes("NotIn", *_LOST) if only_lost else on_codes("In", restarts.WRONG_CONFIGURATION)
     return {
         "completionMode": "Indexed",
         "completions": request.hosts,

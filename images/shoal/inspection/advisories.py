@@ -63,6 +63,19 @@ class AllowList(yaml_file.Model):
 
 
 @dataclass(frozen=True)
+class Audit:
+    """The known vulnerabilities of the distributions in an image."""
+
+    tag: str
+    findings: Sequence[Vulnerability]
+    """Sorted by distribution."""
+    unused: Sequence[AcceptedVulnerability]
+    """Entries of the allow-list that match nothing. Of two for one vulnerability, the one that expires earlier."""
+    unaudited: Sequence[str]
+    """The distributions that the report lacks, or has in other versions only."""
+
+
+@dataclass(frozen=True)
 class Vulnerability:
     """A known vulnerability of an installed distribution."""
 
@@ -73,10 +86,8 @@ class Vulnerability:
     fixed_in: tuple[str, ...]
     accepted: AcceptedVulnerability | None
     """The entry of the allow-list, even if it has expired."""
-
-    def is_unaccepted(self, today: datetime.date) -> bool:
-        """Return whether no entry of the allow-list accepts it today."""
-        return self.accepted is None or self.accepted.expires < today
+    counts: bool
+    """Whether no entry accepts it today, so that the exit code is 12."""
 
     def __str__(self) -> str:
         fix = f"fixed in {' or '.join(self.fixed_in)}" if self.fixed_in else "no fix yet"
@@ -99,21 +110,25 @@ def read_allow_list(path: Path | None) -> tuple[AcceptedVulnerability, ...]:
     return yaml_file.read_yaml(path, AllowList)[0].accepted if path else ()
 
 
-def find_vulnerabilities(
-    facts: ImageFacts, report: AuditReport, accepted: Sequence[AcceptedVulnerability]
-) -> list[Vulnerability]:
-    """Return the known vulnerabilities of the distributions in an image, sorted by distribution.
+def audit(
+    facts: ImageFacts, report: AuditReport, accepted: Sequence[AcceptedVulnerability], today: datetime.date
+) -> Audit:
+    """Return the known vulnerabilities of the distributions in an image.
 
     Args:
         facts: What is installed in the image.
         report: What is known about packages.
         accepted: The entries of the allow-list. If several name a vulnerability, the one that expires last is used.
+        today: The last day of entries that still count.
     """
-    return sorted(_match_advisories(facts, report, accepted), key=lambda found: (found.name, found.id))
+    findings = sorted(_match_advisories(facts, report, accepted, today), key=lambda found: (found.name, found.id))
+    unused = [entry for entry in accepted if all(found.accepted != entry for found in findings)]
+    unaudited = sorted(canonicalize_name(each.name) for each in facts.distributions if not report.find(each))
+    return Audit(facts.tag, findings, unused, unaudited)
 
 
 def _match_advisories(
-    facts: ImageFacts, report: AuditReport, accepted: Sequence[AcceptedVulnerability]
+    facts: ImageFacts, report: AuditReport, accepted: Sequence[AcceptedVulnerability], today: datetime.date
 ) -> Iterator[Vulnerability]:
     """Yield each advisory about an installed distribution, with the entry that accepts it or None.
 
@@ -123,23 +138,8 @@ def _match_advisories(
         for known in [known for dependency in report.find(installed) for known in dependency.vulns]:
             entries = [entry for entry in accepted if entry.id in {known.id, *known.aliases}]
             entry = max(entries, key=lambda entry: entry.expires, default=None)
-            name = canonicalize_name(installed.name)
-            yield Vulnerability(name, installed.version, known.id, known.aliases, known.fix_versions, entry)
-
-
-def list_unaudited(facts: ImageFacts, report: AuditReport) -> list[str]:
-    """Return the names of distributions in an image that the report lacks, or has in other versions only."""
-    return sorted(canonicalize_name(found.name) for found in facts.distributions if not report.find(found))
-
-
-def list_unused(
-    found: Sequence[Vulnerability], accepted: Sequence[AcceptedVulnerability]
-) -> list[AcceptedVulnerability]:
-    """Return the entries of an allow-list that no vulnerability uses.
-
-    If two entries name the same vulnerability, the one that expires earlier is unused.
-    """
-    return [entry for entry in accepted if all(one.accepted != entry for one in found)]
+            name, counts = canonicalize_name(installed.name), entry is None or entry.expires < today
+            yield Vulnerability(name, installed.version, known.id, known.aliases, known.fix_versions, entry, counts)
 
 
 def _is_same_version(installed: str, known: str) -> bool:

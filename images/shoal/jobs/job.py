@@ -183,6 +183,8 @@ class JobResult:
     """The page about the job; None if it was not written."""
     checkpoints: Path | None = None
     """The directory with its checkpoints; None if it has none."""
+    build_seconds: float | None = None
+    """The seconds of `--build`; None if there was none."""
 
 
 def check_source(source: Path, entry_point: str) -> None:

@@ -7,7 +7,6 @@ import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from shoal.errors import UsageError, did_you_mean
 from shoal.jobs import record, running
@@ -17,6 +16,29 @@ from shoal.jobs.record import RECORD, JobRecord
 LOST = "lost"
 """The state of a job that has not ended, but no command runs it: the command was killed."""
 _NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?")
+
+
+@dataclass(frozen=True)
+class JobDescription:
+    """A job that runs or has ended."""
+
+    name: str
+    state: str
+    """`running`, `completed`, `failed`, `stopped` or `lost`."""
+    exit_code: int | None
+    image: str
+    engine: str
+    """`docker`, or `none` without Docker."""
+    hosts: int
+    started: float
+    """Seconds since 1970."""
+    ended: float | None
+    """Seconds since 1970; None if it runs or is lost."""
+    seconds: float | None
+    """How long it has run; None if it is lost."""
+    directory: Path
+    pid: int
+    """The process of the command that runs it."""
 
 
 @dataclass(frozen=True)
@@ -49,22 +71,22 @@ class KnownJob:
         end = time.time() if self.is_running else self.record.ended
         return None if end is None else end - self.record.started
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self) -> JobDescription:
         """Return the document that `shoal ps --json` prints about it."""
         own = self.record
-        return {
-            "name": self.name,
-            "state": self.state,
-            "exit_code": None if self.is_running else own.exit_code,
-            "image": own.image,
-            "engine": own.engine,
-            "hosts": own.request.hosts,
-            "started": own.started,
-            "ended": None if self.is_running else own.ended,
-            "seconds": self.seconds,
-            "directory": self.directory,
-            "pid": own.pid,
-        }
+        return JobDescription(
+            name=self.name,
+            state=self.state,
+            exit_code=None if self.is_running else own.exit_code,
+            image=own.image,
+            engine=own.engine,
+            hosts=own.request.hosts,
+            started=own.started,
+            ended=None if self.is_running else own.ended,
+            seconds=self.seconds,
+            directory=self.directory,
+            pid=own.pid,
+        )
 
 
 def read_job(directory: Path) -> KnownJob:

@@ -1,4 +1,4 @@
-"""The contract of restarts with `train`: variables, exit codes and job.json. docs/reliability.md describes it."""
+"""The contract of restarts with `train`: variables, exit codes and job.json. docs/restarts.md describes it."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ MOST_RESTARTS = 10000
 """The largest limit that `train` takes."""
 MIN_HOSTS = "SHOAL_MIN_HOSTS"
 """The number of hosts with which an elastic job goes on. Default of `train`: all."""
-RETRY_CODE = 138
-"""The exit code of `train` on a host that has lost the others: a new start may succeed."""
-_FINAL = (0, 2, 143)
-"""Exit codes after which a new start is wrong: success, wrong configuration, SIGTERM from outside."""
+WRONG_CONFIGURATION, HOST_LOST, STOPPED = 2, 138, 143
+"""Exit codes of `train`. docs/exit-codes.md lists them."""
+_FINAL = (0, WRONG_CONFIGURATION, STOPPED)
+"""Exit codes after which a new start is wrong."""
 
 
 def limit_variables(most: int, least_hosts: int = 0) -> dict[str, str]:
@@ -36,7 +36,7 @@ def describe_exit(exit_code: int, out_of_memory: bool = False) -> str:
     """Return how a host that was lost has ended, in words."""
     if out_of_memory:
         return "killed by the out-of-memory killer"
-    if exit_code == RETRY_CODE:
+    if exit_code == HOST_LOST:
         return "it has lost the other hosts"
     try:
         return f"killed by {signal.Signals(exit_code - 128).name}"

@@ -12,7 +12,7 @@ from shoal.docker_client.containers import strip_controls
 from shoal.jobs.job import JobRequest, JobResult
 
 
-def summary_rows(request: JobRequest, result: JobResult, build_seconds: float | None) -> list[tuple[str, str]]:
+def summary_rows(request: JobRequest, result: JobResult) -> list[tuple[str, str]]:
     """Return names and values: test accuracy and images/s, hosts and ranks, restarts, seconds, files and exit code.
 
     Metrics and seconds that are unknown are left out. Other metrics are not shown. The directory is listed only after a
@@ -27,7 +27,7 @@ def summary_rows(request: JobRequest, result: JobResult, build_seconds: float | 
     if result.restarts:
         rows.append(("restarts", str(len(result.restarts))))
     seconds = (
-        ("build", build_seconds),
+        ("build", result.build_seconds),
         ("launch", launch.get("launch_seconds")),
         ("training", launch.get("training_seconds")),
     )
@@ -42,7 +42,7 @@ def summary_rows(request: JobRequest, result: JobResult, build_seconds: float | 
     return [*rows, ("exit code", str(result.exit_code))]
 
 
-def print_summary(console: Console, request: JobRequest, result: JobResult, build_seconds: float | None) -> None:
+def print_summary(console: Console, request: JobRequest, result: JobResult) -> None:
     """Print each message of hosts once, after the names of its hosts, each restart, and the table of `summary_rows`.
 
     After a failure, print the command that continues the job, if it has checkpoints.
@@ -54,7 +54,7 @@ def print_summary(console: Console, request: JobRequest, result: JobResult, buil
         console.print(f"\n{', '.join(hosts)}: {message}", markup=False, highlight=False, soft_wrap=True)
     for restart in result.restarts:
         console.print(describe_restart(restart), markup=False, highlight=False, soft_wrap=True)
-    rows = summary_rows(request, result, build_seconds)
+    rows = summary_rows(request, result)
     width = max(len(name) for name, _ in rows)
     console.rule(result.name, align="left")
     for name, value in rows:  # not a rich table, which would break paths on a narrow terminal

@@ -157,7 +157,7 @@ class Watch:
         if not self._can_restart or restarts.is_final(end.exit_code):
             return False
         first = self.hosts.first
-        if end.exit_code != restarts.RETRY_CODE and self.hosts.has_result(first):
+        if end.exit_code != restarts.HOST_LOST and self.hosts.has_result(first):
             return False
         listed = [*self.restarts, *self.hosts.read_restarts(first)]
         return restarts.count_failures(listed) < self.hosts.request.max_restarts

@@ -31,17 +31,17 @@ _Key = tuple[int, int]
 
 @dataclass(frozen=True)
 class Sum:
-    """Bytes of layers' tar archives, uncompressed and compressed by gzip.
-
-    `hidden` are the bytes of files that a later layer deletes or overwrites: they are shipped, but no container sees
-    them. `files` counts all entries except directories.
-    """
+    """Bytes of layers' tar archives, uncompressed and compressed by gzip."""
 
     bytes: int = 0
+    """The bytes of tar archives."""
     compressed: int = 0
+    """The bytes after gzip."""
     hidden: int = 0
+    """The bytes of files that a later layer deletes or overwrites: they are shipped, but no container sees them."""
     hidden_compressed: int = 0
     files: int = 0
+    """The number of entries, except directories."""
 
     def __add__(self, other: Sum) -> Sum:
         return Sum(*map(operator.add, astuple(self), astuple(other)))

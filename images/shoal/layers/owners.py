@@ -27,12 +27,10 @@ _MOST_LINKS = 40  # on one path, as in the kernel
 
 @dataclass(frozen=True, order=True)
 class Owner:
-    """The owner of a file: a Python distribution, a Debian package, or (other) its directory.
-
-    The kind "tar" is for bytes that belong to no file: headers of directories, whiteouts, ends of archives.
-    """
+    """The owner of a file: a Python distribution, a Debian package, or its directory."""
 
     kind: Literal["python", "debian", "other", "tar"]
+    """`other`: a directory. `tar`: bytes of no file, such as headers of directories, whiteouts and ends of archives."""
     name: str
 
 

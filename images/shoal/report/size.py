@@ -5,11 +5,10 @@ It also prints the largest layers and packages, or changes, on the terminal.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import docker
 from rich.console import Console
@@ -24,9 +23,9 @@ from shoal.errors import UsageError
 from shoal.layers import inventory
 from shoal.layers.inventory import Inventory, Sum
 from shoal.matrix.spec import BuildSpec
-from shoal.report import output_files, size_page, size_text
+from shoal.report import output_files, size_document, size_page, size_text
 from shoal.report.formats import format_byte_change, format_bytes
-from shoal.report.size_comparison import Change, Comparison, compare_sizes, layer_title
+from shoal.report.size_comparison import Comparison, compare_sizes, layer_title
 
 _CHUNK = 1024 * 1024  # bytes
 _MAX_ROWS = 10  # of a table on the terminal
@@ -67,7 +66,7 @@ def write_size_report(
     inventories = [_read_inventory(archive, console) for archive in archives]
     comparison = compare_sizes(*inventories) if len(inventories) == 2 else None
     texts = {page: size_page.render_size_page(inventories, comparison)}
-    texts |= {other: json.dumps(make_document(inventories, comparison), indent=2) + "\n" for other in others}
+    texts |= {other: size_document.format_document(inventories, comparison) for other in others}
     output_files.write_files(output, texts)
     return inventories, list(texts)
 
@@ -85,53 +84,6 @@ def print_size_report(console: Console, inventories: Sequence[Inventory]) -> Non
         layers = sorted(of.layers, key=lambda layer: -layer.sum.bytes)
         _print_sizes(console, "layer", [(layer_title(layer), layer.sum) for layer in layers])
         _print_sizes(console, "package", [(owner.name, sums) for owner, sums in of.owners.items()])
-
-
-def make_document(inventories: Sequence[Inventory], comparison: Comparison | None) -> dict[str, Any]:
-    """Return the inventories (`images`) and the comparison (`difference`) as a JSON object. Sizes are in bytes."""
-    found: dict[str, Any] = {"images": [_image_document(of) for of in inventories]}
-    if comparison:
-        found["difference"] = {
-            "packages": [_change_document(change) for change in comparison.packages if change.is_changed],
-            "layers": [_change_document(change) for change in comparison.layers],
-            **_change_document(comparison.total),
-        }
-    return found
-
-
-def _image_document(of: Inventory) -> dict[str, Any]:
-    """Return the inventory of an image as a JSON object: name, sums, layers, owners and packages."""
-    return {
-        "name": of.name,
-        **asdict(of.sum),
-        "layers": [
-            {
-                "digest": layer.digest,
-                "command": layer.command,
-                **asdict(layer.sum),
-                "owners": [{**asdict(owner), **asdict(sums)} for owner, sums in layer.owners.items()],
-            }
-            for layer in of.layers
-        ],
-        "owners": [
-            {**asdict(owner), "version": of.versions.get(owner, ""), **asdict(sums)}
-            for owner, sums in of.owners.items()
-        ],
-        "debian_packages": [asdict(package) for package in of.debian],
-        "python_distributions": [asdict(distribution) for distribution in of.python],
-    }
-
-
-def _change_document(change: Change) -> dict[str, Any]:
-    """Return a change as a JSON object: kind, name, state, version, and the differences of both sizes in bytes."""
-    return {
-        "kind": change.kind,
-        "name": change.name,
-        "state": change.state,
-        "version": change.version,
-        "bytes": change.bytes,
-        "compressed": change.compressed,
-    }
 
 
 def _open_image(name: str, matrix: BuildSpec | None) -> _ImageArchive:

@@ -11,7 +11,8 @@ import platform
 import subprocess
 import sys
 import zipfile
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -24,6 +25,7 @@ from shoal.matrix.project import LAYERS, Project
 from shoal.matrix.spec import BuildSpec, ImageSpec
 from shoal.sources import pins
 from shoal.sources.pins import Pin
+from shoal.sources.render import GeneratedFile
 
 # Up to the C library of Debian 12. Later ones are compatible.
 _PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in range(36, 4, -1)] + [
@@ -46,6 +48,26 @@ if not markers.Marker("python_version == '" + version + "'").evaluate():
     sys.exit("this pip cannot read markers for another Python")
 sys.exit(main())
 """
+
+
+@dataclass(frozen=True)
+class LockFile:
+    """A lock file that was written."""
+
+    tag: str
+    path: Path
+    pins: int
+    """How many distributions it pins."""
+
+
+@dataclass(frozen=True)
+class LockedImages:
+    """The lock files and Dockerfiles of images that were locked."""
+
+    locks: Sequence[LockFile]
+    """One for each layer of an image. Variants of an image share them."""
+    rendered: Sequence[GeneratedFile]
+    """The Dockerfiles."""
 
 
 def lock_image(project: Project, spec: BuildSpec, image: ImageSpec) -> list[Path]:

@@ -22,9 +22,35 @@ from collections.abc import Sequence
 from typing import Any
 
 from smdistributed.modelparallel.backend.exceptions import SMPError
+from smdistributed.modelparallel.backend.partition import Partition
 
 _GIB = 1 << 30
 _DECIDED = ("partitions", "microbatches", "active_microbatches")
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanEstimate:
+    """A configuration that was tried."""
+
+    partitions: int
+    microbatches: int
+    active_microbatches: int
+    idle: float
+    """The share of a step in which a device idles, from 0 to 1."""
+    stage_bytes: Sequence[int]
+    """The memory of each stage."""
+    fits: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    """All configurations that were tried, and the best one."""
+
+    plans: Sequence[PlanEstimate]
+    recommended: dict[str, Any] | None
+    """The mp_parameters of the best one; None if nothing fits. The exit code is then 1."""
+    partition: Partition | None
+    """The stages of the best one; None if nothing fits."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -48,7 +74,7 @@ def main(arguments: Sequence[str]) -> int:
         return 2
     best = planning.recommended(plans, memory)
     if options.json:
-        print(json.dumps(_document(plans, best, memory, options.mp_parameters), indent=2))
+        print(json.dumps(dataclasses.asdict(_document(plans, best, memory, options.mp_parameters)), indent=2))
         return 0 if best else 1
     _show(plans, memory)
     return _recommend(plans, best, options)
@@ -73,22 +99,18 @@ def _decided(found: Any) -> dict[str, int]:
     return {name: getattr(found.config, name) for name in _DECIDED}
 
 
-def _document(plans: Sequence[Any], best: Any, memory: int | None, given: dict[str, Any]) -> dict[str, Any]:
-    """Returns the JSON document: `plans`, `recommended` and `partition`; the last two are null if nothing fits."""
+def _document(plans: Sequence[Any], best: Any, memory: int | None, given: dict[str, Any]) -> Estimate:
+    """Returns the document of all plans and the best one; None: nothing fits."""
     documents = [
-        {
-            **_decided(found),
-            "idle": found.idle,
-            "stage_bytes": found.stage_bytes,
-            "fits": memory is None or found.largest <= memory,
-        }
+        PlanEstimate(**_decided(found), idle=found.idle, stage_bytes=found.stage_bytes, fits=_fits(found, memory))
         for found in plans
     ]
-    return {
-        "plans": documents,
-        "recommended": {**given, **_decided(best)} if best else None,
-        "partition": dataclasses.asdict(best.partition) if best else None,
-    }
+    return Estimate(documents, {**given, **_decided(best)} if best else None, best and best.partition)
+
+
+def _fits(found: Any, memory: int | None) -> bool:
+    """Returns whether each stage of a plan fits in a device's memory; None is unlimited."""
+    return memory is None or bool(found.largest <= memory)
 
 
 def _show(plans: Sequence[Any], memory: int | None) -> None:
@@ -97,7 +119,7 @@ def _show(plans: Sequence[Any], memory: int | None) -> None:
     for found in plans:
         config = found.config
         sizes = " ".join(f"{size / _GIB:.2f}" for size in found.stage_bytes)
-        fits = "" if memory is None or found.largest <= memory else "  does not fit"
+        fits = "" if _fits(found, memory) else "  does not fit"
         numbers = f"{config.partitions:10} {config.microbatches:13} {config.active_microbatches:7}"
         print(f"{numbers} {found.idle:7.1%}  {sizes}{fits}")
 

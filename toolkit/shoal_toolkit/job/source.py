@@ -15,7 +15,7 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 
-from shoal_toolkit.errors import ContractError, LaunchError
+from shoal_toolkit.errors import WRONG_CONFIGURATION, ContractError, LaunchError
 from shoal_toolkit.light_typing import Any, NamedTuple
 from shoal_toolkit.system.process import signal_group, spawn
 
@@ -226,4 +226,4 @@ def _run_unpack(argv: Sequence[str], environ: Mapping[str, str], source: CodeSou
         os.close(read_end)
     if code:
         text = message.decode("utf-8", "replace") or f"{source.address} cannot be fetched: exit code {code}."
-        raise (ContractError if code == ContractError.exit_code else LaunchError)(f"{source.named_by}: {text}")
+        raise (ContractError if code == WRONG_CONFIGURATION else LaunchError)(f"{source.named_by}: {text}")

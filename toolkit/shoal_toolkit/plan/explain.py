@@ -2,29 +2,64 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 from shoal_toolkit import redact
+from shoal_toolkit.light_typing import NamedTuple
 from shoal_toolkit.plan.plan import LaunchPlan
 
 
+class ExplainedPlan(NamedTuple):
+    """The plan of a host, with masked secrets."""
+
+    launcher: str
+    hosts: Sequence[str]
+    hosts_from: Mapping[str, str]
+    """The `source` of the hosts, such as Slurm, and the `evidence`: the variables or the file that name them."""
+    current_host: str
+    first_host: str
+    """The host that leads the job."""
+    ranks: Mapping[str, int]
+    """The number of ranks by host, without hosts outside the distribution."""
+    world_size: int
+    interface: str
+    """The network interface between hosts."""
+    cwd: str
+    """The directory in which the script starts."""
+    setup: Sequence[Sequence[str]]
+    """The commands that this host runs before the launch."""
+    sidecars: Sequence[Sequence[str]]
+    """The commands that run next to the script."""
+    script: Sequence[str]
+    """The command of a rank."""
+    command: Sequence[str]
+    """The command of this host; empty if the first host starts the ranks here."""
+    environment: Mapping[str, str]
+    """The variables that are added to the environment."""
+    notes: Sequence[str]
+    """The reasons, and notes for the log."""
+
+
 def plan_to_dict(plan: LaunchPlan) -> dict[str, object]:
-    """Returns the plan for `train --explain --json`, with masked secrets. `notes` contains the reasons too."""
-    return {
-        "launcher": plan.launcher,
-        "hosts": list(plan.hosts),
-        "hosts_from": {"source": plan.hosts_source, "evidence": plan.hosts_evidence},
-        "current_host": plan.current_host,
-        "first_host": plan.hosts[0],
-        "ranks": dict(plan.ranks),
-        "world_size": plan.world_size,
-        "interface": plan.interface,
-        "cwd": plan.cwd,
-        "setup": [redact.mask_arguments(command) for command in plan.setup],
-        "sidecars": [redact.mask_arguments(sidecar.command) for sidecar in plan.sidecars],
-        "script": redact.mask_arguments(plan.script),
-        "command": redact.mask_arguments(plan.command),
-        "environment": redact.mask_environment(plan.env),
-        "notes": [*plan.notes, *plan.reasons],
-    }
+    """Returns the plan for `train --explain --json`, with masked secrets: the fields of ExplainedPlan."""
+    explained = ExplainedPlan(
+        launcher=plan.launcher,
+        hosts=list(plan.hosts),
+        hosts_from={"source": plan.hosts_source, "evidence": plan.hosts_evidence},
+        current_host=plan.current_host,
+        first_host=plan.hosts[0],
+        ranks=dict(plan.ranks),
+        world_size=plan.world_size,
+        interface=plan.interface,
+        cwd=plan.cwd,
+        setup=[redact.mask_arguments(command) for command in plan.setup],
+        sidecars=[redact.mask_arguments(sidecar.command) for sidecar in plan.sidecars],
+        script=redact.mask_arguments(plan.script),
+        command=redact.mask_arguments(plan.command),
+        environment=redact.mask_environment(plan.env),
+        notes=[*plan.notes, *plan.reasons],
+    )
+    return dict(zip(explained._fields, explained))
 
 
 def plan_to_text(plan: LaunchPlan) -> str:

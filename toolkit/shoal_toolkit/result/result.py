@@ -11,13 +11,11 @@ import signal
 from collections.abc import Mapping, Sequence
 
 from shoal_toolkit import redact
-from shoal_toolkit.errors import LaunchError, TrainError
+from shoal_toolkit.errors import FAILED, LaunchError, TrainError
 from shoal_toolkit.job.contract import Paths
 from shoal_toolkit.light_typing import Any, NamedTuple
 from shoal_toolkit.log import write_log
 
-# A platform may start the job again: the failure is not the script's. Kubeflow reserves this code for that.
-RETRY_CODE = 138
 FAILURE, SUCCESS, REPORT, METRICS = "failure", "success", "job.json", "metrics.jsonl"
 _MAX_SCRIPT_FAILURE = 1 << 16  # characters
 
@@ -141,7 +139,7 @@ def write_result(paths: Paths, result: Result, report: Mapping[str, Any]) -> int
         message = message or _explain_unwritable(paths, error)
         write_log(f"the result cannot be written: {error}. {_needs(paths)}\nIt is:\n{message}")
         _write_failure_only(paths, message)
-        return code or 1
+        return code or FAILED
     return code
 
 
@@ -194,7 +192,7 @@ def write_provisional_failure(paths: Paths, result: Result) -> None:
 
 def clamp_exit_code(code: int) -> int:
     """Returns an exit code from 0 to 255, 1 for any other. The kernel keeps 8 bits, so that 256 would become 0."""
-    return code if 0 <= code <= 255 else 1
+    return code if 0 <= code <= 255 else FAILED
 
 
 def _explain_unwritable(paths: Paths, error: OSError) -> str:

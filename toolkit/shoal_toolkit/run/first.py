@@ -18,11 +18,11 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from time import monotonic
 
-from shoal_toolkit.errors import LaunchError, TrainError
+from shoal_toolkit.errors import FAILED, HOST_LOST, SUCCESS, LaunchError, TrainError
 from shoal_toolkit.light_typing import TYPE_CHECKING, Any
 from shoal_toolkit.log import STDERR, STDOUT, write_log
 from shoal_toolkit.plan.launcher import SEVERAL_RANKS
-from shoal_toolkit.result.result import RETRY_CODE, Failure, Result
+from shoal_toolkit.result.result import Failure, Result
 from shoal_toolkit.run.gathering import Gathering
 from shoal_toolkit.run.host import Host, Task, describe_sidecar_end
 from shoal_toolkit.run.rank_table import RankTable, explain
@@ -98,7 +98,7 @@ class FirstHost(Host):
             write_log(f"beginning with {count} of {len(self.task.hosts)} hosts (SHOAL_MIN_HOSTS). {reason}")
             self._launch_if_ready()
             return
-        code = RETRY_CODE if self._members.number else 1  # a host did not come back
+        code = HOST_LOST if self._members.number else FAILED  # a host did not come back
         self.set_result(self._early or Result(code, reason))
 
     def _on_set_up(self, error: LaunchError | None) -> None:
@@ -291,7 +291,7 @@ class FirstHost(Host):
             except ValueError as error:
                 raise ProtocolError(str(error)) from None
             return
-        result = Result(message.code or 1, f"On {host}: {message.message}")
+        result = Result(message.code or FAILED, f"On {host}: {message.message}")
         if self._members.current and not self._members.needs(host):
             self._dismiss(host, result)
         elif self._launched and message.restartable:
@@ -332,12 +332,12 @@ class FirstHost(Host):
             return
         text = f"The host {host} was lost: {reason}. Its own log says why, if it still can."
         if self._members.current and needed:
-            self._fail(Result(RETRY_CODE, text), host=host)
+            self._fail(Result(HOST_LOST, text), host=host)
         elif self._members.are_elastic and self._early is None:
             write_log(text)
             self._search_without_restart()
         else:
-            self._fail_early(Result(RETRY_CODE, text))
+            self._fail_early(Result(HOST_LOST, text))
 
     def _search_without_restart(self) -> None:
         """Looks for a lost host that takes no part in the job so far."""
@@ -434,7 +434,7 @@ class FirstHost(Host):
     def on_sidecar_ended(self, name: str, code: int) -> None:
         """Fails or restarts the job, unless it is being stopped: a sidecar must not end before it."""
         if not self.stopped_by:
-            self._fail(Result(code or 1, describe_sidecar_end(name, self.name, code)), host=self.name)
+            self._fail(Result(code or FAILED, describe_sidecar_end(name, self.name, code)), host=self.name)
 
     def _check_end(self) -> None:
         """Sets the result once every host's own command has ended; mpirun's failure is handled before.
@@ -457,10 +457,10 @@ class FirstHost(Host):
         elif not self._ranks.all_started:
             self.set_result(self._ranks.explain_missing())
         elif self._unrecorded:
-            self.set_result(Result(1, self._unrecorded))
+            self.set_result(Result(FAILED, self._unrecorded))
         else:
             self._ranks.warn_about_hidden_failure()
-            self.set_result(Result(0))
+            self.set_result(Result(SUCCESS))
 
     @property
     def _mpirun_over(self) -> bool:
@@ -487,7 +487,7 @@ class FirstHost(Host):
             if rank is not None and self._ranks.host_of.get(rank) == self.name:
                 self._ranks.add_facts(self.name, self.collect_facts())
             where = {} if rank is None else {"rank": rank}
-            self._fail(self._ranks.explain_mpirun(log, rank, code or 1), **where)
+            self._fail(self._ranks.explain_mpirun(log, rank, code or FAILED), **where)
             return
         self._check_end()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 
+from shoal_toolkit.errors import FAILED, SUCCESS
 from shoal_toolkit.hosts import messages
 from shoal_toolkit.hosts.measure import Meter
 from shoal_toolkit.hosts.messages import Measure, Measured
@@ -99,9 +100,8 @@ class MeasuringFirstHost(FirstHost):
         lines = [f"preflight of {len(self.task.hosts)} hosts", *describe_network(self._measured)]
         print("\n".join([*lines, *map(_format, found), f"{len(found) or 'no'} finding{'s' * (len(found) != 1)}"]))
         sys.stdout.flush()
-        self.set_result(
-            Result(1, f"preflight: {len(found)} findings, see the log of {self.name}") if found else Result(0)
-        )
+        text = f"preflight: {len(found)} findings, see the log of {self.name}"
+        self.set_result(Result(FAILED, text) if found else Result(SUCCESS))
 
     def close(self) -> None:
         super().close()

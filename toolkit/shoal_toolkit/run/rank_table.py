@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from shoal_toolkit.errors import FAILED
 from shoal_toolkit.job.contract import Paths
 from shoal_toolkit.light_typing import TYPE_CHECKING
 from shoal_toolkit.log import write_log
@@ -55,7 +56,7 @@ class RankTable:
         """Returns the result of a launcher that ended successfully before all ranks had started."""
         program = "mpirun" if self._plan.by_mpirun else self._plan.launcher
         started = f"{len(self.host_of)} of {self._plan.world_size} ranks"
-        return Result(1, f"{program} ended with exit code 0, but only {started} had started.")
+        return Result(FAILED, f"{program} ended with exit code 0, but only {started} had started.")
 
     def explain_rank(self, rank: int, code: int) -> Result:
         """Returns the result of a job in which a rank failed.

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from time import gmtime, monotonic, strftime
 
 from shoal_toolkit import redact
+from shoal_toolkit.errors import WRONG_CONFIGURATION
 from shoal_toolkit.job.contract import Paths
 from shoal_toolkit.job.settings import RESTART_VARIABLES, Settings
 from shoal_toolkit.light_typing import Any
@@ -15,7 +16,7 @@ from shoal_toolkit.result.result import Result, write_progress
 
 _MAX_REASON = 300  # characters of a line in a variable
 # A shell's codes for a wrong use, a program that can't be run, and one that is missing. Python and argparse use 2 too.
-_USAGE_CODES = (2, 126, 127)
+_USAGE_CODES = (WRONG_CONFIGURATION, 126, 127)
 _USAGE_ERRORS = ("SyntaxError", "IndentationError", "TabError", "ModuleNotFoundError", "ImportError")
 
 

@@ -6,7 +6,7 @@ import signal
 import time
 from collections.abc import Sequence
 
-from shoal_toolkit.errors import LaunchError, TrainError
+from shoal_toolkit.errors import FAILED, HOST_LOST, LaunchError, TrainError
 from shoal_toolkit.hosts import messages
 from shoal_toolkit.hosts.agent import Agent
 from shoal_toolkit.hosts.daemons import build_daemon_command
@@ -16,7 +16,7 @@ from shoal_toolkit.light_typing import Any
 from shoal_toolkit.log import STDERR, write_log
 from shoal_toolkit.output.mpirun_log import MpirunLog
 from shoal_toolkit.preflight.facts import collect_facts
-from shoal_toolkit.result.result import RETRY_CODE, Result, check_writable
+from shoal_toolkit.result.result import Result, check_writable
 from shoal_toolkit.run.host import Host, Task, describe_sidecar_end
 from shoal_toolkit.run.processes import HostProcesses
 
@@ -106,7 +106,7 @@ class Worker(Host):
     def _on_lost(self, reason: str) -> None:
         """Fails the job on this host: the first host is gone without a result."""
         lost = f"The first host {self._first_host} was lost: {reason}. Its own log says why, if it still can."
-        self.set_result(Result(RETRY_CODE, lost))
+        self.set_result(Result(HOST_LOST, lost))
 
     def _on_message(self, message: Any) -> None:
         """Handles a message from the authenticated first host: start, pass a signal on, or the result of the job.
@@ -213,7 +213,7 @@ class Worker(Host):
         """
         if self.result is None and not self.stopped_by:
             text = describe_sidecar_end(name, self.name, code)
-            self._send(messages.HostFailed(self._number, code or 1, text, restartable=True))
+            self._send(messages.HostFailed(self._number, code or FAILED, text, restartable=True))
 
     def on_rank_output(self, stream: int, rank: int, data: bytes) -> None:
         """Sends output of ranks to the first host. The output of a plain process stays here, as on SageMaker."""

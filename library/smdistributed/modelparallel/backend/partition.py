@@ -8,17 +8,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Partition:
-    """Which stage has which module.
-
-    Attributes:
-        stages: The stage of every module, by name.
-        shares: The share of every stage in the model's cost.
-        gap: The cost of the largest stage, relative to the largest stage of the best cut.
-    """
+    """Which stage has which module."""
 
     stages: dict[str, int]
+    """The stage of every module, by name."""
     shares: tuple[float, ...]
+    """The share of every stage in the model's cost."""
     gap: float
+    """The cost of the largest stage, relative to the largest stage of the best cut."""
 
     def __str__(self) -> str:
         count = len(self.shares)

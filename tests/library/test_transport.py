@@ -235,7 +235,7 @@ def test_until_the_other_rank_connects_back_its_host_must_acknowledge(ranks: tup
     ranks[0].transport.send(1, b"here")
     ranks[1].gets(b"here")
     ranks[1].transport.send(0, b"back")
-    ranks[0].gets(b"back")
+    ranks[0].gets(b"back", 1)
     assert user_timeout(ranks[0], 1) == user_timeout(ranks[1], 0) == 0
 
 

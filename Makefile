@@ -10,6 +10,7 @@ IMAGE ?= $(FRAMEWORK)
 WORKERS ?= 3
 DOCS_PORT ?= 8000
 TESTS_WITH_DOCKER := tests/integration tests/conformance tests/faults
+WITHOUT_DOCKER := tests $(TESTS_WITH_DOCKER:%=--ignore %)
 
 BIN := .venv/bin
 SHOAL := $(BIN)/shoal
@@ -26,7 +27,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # One for all checkouts: mypy compares digests. The first run takes half a minute of a core.
 export MYPY_CACHE_DIR ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/shoal-tests/mypy
 
-.PHONY: all-tests check-and-test-fast help setup doctor engine known-image image images train test test-fast test-integration conformance faults sagemaker soak cluster-demo check docs docs-serve reference wheels render lock bench-faults bench-launch bench-logs bench-live bench-resume bench-dataparallel bench-link bench-scale bench-cluster bench-gpu bench-modelparallel bench-tensorflow bench-images clean
+.PHONY: all-tests check-and-test-without-docker help setup doctor engine known-image image images train test test-fast test-integration conformance faults sagemaker soak cluster-demo check docs docs-serve reference wheels render lock bench-faults bench-launch bench-logs bench-live bench-resume bench-dataparallel bench-link bench-scale bench-cluster bench-gpu bench-modelparallel bench-tensorflow bench-images clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -75,14 +76,14 @@ test: setup engine
 	@if [ -n "$$(docker image ls -q '*-training')" ]; then \
 	    $(MAKE) --no-print-directory -j 2 check all-tests; \
 	else \
-	    $(MAKE) --no-print-directory -j 2 check-and-test-fast images && $(PYTEST) $(TESTS_WITH_DOCKER); \
+	    $(MAKE) --no-print-directory -j 2 check-and-test-without-docker images && $(PYTEST) $(TESTS_WITH_DOCKER); \
 	fi
 
 all-tests: images
 	@$(PYTEST) tests
 
-check-and-test-fast: check
-	@$(MAKE) --no-print-directory test-fast
+check-and-test-without-docker: check
+	@$(PYTEST) $(WITHOUT_DOCKER)
 endif
 
 check: setup ## run ruff, mypy, the docstring and prose rules; check links, and that generated files are fresh
@@ -96,8 +97,8 @@ check: setup ## run ruff, mypy, the docstring and prose rules; check links, and 
 	@$(BIN)/python scripts/docstrings.py
 	@$(BIN)/python scripts/prose.py
 
-test-fast: setup ## run the tests that need no Docker
-	@$(PYTEST) tests $(TESTS_WITH_DOCKER:%=--ignore %)
+test-fast: setup ## run the tests that need no Docker, without those that take ten seconds or more
+	@$(PYTEST) $(WITHOUT_DOCKER) -m "not long"
 
 test-integration: images ## run the tests with real containers
 	@$(PYTEST) tests/integration

@@ -31,6 +31,7 @@ while True:
 """
 
 
+@pytest.mark.long
 def test_the_example_trains_the_digits_on_two_nodes_with_two_ranks_each(cluster: Cluster, work: Work) -> None:
     values = json.loads((ROOT / "examples" / "slurm" / "hyperparameters.json").read_text())
     hyperparameters = work.directory / "hyperparameters.json"
@@ -104,6 +105,7 @@ def train() -> str:
     return str(Path(sys.executable).with_name("train"))
 
 
+@pytest.mark.long
 def test_a_node_that_is_lost_fails_the_job_on_the_other_node(cluster: Cluster, work: Work) -> None:
     """Slurm takes the node for lost, at last, and ends the job. `train` has written its result long before."""
     number = work.submit("import time\nprint('up', flush=True)\ntime.sleep(600)")

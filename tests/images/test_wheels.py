@@ -124,6 +124,7 @@ def test_the_sdist_has_the_definitions_of_the_checkout(dist: Path, project: Proj
     assert files == {name: (project.root / name).read_bytes() for name in wanted}
 
 
+@pytest.mark.long
 def test_shoal_works_in_an_empty_directory(installed: Installation, matrix: BuildSpec, tmp_path: Path) -> None:
     assert installed.run(tmp_path, "--version").stdout == "shoal 0.1.0\n"
     told = installed.run(tmp_path, "list").stdout
@@ -168,6 +169,7 @@ def test_without_train_the_fix_names_its_sources(installed: Installation, tmp_pa
     assert f"-m pip install {toolkit}\n" in told
 
 
+@pytest.mark.long
 def test_a_build_has_the_context_and_layers_of_a_checkout(
     installed: Installation, project: Project, matrix: BuildSpec, fake: FakeEngine, tmp_path: Path
 ) -> None:

@@ -28,6 +28,7 @@ def test_without_a_gpu_it_says_what_it_needs(python: Python) -> None:
     assert "RESULT" not in ended.stdout
 
 
+@pytest.mark.long
 def test_all_but_the_device_runs_on_the_cpu(python: Python) -> None:
     ended = bench(python, "--device", "cpu", "--rounds", "2", "--bytes", "100000")
     assert ended.returncode == 0, ended.stderr

@@ -111,6 +111,7 @@ def kill_all(ranks: list[subprocess.Popen[str]]) -> None:
         rank.kill()
 
 
+@pytest.mark.long
 def test_killed_at_random_moments_it_trains_as_if_it_had_not_been(two_ranks: TwoRanks, tmp_path: Path) -> None:
     """Two ranks of DistributedDataParallel, with workers that load ahead. Bit for bit, in each step, on each rank."""
     whole, killed = (Interrupted(two_ranks, tmp_path / name) for name in ("whole", "killed"))

@@ -28,6 +28,7 @@ def python() -> Python:
     return lambda **_: [warm_python("torch", *TRANSFORMERS)]
 
 
+@pytest.mark.long
 def test_fine_tuning_on_two_ranks_resumes(mpirun: Mpirun, alone: Alone, python: Python, tmp_path: Path) -> None:
     alone(EXAMPLES / "transformer" / "prepare.py", ".")
     (tmp_path / "model").rename(tmp_path / "tiny")
@@ -49,6 +50,7 @@ def test_fine_tuning_on_two_ranks_resumes(mpirun: Mpirun, alone: Alone, python: 
     assert epochs[-1] == 3.0
 
 
+@pytest.mark.long
 def test_gpt2_of_transformers_on_two_stages(mpirun: Mpirun, alone: Alone, tmp_path: Path) -> None:
     log = mpirun(2, EXAMPLES / "pipeline-gpt2" / "train_gpt2.py", "--steps", "20", "--log-every", "10")
     losses = [float(line.split()[-1]) for line in log.splitlines() if line.startswith("step ")]

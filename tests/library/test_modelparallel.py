@@ -40,6 +40,7 @@ def job(mpirun: Mpirun, ranks: int, stages: int, *case: object, **environ: str) 
     return mpirun(ranks, RANKS, *case, STAGES=str(stages), **environ)
 
 
+@pytest.mark.long
 @pytest.mark.mpi
 @pytest.mark.soak
 @pytest.mark.parametrize(
@@ -60,6 +61,7 @@ def test_gradients_leave_a_stage_from_autograds_thread_as_on_a_gpu(mpirun: Mpiru
     assert job(mpirun, 3, 3, "random_models", SEED, 4, AS_ON_A_GPU="1").count("random") == 3
 
 
+@pytest.mark.long
 @pytest.mark.mpi
 @pytest.mark.soak
 @pytest.mark.parametrize(
@@ -79,6 +81,7 @@ def test_a_models_stages_are_gathered_and_given_up_again(mpirun: Mpirun) -> None
     assert job(mpirun, 2, 2, "gathered").count("gathered") == 2
 
 
+@pytest.mark.long
 @pytest.mark.mpi
 @pytest.mark.once
 @pytest.mark.soak
@@ -132,6 +135,7 @@ def test_construction_without_memory_does_not_depend_on_the_number_of_stages(mpi
     assert len({loss for text in said for loss in re.findall(r"delayed ([\d.]+)", text)}) == 1
 
 
+@pytest.mark.long
 @pytest.mark.mpi
 def test_checkpoints_resume_and_a_partial_one_on_another_number_of_stages(mpirun: Mpirun, tmp_path: Path) -> None:
     cases = ("checkpoints", "shards", "mixed")

@@ -77,6 +77,7 @@ def check_steps(report: RankReport, seconds: list[float]) -> None:
     assert report.shares.computing > 0
 
 
+@pytest.mark.long
 def test_clocks_of_hosts_are_compared(python: Python, tmp_path: Path, free_port: int) -> None:
     other = {"SMDDP_HOST": "another", "SMDDP_STALL_SECONDS": "2", "SKEW_SECONDS": str(AHEAD)}
     train(python, free_port, [], timeline=str(tmp_path), **other)

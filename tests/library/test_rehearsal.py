@@ -61,6 +61,7 @@ def check_training(directory: Path, world_size: int) -> list[list[float]]:
     return [rank["losses"] for rank in ranks]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.once), 2])
 def test_a_cuda_script_trains_as_the_same_script_for_cpus(
     start_up: dict[str, str], alone: Alone, mpirun: Mpirun, free_port: int, tmp_path: Path, world_size: int

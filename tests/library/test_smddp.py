@@ -37,6 +37,7 @@ def test_every_collective(mpirun: Mpirun, world_size: int, engine: str, reason: 
     assert not _left_behind()
 
 
+@pytest.mark.long
 @pytest.mark.once  # tests/integration/test_library.py has it over two containers
 @pytest.mark.mpi
 @pytest.mark.parametrize(
@@ -135,6 +136,7 @@ def test_ranks_that_came_apart_earlier_are_told(guarded: Guarded) -> None:
     assert all("SMDDPError: " in text for text in said)
 
 
+@pytest.mark.long
 @pytest.mark.once
 @pytest.mark.parametrize(("world_size", "ranks_per_host"), [(2, 1), (4, 2)])
 def test_a_late_rank_of_another_host_is_named_by_all(guarded: Guarded, world_size: int, ranks_per_host: int) -> None:
@@ -184,6 +186,7 @@ def test_a_rank_of_another_host_that_has_ended_is_named(guarded: Guarded) -> Non
     assert "It does not answer" in first
 
 
+@pytest.mark.long
 @pytest.mark.once
 @pytest.mark.mpi
 def test_a_late_rank_is_named_on_mpi(mpirun: Mpirun, free_port: int) -> None:

@@ -28,6 +28,7 @@ def seen(output: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in output.splitlines() if line.startswith('{"name"')]
 
 
+@pytest.mark.long
 @pytest.mark.mpi
 def test_trainer_trains_evaluates_predicts_and_resumes(mpirun: Mpirun, alone: Alone, tmp_path: Path) -> None:
     """Two stages see what one process sees: losses, norms of gradients before they are clipped, and predictions."""

@@ -243,6 +243,7 @@ def user_timeout(rank: Rank, to: int) -> int:
     return rank.transport._out[to].sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(bool(UNAVAILABLE), reason=UNAVAILABLE)
 def test_a_lost_host_is_noticed_by_who_sends_and_who_waits(tmp_path: Path) -> None:
     """Rank 0 sends all the time, and never gets anything; rank 1 waits. Both prove themselves by a secret."""

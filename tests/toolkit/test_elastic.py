@@ -297,6 +297,7 @@ while not os.path.exists({!r}):
 """
 
 
+@pytest.mark.long
 @pytest.mark.soak
 @pytest.mark.parametrize("launcher", ["process", pytest.param("mpirun", marks=pytest.mark.mpi)])
 def test_hosts_lost_at_random_moments(hosts: list[Host], undo: ExitStack, tmp_path: Path, launcher: str) -> None:

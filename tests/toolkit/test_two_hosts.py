@@ -200,6 +200,7 @@ def test_much_output_of_a_remote_rank_arrives_whole(hosts: list[Host]) -> None:
         assert mine == [f"[{rank},algo-{rank + 1}] {rank} {n} {'x' * 200}" for n in range(20000)]
 
 
+@pytest.mark.long
 def test_output_that_is_read_late_changes_no_result(hosts: list[Host]) -> None:
     """The first host has output to write when the job is over: the worker must not take it for lost meanwhile."""
     script(hosts, "print('x' * 99999)")
@@ -434,6 +435,7 @@ def test_a_host_that_is_killed_ends_the_other(hosts: list[Host], killed: int) ->
     assert re.search(f"host algo-{killed + 1} was lost: (it closed|.*reset)", hosts[other].tree.failure)
 
 
+@pytest.mark.long
 def test_a_cut_network_ends_both_hosts(hosts: list[Host]) -> None:
     script(hosts, f"{UP}time.sleep(120)")
     processes = [host.start() for host in hosts]

@@ -107,8 +107,12 @@ def test_a_stale_dockerfile_fails_the_check(project: Project, tmp_path: Path) ->
     ("arguments", "words"),
     [
         (["--channel", "training"], "--channel training: expected NAME=VALUE"),
-        (["--distribution", "{mpi}"], "--distribution: not JSON"),
-        (["--distribution", "[]"], "--distribution: expected a JSON object"),
+        (["--distribution", "{mpi}"], "--distribution: {mpi} is not JSON: Expecting property name"),
+        (["--distribution", "[]"], "--distribution: expected a JSON object, found []"),
+        (
+            ["--distribution", "torchrun"],
+            """Fix: for torchrun, --distribution '{"torch_distributed": {"enabled": true}}'""",
+        ),
         (["--hyperparameter", "a=1", "--hyperparameter", "a=2"], "--hyperparameter a: given twice"),
     ],
 )

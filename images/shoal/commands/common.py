@@ -231,17 +231,6 @@ def parse_pairs(option: str, words: list[str] | None) -> dict[str, str]:
     return pairs
 
 
-def parse_object(option: str, text: str) -> dict[str, Any]:
-    """Return the JSON object that is the value of an option. Raises `UsageError`."""
-    try:
-        document = json.loads(text)
-    except ValueError as error:
-        raise UsageError(f'{option}: not JSON: {error}. Example: \'{{"mpi": {{"enabled": true}}}}\'') from error
-    if not isinstance(document, dict):
-        raise UsageError(f"{option}: expected a JSON object, found {text}")
-    return document
-
-
 def convert_error(error: Exception) -> ShoalError | None:
     """Return the failure that a user can act on; None if `error` is a defect."""
     if isinstance(error, ShoalError):

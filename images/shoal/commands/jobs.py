@@ -29,7 +29,6 @@ from shoal.commands.common import (
     convert_error,
     has_old_name,
     open_project,
-    parse_object,
     parse_pairs,
     print_json,
     print_line,
@@ -43,6 +42,7 @@ from shoal.commands.common import (
 from shoal.commands.script import Arguments, Script, ScriptCommand, split_script
 from shoal.errors import UsageError
 from shoal.jobs import background, docker_job, known_jobs, live_view, local_job, metric_definitions, model_plan, summary
+from shoal.jobs.distribution import parse_distribution
 from shoal.jobs.job import JobRequest, JobResult
 from shoal.jobs.known_jobs import KnownJob, read_job
 from shoal.jobs.live_view import View
@@ -217,7 +217,7 @@ class RunOptions:
             "procs_per_host": self.procs_per_host,
             "channels": {name: Path(value) for name, value in channels.items()},
             "hyperparameters": parse_pairs("--hyperparameter", self.hyperparameter),
-            "distribution": parse_object("--distribution", self.distribution or "{}"),
+            "distribution": parse_distribution(self.distribution or "{}"),
             "environment": parse_pairs("--env", self.env),
             "output": self.jobs,
             "shm_size": self.shm_size,

@@ -24,7 +24,7 @@ from shoal.commands.common import app
 from shoal.errors import DiskError, ShoalError, SpecError
 from shoal.matrix import selectors
 from shoal.matrix.project import Project
-from shoal.matrix.spec import BuildSpec, ImageSpec
+from shoal.matrix.spec import BuildSpec, ImageSpec, load
 from shoal.sources import lock, render
 
 from .command import shoal_command
@@ -38,9 +38,14 @@ def shoal(*arguments: str, cwd: Path, **environment: str) -> subprocess.Complete
 
 
 def test_list_works_without_docker(project: Project) -> None:
-    result = shoal("list", cwd=project.root, **NO_ENGINE)
-    assert result.returncode == 0
-    assert "pytorch-training:2.0.1-gpu-py311-cu117-debian12" in result.stdout
+    """On any terminal and in a pipe, tags are whole, as you copy them."""
+    for width in ("20", "200"):
+        result = shoal("list", cwd=project.root, COLUMNS=width, **NO_ENGINE)
+        assert result.returncode == 0
+        lines = [line.split() for line in result.stdout.splitlines()]
+        assert lines[0] == ["image", "built", "default", "for"]
+        assert ["pytorch-training:2.0.1-gpu-py311-cu117-debian12", "?", "pytorch"] in lines
+        assert [line[0] for line in lines[1:]] == [image.tag for image in load(project.buildspec).images]
 
 
 def test_unknown_image_exits_2_and_lists_choices(project: Project) -> None:

@@ -10,7 +10,7 @@ import functools
 import inspect
 import json
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_type_hints
 
@@ -141,6 +141,13 @@ def progress_console(as_json: bool) -> Console:
 def print_line(text: str, on: Console = console) -> None:
     """Print text without markup and without wrapping it."""
     on.print(text, markup=False, soft_wrap=True)
+
+
+def print_columns(*rows: Sequence[str]) -> None:
+    """Print rows with aligned, whole cells. A rich table would cut tags and paths on a narrow terminal."""
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    for row in rows:
+        print_line("  ".join(map(str.ljust, row, widths)).rstrip())
 
 
 def print_written(paths: Iterable[Path], on: Console = console) -> None:

@@ -13,6 +13,7 @@ from shoal.commands.common import (
     RUN,
     AsJson,
     app,
+    print_columns,
     print_json,
     print_line,
     progress_console,
@@ -53,10 +54,7 @@ def list_jobs(
     if as_json:
         print_json([each.describe() for each in shown])
         return
-    rows = [_HEADER, *map(_describe_row, shown)]
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    for row in rows:  # not a rich table, which would cut paths on a narrow terminal
-        print_line("  ".join(map(str.ljust, row, widths)).rstrip())
+    print_columns(_HEADER, *map(_describe_row, shown))
     if hidden:
         print_line(f"{hidden} older jobs: shoal ps --all")
 

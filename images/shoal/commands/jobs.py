@@ -291,15 +291,19 @@ def _run_to_end(opened: OpenJob, progress: Console, options: RunOptions, build_s
         with _open_view(opened, progress, options) as view:
             result = run(opened, view)
     except BaseException as error:
+        code, state = _describe_exception(error)
         is_lost = opened.resumed and opened.record.uncollected and not opened.log.lines
         if not is_lost:  # otherwise hosts of the earlier command may still run, and `shoal stop` must find them
             with contextlib.suppress(OSError):  # of a full disk: `error` tells more
-                opened.finish(*_describe_exception(error))
+                opened.finish(code, state)
         if opened.log.lines:
             page = job_reports.write_job_report(progress, opened, None, build_seconds)
             _print_report(progress, page)
         if opened.has_checkpoints:
             summary.print_resume_command(progress, opened.record.request, opened.name)
+        if state == STOPPED:  # the last line, because `train` reports a failure
+            with contextlib.suppress(OSError):  # the terminal is gone
+                print_line(f"{opened.name}: {summary.describe_stop(code)}", progress)
         raise
     opened.finish(result.exit_code)
     result = dataclasses.replace(result, checkpoints=opened.checkpoints.path if opened.has_checkpoints else None)

@@ -153,7 +153,7 @@ def report_size(
     Example: shoal size pytorch
     """
     names = [image, other] if other else [image]
-    inventories, written = size.write_size_report(names, load_matrix(), page, as_json, console)
+    inventories, written = size.write_size_report(names, load_matrix(), page, as_json, progress_console(as_json=True))
     size.print_size_report(console, inventories)
     print_written(written)
 

@@ -132,7 +132,8 @@ def test_wrong_options_of_run_exit_2(project: Project, arguments: list[str], wor
     ("arguments", "words"),
     [
         ((), "IMAGE, SCRIPT: missing. Fix: shoal run IMAGE SCRIPT"),
-        (("pytorch", "--", "train.py"), "SCRIPT: missing"),
+        (("pytorch", "--", "train.py"), "SCRIPT: missing, and the image pytorch-training:2.0.1-gpu-"),
+        (("any:1", "--local"), "SCRIPT: missing, and without Docker no image names one. Fix: shoal run IMAGE SCRIPT"),
         (("pytorch", "train.yp"), "train.yp: no such script. Did you mean 'train.py'?"),
         (("pytorch", "train.py", "3"), "3: an argument for the script, but not after `--`. Fix: shoal run IMAGE"),
         (("pytorch", "train.py", "--epochs", "3"), "--epochs: no such option. Fix: if it is for the script, put it"),

@@ -12,8 +12,10 @@ say() { echo "setup: $*" >&2; }
 if ! "$python" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null; then
     if command -v python3.11 >/dev/null; then
         python=python3.11
+    elif command -v uv >/dev/null && uv python install 3.11 && found=$(uv python find --system --no-project 3.11); then
+        python=$found
     else
-        say "Shoal needs Python 3.11; $python is $("$python" --version 2>&1 || echo missing). Fix: make setup PYTHON=/path/to/python3.11"
+        say "Shoal needs Python 3.11; $python is $("$python" --version 2>&1 || echo missing). Fix: make setup PYTHON=/path/to/python3.11, or put uv on PATH, which downloads it (https://docs.astral.sh/uv)"
         exit 1
     fi
 fi

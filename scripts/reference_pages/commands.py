@@ -71,7 +71,7 @@ def _describe(name: str, command: Any) -> Iterator[str]:
 def _paragraph(text: str) -> str:
     """A paragraph of a help text; an example becomes a block of code."""
     text = " ".join(text.split())
-    found = re.fullmatch(r"(.*?): (shoal .*)", text)
+    found = re.fullmatch(r"(.*?): ((?:shoal|docker|pip-audit) .*)", text)
     return f"{found[1]}:\n\n```console\n$ {found[2]}\n```" if found else wrap(text)
 
 

@@ -85,9 +85,9 @@ def test_accepted_vulnerabilities_expire(file: Path, name: str, day: int, counts
 
 def test_an_allow_list_is_checked(tmp_path: Path) -> None:
     path = tmp_path / "allow.yml"
-    path.write_text("accepted:\n  - {id: CVE-1, reason: not reached, expires: 2026-07-01}\n")
+    path.write_text(inspection._ALLOW_EXAMPLE)
     (entry,) = advisories.read_allow_list(path)
-    assert entry.expires == datetime.date(2026, 7, 1)
+    assert entry.expires == datetime.date(2026, 12, 31)
     path.write_text("accepted:\n  - {id: CVE-1, expires: 2026-07-01}\n")
     with pytest.raises(SpecError, match=r"allow.yml:2: accepted.0.reason: required, but missing"):
         advisories.read_allow_list(path)

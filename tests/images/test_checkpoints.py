@@ -221,7 +221,7 @@ def test_resumed_job_keeps_its_name_and_checkpoints(request_: JobRequest) -> Non
 
 
 def test_record_has_all_but_the_jobs_secret(request_: JobRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(request_.source.parent)
+    monkeypatch.chdir(request_.output.parent)
     request = JobRequest(
         source=Path("code"),
         entry_point="train.py",
@@ -242,7 +242,7 @@ def test_record_has_all_but_the_jobs_secret(request_: JobRequest, monkeypatch: p
     name = run(request)
     path = request.output / name / record.RECORD
     assert path.stat().st_mode & 0o777 == 0o600
-    source = request_.source.parent.resolve() / "code"
+    source = request_.output.parent.resolve() / "code"
     assert read_record(request.output, name).request == JobRequest(
         **{
             **vars(request),

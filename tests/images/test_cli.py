@@ -22,7 +22,7 @@ from shoal.commands.common import app
 from shoal.errors import DiskError, SpecError
 from shoal.matrix import selectors
 from shoal.matrix.project import Project
-from shoal.matrix.spec import BuildSpec, ImageSpec
+from shoal.matrix.spec import BuildSpec, ImageSpec, load
 from shoal.sources import lock, render
 
 from .command import shoal_command
@@ -36,9 +36,14 @@ def shoal(*arguments: str, cwd: Path, **environment: str) -> subprocess.Complete
 
 
 def test_list_works_without_docker(project: Project) -> None:
-    result = shoal("list", cwd=project.root, **NO_ENGINE)
-    assert result.returncode == 0
-    assert "pytorch-training:2.0.1-gpu-py311-cu117-debian12" in result.stdout
+    """On any terminal and in a pipe, tags are whole, as you copy them."""
+    for width in ("20", "200"):
+        result = shoal("list", cwd=project.root, COLUMNS=width, **NO_ENGINE)
+        assert result.returncode == 0
+        lines = [line.split() for line in result.stdout.splitlines()]
+        assert lines[0] == ["image", "built", "default", "for"]
+        assert ["pytorch-training:2.0.1-gpu-py311-cu117-debian12", "?", "pytorch"] in lines
+        assert [line[0] for line in lines[1:]] == [image.tag for image in load(project.buildspec).images]
 
 
 def test_unknown_image_exits_2_and_lists_choices(project: Project) -> None:
@@ -105,8 +110,12 @@ def test_a_stale_dockerfile_fails_the_check(project: Project, tmp_path: Path) ->
     ("arguments", "words"),
     [
         (["--channel", "training"], "--channel training: expected NAME=VALUE"),
-        (["--distribution", "{mpi}"], "--distribution: not JSON"),
-        (["--distribution", "[]"], "--distribution: expected a JSON object"),
+        (["--distribution", "{mpi}"], "--distribution: {mpi} is not JSON: Expecting property name"),
+        (["--distribution", "[]"], "--distribution: expected a JSON object, found []"),
+        (
+            ["--distribution", "torchrun"],
+            """Fix: for torchrun, --distribution '{"torch_distributed": {"enabled": true}}'""",
+        ),
         (["--hyperparameter", "a=1", "--hyperparameter", "a=2"], "--hyperparameter a: given twice"),
     ],
 )
@@ -121,7 +130,8 @@ def test_wrong_options_of_run_exit_2(project: Project, arguments: list[str], wor
     ("arguments", "words"),
     [
         ((), "IMAGE, SCRIPT: missing. Fix: shoal run IMAGE SCRIPT"),
-        (("pytorch", "--", "train.py"), "SCRIPT: missing"),
+        (("pytorch", "--", "train.py"), "SCRIPT: missing, and the image pytorch-training:2.0.1-gpu-"),
+        (("any:1", "--local"), "SCRIPT: missing, and without Docker no image names one. Fix: shoal run IMAGE SCRIPT"),
         (("pytorch", "train.yp"), "train.yp: no such script. Did you mean 'train.py'?"),
         (("pytorch", "train.py", "3"), "3: an argument for the script, but not after `--`. Fix: shoal run IMAGE"),
         (("pytorch", "train.py", "--epochs", "3"), "--epochs: no such option. Fix: if it is for the script, put it"),

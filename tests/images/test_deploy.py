@@ -341,6 +341,18 @@ def test_the_source_is_packed_alike_each_time(source: Path) -> None:
         assert {entry.name: entry.mode for entry in archive} == {"train.py": 0o644, "lib/go.sh": 0o755}
 
 
+def test_manifests_of_earlier_jobs_are_not_packed(source: Path) -> None:
+    """They have secrets. Other YAML files are code."""
+    packed = manifest.pack_source(source)
+    for name in ("other.yaml", "lib/no-suffix"):
+        words = ["deploy", "kubernetes", IMAGE, str(source / "train.py"), "-o", str(source / name)]
+        assert CliRunner().invoke(app, words, catch_exceptions=False).exit_code == 0
+        assert "job-secret" in (source / name).read_text()
+    assert manifest.pack_source(source) == packed
+    (source / "my-digits-2.yaml").write_text("# Job, written by me\n")
+    assert manifest.pack_source(source) != packed
+
+
 def test_the_configuration_is_the_contract(source: Path) -> None:
     request = make_request(source, hyperparameters={"lr": "0.1"}, procs_per_host=2, channels={"a": Storage("b", "")})
     data = build(request)["ConfigMap"]["data"]

@@ -143,12 +143,12 @@ class Empty:
     """Docker without images."""
 
     def __init__(self) -> None:
-        self.images = self
+        self.images = self.api = self
 
     def get(self, _: str) -> None:
         raise docker.errors.ImageNotFound("none")
 
-    def list(self) -> list[None]:
+    def __call__(self) -> list[dict[str, Any]]:
         return []
 
 

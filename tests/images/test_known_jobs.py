@@ -247,9 +247,12 @@ def test_job_in_the_background(request_: JobRequest, tmp_path: Path) -> None:
     entered = shoal("exec", "digits", "--", "sh", "-c", "pwd; echo $TRAINING_JOB_NAME >&2; exit 5", code=5)
     assert (entered.stdout, entered.stderr) == (f"{tmp_path}/jobs/digits/algo-1/code\n", "digits\n")
     assert "digits  running" in shoal("ps").stdout
-    assert "digits: stopped, exit code 143." in shoal("stop", "digits").stdout
+    stopped = "digits: stopped by SIGTERM (`shoal stop` or kill), exit code 143"
+    assert f"{stopped}. Files: " in shoal("stop", "digits").stdout
     follow.communicate(timeout=60)
     (listed,) = list_jobs()
     assert (listed.state, listed.record.exit_code) == ("stopped", 128 + signal.SIGTERM)
     assert (tmp_path / "jobs/digits/report.html").exists()
-    assert "shoal: stopping; the script has 30 s to end" in (tmp_path / "jobs/digits/shoal.log").read_text()
+    output = (tmp_path / "jobs/digits/shoal.log").read_text()
+    assert "shoal: stopping; the script has 30 s to end" in output
+    assert output.splitlines()[-1] == stopped

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
+from shoal import docker_client
 from shoal.commands import jobs
 from shoal.commands.common import app
 from shoal.commands.script import split_script
 from shoal.errors import UsageError
-from shoal.jobs.job import JobRequest
-from shoal.jobs.record import JobRecord
+from shoal.jobs import docker_hosts, docker_job
+from shoal.jobs.job import JobRequest, JobResult
+from shoal.jobs.live_view import PlainView
+from shoal.jobs.record import JobRecord, OpenJob
 from shoal.jobs.volumes import Volume
+
+from .test_docker_job import FakeEngine
 
 
 @pytest.fixture
@@ -83,6 +91,47 @@ def test_arguments_given_again_replace_the_earlier_ones(here: Path, monkeypatch:
     monkeypatch.setattr(jobs, "read_record", lambda *_: earlier)
     assert read("--resume", "job").request == earlier.request
     assert read("--resume", "job", "--", "-v").request.arguments == ("-v",)
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "has_script"),
+    [
+        ({"Env": ["PATH=/bin", "SAGEMAKER_PROGRAM=train.py"]}, [], True),
+        ({"Env": None, "Entrypoint": ["python", "/train.py"]}, [], True),
+        ({"Env": ["PATH=/bin"], "Cmd": ["train"]}, ["-e", "SAGEMAKER_PROGRAM=train.py"], True),
+        ({"Env": ["PATH=/bin"], "Cmd": ["train"]}, [], False),
+    ],
+)
+def test_image_may_name_the_script(
+    here: Path, monkeypatch: pytest.MonkeyPatch, config: dict[str, Any], options: list[str], has_script: bool
+) -> None:
+    """It then keeps its code, and its variables."""
+    engine = SimpleNamespace(images=SimpleNamespace(get=lambda _: SimpleNamespace(attrs={"Config": config})))
+    monkeypatch.setattr(docker_client, "connect", lambda: engine)
+    found: list[OpenJob] = []
+
+    def run(opened: OpenJob, *_: object) -> JobResult:
+        found.append(opened)
+        return JobResult(opened.name, 0, opened.directory, {}, {}, {}, {})
+
+    monkeypatch.setattr(docker_job, "run_job_in_docker", run)
+    result = CliRunner().invoke(app, ["run", "me/mine:1", *options, "--", "-v"])
+    if not has_script:
+        assert "SCRIPT: missing, and the image me/mine:1 names none. Fix: shoal run" in str(result.exception)
+        assert "or in the image's Dockerfile, ENV SAGEMAKER_PROGRAM=train.py" in str(result.exception)
+        return
+    assert result.exit_code == 0, result.output
+    (opened,) = found
+    assert opened.name.startswith("mine-20")
+    assert opened.record.request.train_command == ["train", "--", "-v"]
+    client = FakeEngine()
+    with docker_hosts.create_hosts(client, "me/mine:1", opened.record.request, "job", PlainView(Console())):  # type: ignore[arg-type]
+        variables = client.made["job-algo-1"]["environment"]
+    assert not any(name.startswith("opt/ml/code") for name in client.files["job-algo-1"])
+    assert "SAGEMAKER_SUBMIT_DIRECTORY" not in variables
+    assert variables.get("SAGEMAKER_PROGRAM") == ("train.py" if options else None)
+    sent = json.loads(client.files["job-algo-1"]["opt/ml/input/config/hyperparameters.json"])
+    assert not {"sagemaker_program", "sagemaker_submit_directory"} & sent.keys()
 
 
 @pytest.mark.parametrize(

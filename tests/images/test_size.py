@@ -641,8 +641,8 @@ def test_the_command_compares_two(tmp_path: Path) -> None:
 def test_the_command_fails_with_the_code_of_its_error(tmp_path: Path) -> None:
     (tmp_path / "no.tar").write_text("text")
     result = shoal("no.tar", cwd=tmp_path)
-    assert (result.returncode, result.stdout) == (ImageError.exit_code, "reading and compressing no.tar, 4 B\n")
-    assert result.stderr.startswith("shoal: no.tar: not an image")
+    assert (result.returncode, result.stdout) == (ImageError.exit_code, "")
+    assert result.stderr.startswith("reading and compressing no.tar, 4 B\nshoal: no.tar: not an image")
     missing = shoal("missing.tar", cwd=tmp_path)
     assert missing.returncode == UsageError.exit_code
     assert "missing.tar: cannot be read: No such file or directory" in missing.stderr
@@ -682,8 +682,8 @@ class FakeEngine:
             raise docker.errors.ImageNotFound(name)
         return self
 
-    def list(self) -> list[FakeEngine]:
-        return [self]
+    def __call__(self) -> list[dict[str, Any]]:
+        return [{"RepoTags": self.tags}]
 
     def get_image(self, name: str, chunk_size: int) -> Iterator[bytes]:
         self.saved.append(name)
@@ -709,6 +709,19 @@ def test_image_is_found_by_tag_or_framework(tmp_path: Path, monkeypatch: pytest.
         size.write_size_report(["pytroch"], matrix, tmp_path / "size.html", False, console)
     with pytest.raises(UsageError, match="debian: no such image"):
         size.write_size_report(["debian"], None, tmp_path / "size.html", False, console)
+
+
+def test_lines_show_the_progress_without_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(size, "_PAUSE", 0)
+    monkeypatch.setattr(size, "_CHUNK", 8192)
+    monkeypatch.chdir(tmp_path)
+    content = legacy([tar(TORCH)])
+    Path("one.tar").write_bytes(content)
+    screen = io.StringIO()
+    size.write_size_report(["one.tar"], None, Path("size.html"), False, Console(file=screen, width=20))
+    whole = format_bytes(len(content))
+    lines = [f"one.tar: {format_bytes(end)} of {whole}" for end in range(8192, len(content), 8192)]
+    assert screen.getvalue().splitlines()[: 1 + len(lines)] == [f"reading and compressing one.tar, {whole}", *lines]
 
 
 def test_sums_add() -> None:

@@ -202,7 +202,9 @@ def test_checkpoints_of_a_killed_command_are_not_lost(
         assert result.returncode == 2
         assert f"its command has been killed. Fix: shoal stop {job.name}," in result.stderr
         stopped = subprocess.run([SHOAL, "stop", job], capture_output=True, text=True, check=False)
-        assert f"{job.name}: stopped, exit code 143" in stopped.stdout, stopped.stdout + stopped.stderr
+        assert f"{job.name}: stopped by SIGTERM (`shoal stop` or kill), exit code 143" in stopped.stdout, (
+            stopped.stdout + stopped.stderr
+        )
         assert job_objects(client, source.name) == set()
         result = resume(job.name, jobs)
         assert result.returncode == 0, result.stdout + result.stderr

@@ -10,7 +10,7 @@ import functools
 import inspect
 import json
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_type_hints
 
@@ -143,6 +143,13 @@ def print_line(text: str, on: Console = console) -> None:
     on.print(text, markup=False, soft_wrap=True)
 
 
+def print_columns(*rows: Sequence[str]) -> None:
+    """Print rows with aligned, whole cells. A rich table would cut tags and paths on a narrow terminal."""
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    for row in rows:
+        print_line("  ".join(map(str.ljust, row, widths)).rstrip())
+
+
 def print_written(paths: Iterable[Path], on: Console = console) -> None:
     """Print a line for each file that was written."""
     for path in paths:
@@ -229,17 +236,6 @@ def parse_pairs(option: str, words: list[str] | None) -> dict[str, str]:
             raise UsageError(f"{option} {key}: given twice. Fix: leave out one")
         pairs[key] = value
     return pairs
-
-
-def parse_object(option: str, text: str) -> dict[str, Any]:
-    """Return the JSON object that is the value of an option. Raises `UsageError`."""
-    try:
-        document = json.loads(text)
-    except ValueError as error:
-        raise UsageError(f'{option}: not JSON: {error}. Example: \'{{"mpi": {{"enabled": true}}}}\'') from error
-    if not isinstance(document, dict):
-        raise UsageError(f"{option}: expected a JSON object, found {text}")
-    return document
 
 
 def convert_error(error: Exception) -> ShoalError | None:

@@ -13,7 +13,6 @@ from shoal.commands.common import (
     Image,
     app,
     console,
-    parse_object,
     parse_pairs,
     print_line,
     print_written,
@@ -24,6 +23,7 @@ from shoal.commands.script import Arguments, Script, ScriptCommand, split_script
 from shoal.deploy import manifest
 from shoal.deploy.request import Kind, KubernetesRequest, Storage, suggest_name
 from shoal.errors import UsageError
+from shoal.jobs.distribution import parse_distribution
 from shoal.jobs.job import SHM_SIZE
 
 deploy = typer.Typer(help="Write files that run a job on a cluster.", no_args_is_help=True)
@@ -111,7 +111,7 @@ class KubernetesOptions:
             channels={name: Storage.parse(f"--channel {name}", value) for name, value in channels.items()},
             results=Storage.parse("--results", self.results) if self.results is not None else None,
             hyperparameters=parse_pairs("--hyperparameter", self.hyperparameter),
-            distribution=parse_object("--distribution", self.distribution),
+            distribution=parse_distribution(self.distribution),
             environment=parse_pairs("--env", self.env),
             shm_size=self.shm_size,
             memory=self.memory,

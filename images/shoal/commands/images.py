@@ -9,7 +9,6 @@ from typing import Annotated
 import docker
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from shoal import docker_client
 from shoal.builds import builder, listing, noop_cache, push
@@ -23,9 +22,9 @@ from shoal.commands.common import (
     Skip,
     app,
     choose_images,
-    console,
     has_old_name,
     open_project,
+    print_columns,
     print_json,
     print_line,
     progress_console,
@@ -53,12 +52,10 @@ def list_images(images: Images = None, skip: Skip = None, as_json: AsJson = Fals
     if as_json:
         print_json(found)
         return
-    table = Table("image", "default for", "built", box=None)
-    table.columns[0].no_wrap = True
-    for image in found:
-        built = {"unknown": "?", "not built": "no"}.get(image.state, str(image.image_id)[7:19])
-        table.add_row(image.tag, ", ".join(image.default_for), built)
-    console.print(table, soft_wrap=True)
+    states = {"unknown": "?", "not built": "no"}
+    built = [states.get(image.state, str(image.image_id)[7:19]) for image in found]
+    rows = [(image.tag, state, ", ".join(image.default_for)) for image, state in zip(found, built)]
+    print_columns(("image", "built", "default for"), *rows)
 
 
 @app.command("render", rich_help_panel=BUILD, epilog="More: CONTRIBUTING.md")

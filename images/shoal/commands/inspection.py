@@ -34,6 +34,7 @@ from shoal.inspection import advisories, differences, facts, manifest, sbom
 from shoal.report import output_files, size
 
 _SIZE_HELP = "Framework from buildspec.yml, any tag that Docker has, or a .tar file written by docker save."
+_ALLOW_EXAMPLE = "accepted: [{id: CVE-2026-12345, reason: not reached, expires: 2026-12-31}]"
 AnyImage = Annotated[
     str,
     typer.Argument(
@@ -76,11 +77,15 @@ def audit_image(
     image: AnyImage,
     known: Annotated[Path, typer.Option("--advisories", help="Report written by `pip-audit --format json`.")],
     allow: Annotated[
-        Path | None, typer.Option(help="YAML file of accepted findings: accepted: [{id, reason, expires}].")
+        Path | None, typer.Option(help=f"YAML file of accepted findings. Example: {_ALLOW_EXAMPLE}")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Check the Python packages of an image against a pip-audit report. Needs no network.
+
+    List the packages: docker run --rm TAG pip list --format freeze > packages.txt
+
+    Find their vulnerabilities, with a network: pip-audit --disable-pip --no-deps -r packages.txt -f json -o audit.json
 
     Example: shoal audit pytorch --advisories audit.json --allow allow.yml
     """
@@ -147,7 +152,7 @@ def report_size(
     Example: shoal size pytorch
     """
     names = [image, other] if other else [image]
-    inventories, written = size.write_size_report(names, load_matrix(), page, as_json, console)
+    inventories, written = size.write_size_report(names, load_matrix(), page, as_json, progress_console(as_json=True))
     size.print_size_report(console, inventories)
     print_written(written)
 

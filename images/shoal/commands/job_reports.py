@@ -149,8 +149,8 @@ def _collect_settings(opened: OpenJob, plan: Mapping[str, Any], masks: _Masks) -
     job = {
         "image": record.image if record.engine != LOCAL else "",
         "engine": record.engine,
-        "source": str(request.source),
-        "entry point": request.entry_point,
+        "source": str(request.source or ""),
+        "entry point": request.entry_point or "",
         "hosts": f"{request.min_hosts}:{request.hosts}" if request.min_hosts else str(request.hosts),
         "processes per host": _to_text(request.procs_per_host),
         "distribution": json.dumps(request.distribution) if request.distribution else "",

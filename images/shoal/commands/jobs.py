@@ -17,6 +17,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from shoal import docker_client
 from shoal.builds import builder
 from shoal.commands import job_reports
 from shoal.commands.common import (
@@ -28,8 +29,8 @@ from shoal.commands.common import (
     console,
     convert_error,
     has_old_name,
+    load_matrix,
     open_project,
-    parse_object,
     parse_pairs,
     print_json,
     print_line,
@@ -41,8 +42,10 @@ from shoal.commands.common import (
     takes_fields_of,
 )
 from shoal.commands.script import Arguments, Script, ScriptCommand, split_script
-from shoal.errors import UsageError
+from shoal.docker_client import images as docker_images
+from shoal.errors import ImageError, UsageError
 from shoal.jobs import background, docker_job, known_jobs, live_view, local_job, metric_definitions, model_plan, summary
+from shoal.jobs.distribution import parse_distribution
 from shoal.jobs.job import JobRequest, JobResult
 from shoal.jobs.known_jobs import KnownJob, read_job
 from shoal.jobs.live_view import View
@@ -171,10 +174,14 @@ class RunOptions:
         given = {name: value for name, value in self._read_fields().items() if value not in (None, {})}
         engine = choose_engine(self.engine, self.local)
         if self.resume is None:
-            self._check_script()
+            if self.image is None:
+                raise UsageError(
+                    "IMAGE, SCRIPT: missing. Fix: shoal run IMAGE SCRIPT, such as shoal run pytorch train.py, or to"
+                    " continue an earlier job, shoal run --resume JOB"
+                )
             if self.name is not None:
                 known_jobs.check_name(self.name, self.jobs)
-            record = JobRecord(str(self.image), (engine or Engine.docker).value, JobRequest(**given))
+            record = JobRecord(self.image, (engine or Engine.docker).value, JobRequest(**given))
         elif self.name is not None:
             raise UsageError(f"--name {self.name}: a resumed job keeps its name, {self.resume}. Fix: leave out --name")
         else:
@@ -185,23 +192,12 @@ class RunOptions:
             record = JobRecord(self.image or earlier.image, used, request, identity=earlier.identity)
         record.request.check()
         if record.engine == LOCAL:
+            if record.request.source is None:
+                raise UsageError("SCRIPT: missing, and without Docker no image names one. Fix: shoal run IMAGE SCRIPT")
             _refuse_container_options(record.request)
             if record.request.min_hosts:
                 local_job.list_loopback_names(record.request)
         return record
-
-    def _check_script(self) -> None:
-        """Raise `UsageError` if the image or the script of a new job is missing."""
-        needed: dict[str, object] = {"IMAGE": self.image}
-        if self.source is None and self.entry_point is None:
-            needed["SCRIPT"] = self.script
-        elif self.script is None:
-            needed |= {"--source": self.source, "--entry-point": self.entry_point}
-        if missing := ", ".join(name for name, value in needed.items() if value is None):
-            raise UsageError(
-                f"{missing}: missing. Fix: shoal run IMAGE SCRIPT, such as shoal run pytorch train.py, or to continue"
-                " an earlier job, shoal run --resume JOB"
-            )
 
     def _read_fields(self) -> dict[str, Any]:
         """Return the fields of a `JobRequest`; None or empty if the option is not given. Raises `UsageError`."""
@@ -217,7 +213,7 @@ class RunOptions:
             "procs_per_host": self.procs_per_host,
             "channels": {name: Path(value) for name, value in channels.items()},
             "hyperparameters": parse_pairs("--hyperparameter", self.hyperparameter),
-            "distribution": parse_object("--distribution", self.distribution or "{}"),
+            "distribution": parse_distribution(self.distribution or "{}"),
             "environment": parse_pairs("--env", self.env),
             "output": self.jobs,
             "shm_size": self.shm_size,
@@ -253,6 +249,8 @@ def run_job(options: RunOptions) -> None:
 
     In the background: shoal run --detach --name digits pytorch train.py
 
+    An image with its own script: shoal run my-image:1 -- --epochs 3
+
     Several hosts: shoal run pytorch code/train.py --hosts 2 --procs-per-host 2
 
     Survive failures: shoal run pytorch train.py --hosts 2 --max-restarts 3
@@ -260,6 +258,8 @@ def run_job(options: RunOptions) -> None:
     Continue a job: shoal run --resume code-20260131-101500-3f2a1c
     """
     record = options.to_record()
+    if record.request.source is None:
+        _check_image_has_script(resolve_tag(record.image), record.request)
     progress = progress_console(options.as_json)
     build_seconds = None
     if options.build and record.engine == DOCKER:
@@ -290,15 +290,19 @@ def _run_to_end(opened: OpenJob, progress: Console, options: RunOptions, build_s
         with _open_view(opened, progress, options) as view:
             result = run(opened, view)
     except BaseException as error:
+        code, state = _describe_exception(error)
         is_lost = opened.resumed and opened.record.uncollected and not opened.log.lines
         if not is_lost:  # otherwise hosts of the earlier command may still run, and `shoal stop` must find them
             with contextlib.suppress(OSError):  # of a full disk: `error` tells more
-                opened.finish(*_describe_exception(error))
+                opened.finish(code, state)
         if opened.log.lines:
             page = job_reports.write_job_report(progress, opened, None)
             _print_report(progress, page)
         if opened.has_checkpoints:
             summary.print_resume_command(progress, opened.record.request, opened.name)
+        if state == STOPPED:  # the last line, because `train` reports a failure
+            with contextlib.suppress(OSError):  # the terminal is gone
+                print_line(f"{opened.name}: {summary.describe_stop(code)}", progress)
         raise
     opened.finish(result.exit_code)
     checkpoints = opened.checkpoints.path if opened.has_checkpoints else None
@@ -417,6 +421,27 @@ def _build_image(name: str, progress: Console) -> tuple[str, float]:
     started = time.monotonic()
     report_builds(builder.build_images(here, matrix, [image], progress, jobs=1), progress)
     return image.tag, time.monotonic() - started
+
+
+def _check_image_has_script(tag: str, request: JobRequest) -> None:
+    """Raise `UsageError` if a job has no script: neither its variables nor its image name one.
+
+    Images of the matrix name none, built or not. Raises `ImageError` if Docker lacks another image.
+    """
+    if docker_images.SCRIPT_VARIABLES & request.environment.keys():
+        return
+    matrix = load_matrix()
+    if not matrix or tag not in [image.tag for image in matrix.images]:
+        client = docker_client.connect()
+        image = docker_images.find_image(client, tag)
+        if image is None:
+            raise ImageError(docker_images.describe_missing(client, tag, matrix))
+        if docker_images.has_script(image):
+            return
+    raise UsageError(
+        f"SCRIPT: missing, and the image {tag} names none. Fix: shoal run IMAGE SCRIPT, such as shoal run {tag}"
+        " train.py, or in the image's Dockerfile, ENV SAGEMAKER_PROGRAM=train.py"
+    )
 
 
 def _refuse_container_options(request: JobRequest) -> None:

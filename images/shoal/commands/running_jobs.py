@@ -13,6 +13,7 @@ from shoal.commands.common import (
     RUN,
     AsJson,
     app,
+    print_columns,
     print_json,
     print_line,
     progress_console,
@@ -23,7 +24,8 @@ from shoal.jobs import inside, known_jobs, stopping
 from shoal.jobs.inside import choose_host
 from shoal.jobs.job_lines import LineFilter, read_lines
 from shoal.jobs.known_jobs import LOST, KnownJob, find_job, find_running_job
-from shoal.jobs.record import LOCAL, OUTPUT, RUNNING
+from shoal.jobs.record import LOCAL, OUTPUT, RUNNING, STOPPED
+from shoal.jobs.summary import describe_stop
 from shoal.jobs.volumes import Volume
 from shoal.jobs.watch import STOP_SECONDS
 from shoal.report.job_report import PAGE
@@ -53,10 +55,7 @@ def list_jobs(
     if as_json:
         print_json([each.describe() for each in shown])
         return
-    rows = [_HEADER, *map(_describe_row, shown)]
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    for row in rows:  # not a rich table, which would cut paths on a narrow terminal
-        print_line("  ".join(map(str.ljust, row, widths)).rstrip())
+    print_columns(_HEADER, *map(_describe_row, shown))
     if hidden:
         print_line(f"{hidden} older jobs: shoal ps --all")
 
@@ -108,9 +107,13 @@ def print_logs(
 
 def _describe_state(job: KnownJob) -> str:
     """Return the state of a job in one line, with its report and the messages of its command, if they are there."""
-    code = "" if job.is_running or job.record.exit_code is None else f", exit code {job.record.exit_code}"
+    code = job.record.exit_code
+    if job.state == STOPPED:
+        state = describe_stop(code)
+    else:
+        state = job.state if job.is_running or code is None else f"{job.state}, exit code {code}"
     written = ", ".join(name for name in (PAGE, OUTPUT) if (job.directory / name).exists())
-    return f"{job.name}: {job.state}{code}. Files: {job.directory}" + (f" ({written})" if written else "")
+    return f"{job.name}: {state}. Files: {job.directory}" + (f" ({written})" if written else "")
 
 
 @app.command("stop", rich_help_panel=RUN, epilog="More: docs/background-jobs.md")

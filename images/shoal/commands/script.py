@@ -10,7 +10,10 @@ import typer.core
 
 from shoal.errors import UsageError, did_you_mean
 
-_SCRIPT_HELP = "Path of the script, such as code/train.py. Its directory is copied to /opt/ml/code."
+_SCRIPT_HELP = (
+    "Path of the script, such as code/train.py. Its directory is copied to /opt/ml/code. Default: the script that the"
+    " image names in SAGEMAKER_PROGRAM."
+)
 _ARGUMENTS_HELP = "Arguments for the script, unchanged, after its hyperparameters."
 Script = Annotated[Path | None, typer.Argument(metavar="SCRIPT", help=_SCRIPT_HELP)]
 Arguments = Annotated[list[str] | None, typer.Argument(metavar="-- ARGUMENT", help=_ARGUMENTS_HELP)]

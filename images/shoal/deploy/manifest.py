@@ -32,6 +32,8 @@ _HEAD = """\
 # Job {name}, written by `shoal deploy kubernetes`. {warning}
 # Use `kubectl create`: `kubectl apply` would copy the objects into an annotation, which is limited to 256 KiB.
 """
+_MARK = re.compile(rb"# Job [^\n]*, written by `shoal deploy kubernetes`")
+"""The beginning of each file of `format_manifest`."""
 _WARNING = "It contains the job's secret: do not commit it, and write a new one for each job."
 
 
@@ -75,7 +77,7 @@ def _build_config_map(request: KubernetesRequest) -> Object:
     size = sum(map(len, data.values()))
     binary: dict[str, str] = {}
     if isinstance(request.source, Path):
-        packed = pack_source(request.source, job.JobRequest.output, Path(f"{request.name}.yaml"))
+        packed = pack_source(request.source, job.JobRequest.output)
         binary = {ARCHIVE: base64.b64encode(packed).decode()}
         size += len(packed)
     _check_config_map(request.source, size, MAX_CONFIG_MAP)
@@ -94,7 +96,9 @@ def _check_config_map(source: Path | str | None, size: int, limit: int) -> None:
 
 
 def pack_source(directory: Path, *others: Path) -> bytes:
-    """Return a directory as .tar.gz, without what `job.leave_out(*others)` names: the same bytes for the same files.
+    """Return a directory as .tar.gz: the same bytes for the same files.
+
+    What `job.leave_out(*others)` names is left out, and so is each manifest of an earlier job, which has its secret.
 
     Raises:
         UsageError: If a file cannot be read, or they are too large.
@@ -110,7 +114,7 @@ def pack_source(directory: Path, *others: Path) -> bytes:
 
 
 def _find_files(directory: Path, ignore: Callable[[str, list[str]], set[str]]) -> Iterator[tuple[str, Path]]:
-    """Yield the relative and the whole path of each file. Raises OSError if a directory cannot be read."""
+    """Yield the relative and the whole path of each file but manifests. Raises OSError if something cannot be read."""
 
     def on_error(error: OSError) -> None:
         raise error
@@ -119,8 +123,14 @@ def _find_files(directory: Path, ignore: Callable[[str, list[str]], set[str]]) -
         left_out = ignore(parent, [*directories, *names])
         directories[:] = [name for name in directories if name not in left_out]
         for path in (Path(parent, name) for name in names if name not in left_out):
-            if path.is_file():
+            if path.is_file() and not _is_manifest(path):
                 yield str(path.relative_to(directory)), path
+
+
+def _is_manifest(path: Path) -> bool:
+    """Return whether `format_manifest` has made a file, under any name."""
+    with path.open("rb") as file:
+        return bool(_MARK.match(file.readline(256)))
 
 
 def _build_network_policy(request: KubernetesRequest) -> Object:

@@ -1,4 +1,4 @@
-"""Finds images that Docker has, words the error for a missing one, and removes those that lost their tag to another."""
+"""Finds images that Docker has and their scripts, words the error for a missing one, and removes replaced ones."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ import requests
 
 from shoal.errors import did_you_mean
 from shoal.matrix.spec import BuildSpec
+
+SCRIPT_VARIABLES = frozenset({"SAGEMAKER_PROGRAM", "SAGEMAKER_TRAINING_MODULE"})
+"""The variables in which `train` finds the script of a job."""
 
 
 def find_image(client: docker.DockerClient, tag: str) -> docker.models.images.Image | None:
@@ -34,6 +37,13 @@ def describe_missing(client: docker.DockerClient, tag: str, matrix: BuildSpec | 
     ]
     hint = did_you_mean(tag, known, limit=3)
     return f"{tag}: no such image in Docker or in buildspec.yml.{hint} Build or pull it; docker images lists them."
+
+
+def has_script(image: docker.models.images.Image) -> bool:
+    """Return whether an image names the script of a job, or has an entry point, which gets the word `train`."""
+    config = image.attrs["Config"]
+    variables = {variable.partition("=")[0] for variable in config.get("Env") or ()}
+    return bool(SCRIPT_VARIABLES & variables or config.get("Entrypoint"))
 
 
 def remove_replaced(client: docker.DockerClient, image_id: str) -> None:

@@ -1,6 +1,6 @@
 """Converts the `distribution` argument of an estimator to hyperparameters, as the SageMaker Python SDK 2.257 does.
 
-It also sets the number of MPI ranks in that argument, for `--procs-per-host`.
+It also reads that argument from the command line, and sets the number of MPI ranks in it, for `--procs-per-host`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,23 @@ _SWITCHES = {
     "torch_distributed": "sagemaker_torch_distributed_enabled",
 }
 _KEYS = ("mpi", "smdistributed", "pytorchddp", "instance_groups", *_SWITCHES)
+
+
+def parse_distribution(text: str) -> dict[str, Any]:
+    """Return the value of `--distribution`. Raises `UsageError`, with examples, unless it is a JSON object."""
+    problem = f"expected a JSON object, found {text}"
+    try:
+        document = json.loads(text)
+    except ValueError as error:
+        if text.lstrip().startswith("{"):  # otherwise the parser's words would not help
+            problem = f"{text} is not JSON: {error}"
+    else:
+        if isinstance(document, dict):
+            return document
+    raise UsageError(
+        f"--distribution: {problem}. Allowed keys: {', '.join(_KEYS)}. Fix: for torchrun, --distribution"
+        """ '{"torch_distributed": {"enabled": true}}'; for mpirun, '{"mpi": {"enabled": true}}'"""
+    )
 
 
 def convert_distribution(distribution: Mapping[str, Any]) -> dict[str, Any]:

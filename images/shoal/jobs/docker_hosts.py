@@ -312,7 +312,7 @@ def _container_settings(request: job.JobRequest, name: str, identity: str, netwo
     return {
         "environment": {
             "SHOAL_STOP_GRACE": str(STOP_SECONDS),
-            "SAGEMAKER_SUBMIT_DIRECTORY": "/opt/ml/code",
+            **({"SAGEMAKER_SUBMIT_DIRECTORY": "/opt/ml/code"} if request.source else {}),
             **request.script_variables,
             job.SECRET_FILE: f"/{SECRET_PATH}",
             **restarts.limit_variables(request.max_restarts, request.min_hosts),

@@ -37,9 +37,9 @@ SHM_SIZE = "1g"
 class JobRequest:
     """A job to run, as the user describes it."""
 
-    source: Path
-    """The directory with the script."""
-    entry_point: str
+    source: Path | None = None
+    """The directory with the script; None: the image has the code, and names the script."""
+    entry_point: str | None = None
     """The script, relative to `source`."""
     arguments: tuple[str, ...] = ()
     """Arguments for the script, which follow its hyperparameters unchanged."""
@@ -74,7 +74,11 @@ class JobRequest:
 
     def check(self) -> None:
         """Raise `UsageError` if the job cannot run: a path, size, channel, GPU, secret or the distribution is wrong."""
-        check_source(self.source, self.entry_point)
+        if self.source is not None and self.entry_point is not None:
+            check_source(self.source, self.entry_point)
+        elif self.source is not None or self.entry_point is not None:
+            missing = "--source" if self.source is None else "--entry-point"
+            raise UsageError(f"{missing}: missing. Fix: give both, or SCRIPT instead of both")
         check_size("--shm-size", self.shm_size)
         check_size("--memory", self.memory)
         for volume in self.volumes:
@@ -99,7 +103,7 @@ class JobRequest:
             return
         channels = {f"--channel {name}": directory for name, directory in self.channels.items()}
         for option, place in {"--source": self.source, "--output": self.output, **channels}.items():
-            if place.resolve().is_relative_to(self.checkpoints.resolve()):
+            if place and place.resolve().is_relative_to(self.checkpoints.resolve()):
                 raise UsageError(
                     f"--checkpoints {self.checkpoints}: contains {option} ({place}), and the job replaces it as a"
                     " whole. Fix: name a directory only for checkpoints"
@@ -131,9 +135,11 @@ class JobRequest:
     def script_variables(self) -> dict[str, str]:
         """The variable that names the script, and the one that names the user's variables for job.json.
 
-        The first overrides an image's own `ENV SAGEMAKER_PROGRAM`.
+        The first overrides an image's own `ENV SAGEMAKER_PROGRAM`. It is missing if the image has the code.
         """
         reported = {REPORTED_VARIABLES: " ".join(self.environment)} if self.environment else {}
+        if self.entry_point is None:
+            return reported
         return {"SAGEMAKER_PROGRAM": self.entry_point, **reported}
 
     @property
@@ -147,9 +153,9 @@ class JobRequest:
         Raises:
             UsageError: If `distribution` is wrong, or contradicts `procs_per_host`.
         """
+        code = {"sagemaker_submit_directory": "/opt/ml/code", "sagemaker_program": self.entry_point}
         reserved = {
-            "sagemaker_submit_directory": "/opt/ml/code",
-            "sagemaker_program": self.entry_point,
+            **(code if self.entry_point else {}),
             "sagemaker_container_log_level": 20,
             "sagemaker_job_name": job_name,
             "sagemaker_region": "us-west-2",
@@ -288,11 +294,10 @@ def describe_channels(names: Iterable[str]) -> dict[str, dict[str, str]]:
     }
 
 
-def make_job_name(request: JobRequest, stem: str | None = None) -> str:
-    """Return a unique name: `stem` or the name of the source directory, the time and a few random characters."""
+def make_job_name(stem: str) -> str:
+    """Return a unique name: letters and digits of `stem`, the time and a few random characters."""
     # Both Docker and SageMaker accept letters, digits and hyphens.
-    stem = stem or re.sub(r"[^A-Za-z0-9]+", "-", request.source.resolve().name).strip("-") or "job"
-    return containers.unique_name(stem)
+    return containers.unique_name(re.sub(r"[^A-Za-z0-9]+", "-", stem).strip("-") or "job")
 
 
 def make_job_directory(request: JobRequest, name: str) -> Path:
@@ -310,6 +315,7 @@ def write_tree(root: Path, request: JobRequest, job_name: str) -> None:
 
     `RESOURCE_CONFIG` is missing, as it differs between hosts. Channels are not copied: the caller mounts or links them
     at input/data/<channel>. The code has no `__pycache__`, no `.git`, no checkpoints and no results of earlier jobs.
+    Without a source there is no directory `code`.
 
     Args:
         root: The directory that becomes /opt/ml.
@@ -320,7 +326,8 @@ def write_tree(root: Path, request: JobRequest, job_name: str) -> None:
         UsageError: If the source directory cannot be copied.
     """
     try:
-        shutil.copytree(request.source, root / "code", ignore=leave_out(request.output, request.checkpoints))
+        if request.source is not None:
+            shutil.copytree(request.source, root / "code", ignore=leave_out(request.output, request.checkpoints))
     except (OSError, shutil.Error) as error:
         raise UsageError(f"--source {request.source}: cannot be copied: {error}") from error
     for directory in ("input/config", "input/data", "model", "output/data", "checkpoints"):

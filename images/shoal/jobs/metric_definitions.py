@@ -28,7 +28,11 @@ def read_definitions(request: JobRequest) -> list[MetricDefinition]:
     """
     try:
         text = request.hyperparameters.get(_HYPERPARAMETER)
-        listed = json.loads((request.source / _FILE).read_text("utf-8-sig") if text is None else text)
+        if text is None:
+            if request.source is None:  # the file may be in the image
+                return []
+            text = (request.source / _FILE).read_text("utf-8-sig")
+        listed = json.loads(text)
     except (OSError, ValueError, RecursionError):
         return []
     return list(_compile(listed if isinstance(listed, list) else []))

@@ -118,7 +118,7 @@ def _write_record(directory: Path, record: JobRecord) -> None:
     request = record.request
     absolute = replace(
         request,
-        source=request.source.absolute(),
+        source=request.source and request.source.absolute(),
         channels={name: path.absolute() for name, path in request.channels.items()},
         volumes=tuple(replace(volume, source=volume.source.absolute()) for volume in request.volumes),
         checkpoints=request.checkpoints and request.checkpoints.absolute(),
@@ -152,7 +152,8 @@ def open_job(record: JobRecord, resumed: str | None, name: str | None = None) ->
         name, directory = resumed, (request.output / resumed).resolve()
         option = f"--resume {name}"
     else:
-        unique = job.make_job_name(request, name)
+        code = request.source.resolve().name if request.source else Path(record.image).name.partition(":")[0]
+        unique = job.make_job_name(name or code)
         name = name or unique
         record = replace(record, identity=unique)
         directory = job.make_job_directory(request, name)

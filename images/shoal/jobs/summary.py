@@ -1,8 +1,9 @@
-"""The table that `shoal run` prints when a job has ended."""
+"""The table and lines that `shoal run` prints when a job has ended."""
 
 from __future__ import annotations
 
 import shlex
+import signal
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,6 +11,13 @@ from rich.console import Console
 
 from shoal.docker_client.containers import strip_controls
 from shoal.jobs.job import JobRequest, JobResult
+
+_STOPPED_BY = {
+    128 + signal.SIGINT: "Ctrl-C (SIGINT)",
+    128 + signal.SIGTERM: "SIGTERM (`shoal stop` or kill)",
+    128 + signal.SIGHUP: "SIGHUP (its terminal was closed)",
+}
+"""Who stops a job, by the exit code of its command."""
 
 
 def summary_rows(request: JobRequest, result: JobResult) -> list[tuple[str, str]]:
@@ -61,6 +69,12 @@ def print_summary(console: Console, request: JobRequest, result: JobResult) -> N
         console.print(f"{name:<{width}}  {value}", markup=False, highlight=False, soft_wrap=True)
     if result.exit_code and result.checkpoints:
         print_resume_command(console, request, result.name)
+
+
+def describe_stop(exit_code: int | None) -> str:
+    """Return that a job was stopped, with the signal and its usual sender if the exit code tells them."""
+    sender = _STOPPED_BY.get(exit_code or 0)
+    return f"stopped by {sender}, exit code {exit_code}" if sender else f"stopped, exit code {exit_code}"
 
 
 def describe_restart(restart: Mapping[str, Any]) -> str:

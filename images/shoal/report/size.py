@@ -5,6 +5,11 @@ It also prints the largest layers and packages, or changes, on the terminal.
 
 from __future__ import annotations
 
+<<<<<<< HEAD
+=======
+import json
+import time
+>>>>>>> cli22
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +34,7 @@ from shoal.report.size_comparison import Comparison, compare_sizes, layer_title
 
 _CHUNK = 1024 * 1024  # bytes
 _MAX_ROWS = 10  # of a table on the terminal
+_PAUSE = 10.0  # seconds between two lines about the progress
 _NUMBER_WIDTH = 13  # of a column of numbers, in letters
 
 
@@ -120,7 +126,7 @@ def _save_image(client: docker.DockerClient, image_id: str) -> Iterator[bytes]:
 
 
 def _read_inventory(archive: _ImageArchive, console: Console) -> Inventory:
-    """Read and compress the layers of an image for its inventory. Shows a bar, or one line without a terminal."""
+    """Read and compress the layers of an image for its inventory. Shows a bar, or lines without a terminal."""
     columns = (
         SpinnerColumn(),
         TextColumn("reading and compressing {task.description}", markup=False),
@@ -128,14 +134,26 @@ def _read_inventory(archive: _ImageArchive, console: Console) -> Inventory:
         DownloadColumn(),
         TimeRemainingColumn(),
     )
-    off = not console.is_terminal or console.is_dumb_terminal
-    if off:
+    if not console.is_terminal or console.is_dumb_terminal:
         console.print(
             f"reading and compressing {archive.name}, {format_bytes(archive.size)}", markup=False, soft_wrap=True
         )
-    with Progress(*columns, console=console, disable=off, transient=True) as progress:
+        return inventory.read_inventory(archive.name, _report_chunks(archive, console))
+    with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task(archive.name, total=archive.size)
         return inventory.read_inventory(archive.name, _count_chunks(archive.chunks, progress, task))
+
+
+def _report_chunks(archive: _ImageArchive, console: Console) -> Iterator[bytes]:
+    """Yield the chunks, and print a line every `_PAUSE` seconds."""
+    done, printed = 0, time.monotonic()
+    for chunk in archive.chunks:
+        yield chunk
+        done += len(chunk)
+        if time.monotonic() >= printed + _PAUSE:
+            printed = time.monotonic()
+            text = f"{archive.name}: {format_bytes(done)} of {format_bytes(archive.size)}"
+            console.print(text, markup=False, soft_wrap=True)
 
 
 def _count_chunks(chunks: Iterable[bytes], progress: Progress, task: TaskID) -> Iterator[bytes]:

@@ -5,11 +5,7 @@ It also prints the largest layers and packages, or changes, on the terminal.
 
 from __future__ import annotations
 
-<<<<<<< HEAD
-=======
-import json
 import time
->>>>>>> cli22
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path

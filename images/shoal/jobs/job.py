@@ -85,8 +85,7 @@ class JobRequest:
             volume.check()
         for name, directory in self.channels.items():
             check_channel_name(name)
-            if not directory.is_dir():
-                raise UsageError(f"--channel {name}={directory}: no such directory")
+            check_channel_directory(name, directory)
         self._check_checkpoints()
         if restarts.MAX_RESTARTS in self.environment:
             raise UsageError(f"--env {restarts.MAX_RESTARTS}: hosts would not be replaced. Fix: --max-restarts N")
@@ -242,6 +241,18 @@ def check_size(option: str, size: str | None) -> int:
     if count <= 0:
         raise UsageError(expected)
     return count
+
+
+def check_channel_directory(name: str, directory: Path) -> None:
+    """Raise `UsageError`, with a fix, if a channel's directory is an address, a file or missing."""
+    if directory.is_dir():
+        return
+    if address := re.match(r"(\w+):/+", str(directory)):  # a Path has dropped one slash
+        fix = "leave out file://" if address[1] == "file" else "copy the files to a directory first, and give that"
+        raise UsageError(f"--channel {name}: {address[1]}:// is not read, only a directory of this machine. Fix: {fix}")
+    if directory.exists():
+        raise UsageError(f"--channel {name}={directory}: a file. Fix: give its directory, {directory.parent}")
+    raise UsageError(f"--channel {name}={directory}: no such directory")
 
 
 def check_channel_name(name: str) -> None:

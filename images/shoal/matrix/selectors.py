@@ -39,7 +39,7 @@ def match_word(word: str, tags: Iterable[str], defaults: Mapping[str, str]) -> l
     choices = [*defaults, *known]
     hint = did_you_mean(word, choices, limit=3, cutoff=0.5)
     if ":" in word:
-        own = "This command takes only its images. For an image of your own, use docker build, docker tag and docker push."
+        own = "This command takes no others. For an image of your own: docker build, docker tag and docker push."
     else:
         own = f"For an image of your own, use `docker build`, and name it with its tag ({word}:latest)."
     raise UsageError("\n  ".join([f"no image {word!r} in buildspec.yml.{hint} {own} Choices:", *choices]))

@@ -97,7 +97,7 @@ check: setup ## run ruff, mypy, the docstring and prose rules; check links, and 
 	@$(BIN)/python scripts/docstrings.py
 	@$(BIN)/python scripts/prose.py
 
-test-fast: setup ## run the tests that need no Docker, without those that take ten seconds or more
+test-fast: setup ## run the tests that need no Docker, without those that take five seconds or more
 	@$(PYTEST) $(WITHOUT_DOCKER) -m "not long"
 
 test-integration: images ## run the tests with real containers

@@ -49,6 +49,7 @@ def test_a_change_of_what_all_stand_on_runs_all() -> None:
     assert chosen("requirements/dev.txt") == chosen("tests/conftest.py") == set(SCRIPT["test_files"]())
 
 
+@pytest.mark.long
 def test_each_file_of_the_product_affects_some_test() -> None:
     files = [name for name in tracked() if name.startswith(PRODUCT)]
     found = SCRIPT["affected"](files, SCRIPT["test_files"](), ROWS)

@@ -135,6 +135,7 @@ def test_marked_commands_are_parsed(copy: Path, record_property: Record) -> None
     record_property("blocks", dict(levels))
 
 
+@pytest.mark.long
 def test_python_runs(tmp_path: Path, record_property: Record) -> None:
     pages: dict[str, list[tuple[int, str]]] = {}
     for block in BLOCKS:

@@ -7,9 +7,12 @@ import re
 import subprocess
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.long
 def test_the_site_builds(tmp_path: Path) -> None:
     """As `make docs`, which also writes the generated pages."""
     subprocess.run(["make", "--no-print-directory", ".venv-docs/stamp"], cwd=ROOT, check=True, timeout=300)

@@ -211,6 +211,7 @@ def test_a_plan_follows_a_change_from_parent_to_child(fake: FakeEngine, checkout
     assert grandchild["reasons"] == [f"base {CHILD} → {CHILD} (rebuilt)"]
 
 
+@pytest.mark.long
 def test_a_commit_that_changes_nothing_inside_leaves_images_as_they_are(fake: FakeEngine, checkout: Path) -> None:
     """Built again, an image has the same labels; one of sources that nobody has committed names no commit."""
 

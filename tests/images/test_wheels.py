@@ -78,6 +78,7 @@ def tracked(project: Project, *paths: str) -> set[str]:
     return {name for name in names if (project.root / name).is_file()}
 
 
+@pytest.mark.long
 def test_each_package_has_a_wheel_and_an_sdist_with_metadata(dist: Path, project: Project) -> None:
     wheels = {path.name.partition("-")[0]: path for path in dist.glob("*.whl")}
     sdists = {path.name.partition("-")[0]: path for path in dist.glob("*.tar.gz")}
@@ -134,6 +135,7 @@ def test_shoal_works_in_an_empty_directory(installed: Installation, matrix: Buil
     assert not [*tmp_path.iterdir()]
 
 
+@pytest.mark.long
 def test_init_writes_definitions_that_count_when_changed(installed: Installation, tmp_path: Path) -> None:
     written = installed.run(tmp_path, "init", "mine")
     assert written.stdout == f"wrote {tmp_path}/mine/dockerfiles\nwrote {tmp_path}/mine/buildspec.yml\n"

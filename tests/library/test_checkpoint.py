@@ -154,6 +154,7 @@ def test_a_stopped_training_goes_on_with_another_number_of_ranks(
     check_samples([*two, one])
 
 
+@pytest.mark.long
 def test_the_steps_are_the_same_with_4_ranks_then_3_then_4(
     start_ranks: StartRanks, alone: Alone, tmp_path: Path
 ) -> None:

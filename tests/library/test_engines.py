@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 WITHOUT_TORCH = Path(__file__).parent / "ranks" / "without_torch.py"
 
 
+@pytest.mark.long
 @pytest.mark.mpi
 @pytest.mark.parametrize(
     ("world_size", "ranks_per_host", "name"),
@@ -39,6 +40,7 @@ def test_without_torch(mpirun: Mpirun, world_size: int, ranks_per_host: int, nam
     assert mpirun(world_size, WITHOUT_TORCH, ranks_per_host, COLD="1").count(name) == world_size
 
 
+@pytest.mark.long
 @pytest.mark.mpi
 def test_who_is_late_is_found_without_torch(mpirun: Mpirun) -> None:
     said = mpirun(2, WITHOUT_TORCH, 1, "late", COLD="1")

@@ -55,6 +55,7 @@ def test_training_equals_that_of_one_process(mpirun: Mpirun, ranks: int, stages:
     assert job(mpirun, ranks, stages, "against_one_process", *optimizers, **ALL).count("equal:") == ranks
 
 
+@pytest.mark.long
 @pytest.mark.mpi
 def test_gradients_leave_a_stage_from_autograds_thread_as_on_a_gpu(mpirun: Mpirun) -> None:
     assert job(mpirun, 2, 2, "against_one_process", "sgd", AS_ON_A_GPU="1").count("equal:") == 2

@@ -91,6 +91,7 @@ def guarded(python: Python, free_port: int) -> Guarded:
     return run
 
 
+@pytest.mark.long
 @pytest.mark.once
 def test_a_late_rank_is_named_with_what_it_does(guarded: Guarded) -> None:
     first, second = guarded("late", seconds=3)
@@ -112,6 +113,7 @@ def test_who_waits_says_so_before_giving_up(guarded: Guarded) -> None:
     assert second == "up\nreduced\n"
 
 
+@pytest.mark.long
 @pytest.mark.once
 def test_a_stopped_rank_does_not_answer(guarded: Guarded) -> None:
     first, second = guarded("stopped", seconds=3)
@@ -196,6 +198,7 @@ def test_a_late_rank_is_named_on_mpi(mpirun: Mpirun, free_port: int) -> None:
     assert "a message has not arrived" not in said
 
 
+@pytest.mark.long
 @pytest.mark.once
 def test_an_interrupt_ends_the_wait(guarded: Guarded) -> None:
     first, _ = guarded("interrupted")

@@ -37,6 +37,7 @@ def test_all_stages_send_to_all_others_at_once(mpirun: Mpirun, ranks: int) -> No
     assert transferred(said) > 0
 
 
+@pytest.mark.long
 @pytest.mark.mpi
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.once)])
 def test_a_pipeline_computes_the_same_bits_as_through_the_host(mpirun: Mpirun, ranks: int) -> None:

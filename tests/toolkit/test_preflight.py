@@ -313,6 +313,7 @@ def test_a_good_start_has_no_finding(hosts: list[Host]) -> None:
         assert "preflight" not in first.err + worker.err
 
 
+@pytest.mark.long
 @in_namespaces
 @pytest.mark.parametrize("plant", [None, plant_firewall])
 def test_the_long_form_measures_both_ways_and_starts_nothing(

@@ -292,6 +292,7 @@ def upload(tmp_path: Path) -> Iterator[Callable[..., Upload]]:
         running.process.wait()
 
 
+@pytest.mark.long
 def test_files_are_uploaded_while_the_script_runs_and_again_when_they_change(
     upload: Callable[..., Upload], bucket: Bucket
 ) -> None:

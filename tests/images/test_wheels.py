@@ -27,7 +27,7 @@ from .test_builds import FakeEngine, fake
 
 __all__ = ["fake"]
 
-pytestmark = pytest.mark.xdist_group("wheels")  # which are built once
+pytestmark = [pytest.mark.xdist_group("wheels")  # which are built once, pytest.mark.long]
 NAMES = {"shoal", "shoal_toolkit", "shoal_smdistributed", "shoal_rehearsal"}
 DEFINITIONS = "shoal/definitions/"
 # A machine that has nothing of this project, and a Docker that does not answer.
@@ -78,7 +78,6 @@ def tracked(project: Project, *paths: str) -> set[str]:
     return {name for name in names if (project.root / name).is_file()}
 
 
-@pytest.mark.long
 def test_each_package_has_a_wheel_and_an_sdist_with_metadata(dist: Path, project: Project) -> None:
     wheels = {path.name.partition("-")[0]: path for path in dist.glob("*.whl")}
     sdists = {path.name.partition("-")[0]: path for path in dist.glob("*.tar.gz")}
@@ -125,7 +124,6 @@ def test_the_sdist_has_the_definitions_of_the_checkout(dist: Path, project: Proj
     assert files == {name: (project.root / name).read_bytes() for name in wanted}
 
 
-@pytest.mark.long
 def test_shoal_works_in_an_empty_directory(installed: Installation, matrix: BuildSpec, tmp_path: Path) -> None:
     assert installed.run(tmp_path, "--version").stdout == "shoal 0.1.0\n"
     told = installed.run(tmp_path, "list").stdout
@@ -135,7 +133,6 @@ def test_shoal_works_in_an_empty_directory(installed: Installation, matrix: Buil
     assert not [*tmp_path.iterdir()]
 
 
-@pytest.mark.long
 def test_init_writes_definitions_that_count_when_changed(installed: Installation, tmp_path: Path) -> None:
     written = installed.run(tmp_path, "init", "mine")
     assert written.stdout == f"wrote {tmp_path}/mine/dockerfiles\nwrote {tmp_path}/mine/buildspec.yml\n"
@@ -171,7 +168,6 @@ def test_without_train_the_fix_names_its_sources(installed: Installation, tmp_pa
     assert f"-m pip install {toolkit}\n" in told
 
 
-@pytest.mark.long
 def test_a_build_has_the_context_and_layers_of_a_checkout(
     installed: Installation, project: Project, matrix: BuildSpec, fake: FakeEngine, tmp_path: Path
 ) -> None:

@@ -15,6 +15,8 @@ import pytest
 import torch
 from tests.library.conftest import shards_on_the_cpu
 
+pytestmark = pytest.mark.long
+
 if TYPE_CHECKING:
     from tests.library.conftest import Alone, Mpirun
 
@@ -59,7 +61,6 @@ def test_digits_on_two_ranks_from_a_channel(mpirun: Mpirun, alone: Alone, tmp_pa
     check_digits(tmp_path / "MODEL_DIR", tmp_path / "OUTPUT_DATA_DIR", epochs=10, world_size=2)
 
 
-@pytest.mark.long
 @pytest.mark.once
 @pytest.mark.mpi
 def test_digits_on_two_replicas_of_four_stages(mpirun: Mpirun, alone: Alone, tmp_path: Path) -> None:

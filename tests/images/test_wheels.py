@@ -27,7 +27,7 @@ from .test_builds import FakeEngine, fake
 
 __all__ = ["fake"]
 
-pytestmark = [pytest.mark.xdist_group("wheels")  # which are built once, pytest.mark.long]
+pytestmark = [pytest.mark.long, pytest.mark.xdist_group("wheels")]  # built once
 NAMES = {"shoal", "shoal_toolkit", "shoal_smdistributed", "shoal_rehearsal"}
 DEFINITIONS = "shoal/definitions/"
 # A machine that has nothing of this project, and a Docker that does not answer.

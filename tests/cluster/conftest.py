@@ -30,13 +30,14 @@ class Work:
         self.cluster, self.directory = cluster, directory
 
     def submit(self, script: str, **hyperparameters: object) -> int:
-        """Submits a job that runs a script of the test as train.py."""
-        code, channel, values = (self.directory / name for name in ("code", "channel", "hyperparameters.json"))
+        """Submits a job that runs a script of the test as train.py, with relative paths."""
+        names = ("code", "channel", "hyperparameters.json")
+        code, channel, values = (self.directory / name for name in names)
         code.mkdir()
         channel.mkdir()
         (code / "train.py").write_text(script)
         values.write_text(json.dumps({"sagemaker_program": "train.py", **hyperparameters}))
-        return self.submit_example(CODE=str(code), CHANNEL=str(channel), HYPERPARAMETERS=str(values))
+        return self.submit_example(CODE=names[0], CHANNEL=names[1], HYPERPARAMETERS=names[2])
 
     def submit_example(self, **variables: str) -> int:
         """Submits the example with the `train` of this virtual environment."""

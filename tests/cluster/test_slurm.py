@@ -13,6 +13,7 @@ import pytest
 from .conftest import SECONDS, Work
 from .slurm import NODES, ROOT, Cluster
 
+EXAMPLE = ROOT / "examples" / "slurm"
 pytestmark = pytest.mark.xdist_group("slurm")
 
 # Waits for SIGTERM, and saves then.
@@ -68,6 +69,7 @@ def test_scancel_reaches_the_script_which_saves_a_checkpoint(cluster: Cluster, w
         assert "SIGTERM" in message
         assert report["exit_code"] == 143
         assert (work.base(number, node) / "checkpoints" / "last").read_text() == "step 7"
+        assert (work.base(number, node) / "input" / "data" / "training").samefile(work.directory / "channel")
     assert not work.secret(number).exists()
 
 
@@ -124,3 +126,29 @@ def test_a_node_that_is_lost_fails_the_job_on_the_other_node(cluster: Cluster, w
     assert not (work.base(number, "node-2") / "output" / "success").exists()
     cluster.run("scontrol", "update", "nodename=node-2", "state=resume")  # an error if the node is idle already
     cluster.await_idle()
+
+
+@pytest.mark.parametrize(
+    ("variable", "fix"),
+    [
+        ("CODE", "CODE=DIR"),
+        ("CHANNEL", "prepare.py .cache/digits"),
+        ("HYPERPARAMETERS", "HYPERPARAMETERS=FILE"),
+        ("IMAGE", "unpack.sh TAG DIR"),
+    ],
+)
+def test_a_path_that_does_not_exist_is_an_error_with_a_fix(variable: str, fix: str, tmp_path: Path) -> None:
+    (tmp_path / "hp.json").write_text("{}")
+    values = {"CODE": ".", "CHANNEL": ".", "HYPERPARAMETERS": "hp.json", variable: "pytorch-training:1"}
+    environ = {"PATH": os.environ["PATH"], "SLURM_SUBMIT_DIR": str(tmp_path), **values}
+    done = subprocess.run(["bash", EXAMPLE / "train.sbatch"], env=environ, cwd="/", capture_output=True, text=True)
+    assert done.returncode == 2
+    assert f"train.sbatch: {variable}: {tmp_path}/pytorch-training:1 is not " in done.stderr
+    assert fix in done.stderr.partition("Fix: ")[2]
+    assert not (tmp_path / "jobs").exists()
+
+
+@pytest.mark.parametrize(("arguments", "code"), [([], 2), (["pytorch"], 2), (["--help"], 0)])
+def test_unpack_explains_its_arguments(arguments: list[str], code: int) -> None:
+    done = subprocess.run([EXAMPLE / "unpack.sh", *arguments], capture_output=True, text=True)
+    assert (done.returncode, done.stderr.partition(" (")[0]) == (code, "usage: unpack.sh IMAGE DIRECTORY")

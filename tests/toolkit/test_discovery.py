@@ -358,7 +358,7 @@ def test_train_says_where_its_hosts_come_from(tree: Tree, run: Run) -> None:
     assert (plan["hosts"], plan["current_host"]) == (["n1", "n2"], "n2")
     assert json.loads(plan["environment"]["SM_HOSTS"]) == ["n1", "n2"]
     assert (plan["environment"]["SM_CURRENT_HOST"], plan["environment"]["RANK"]) == ("n2", "1")
-    assert any("On Slurm, write `export SHOAL_JOB_SECRET=" in note for note in plan["notes"])
+    assert any("On Slurm, let the batch script write a secret to a file" in note for note in plan["notes"])
 
 
 @pytest.mark.parametrize(("address", "noted"), [("zzz", 1), ("n1.domain", 0), ("N1", 0), ("127.0.0.1", 0)])

@@ -163,12 +163,13 @@ def refuses_what_the_engine_does() -> None:
             assert "does not reduce torch.float32 with band" in str(error), error
         else:
             raise AssertionError("not refused")
-    try:
-        dist.all_reduce(torch.ones(2), op=dist._make_nccl_premul_sum(2.0))  # type: ignore[attr-defined]
-    except SMDDPError as error:
-        assert "multiply the tensor" in str(error), error
-    else:
-        raise AssertionError("not refused")
+    for group in (None, dist.new_group(backend="gloo")):
+        try:
+            dist.all_reduce(torch.ones(2), op=dist._make_nccl_premul_sum(2.0), group=group)  # type: ignore[attr-defined]
+        except SMDDPError as error:
+            assert "multiply the tensor" in str(error), error
+        else:
+            raise AssertionError("not refused")
 
 
 def nccl_that_does_not_start() -> None:

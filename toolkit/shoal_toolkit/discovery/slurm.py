@@ -16,8 +16,8 @@ from shoal_toolkit.discovery.host_names import expand_hosts
 from shoal_toolkit.errors import ContractError
 
 _SECRET = (
-    'On Slurm, write `export SHOAL_JOB_SECRET="$(openssl rand -hex 32)"` into the batch script before `srun`, which '
-    "passes it to every node."
+    "On Slurm, let the batch script write a secret to a file of mode 600, and set SHOAL_JOB_SECRET_FILE to it before "
+    "`srun`. All nodes must share its disk: examples/slurm/train.sbatch has this."
 )
 _OTHERS = ("SLURM_NODEID", "SLURM_JOB_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_ID", "SLURM_STEP_ID")
 _FIRST_SPECIAL_STEP = 0xFFFFFFFA

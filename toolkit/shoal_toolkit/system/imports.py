@@ -1,8 +1,8 @@
 """Lets the ranks of a job import their framework without garbage collections.
 
 `import torch` makes 250,000 objects that stay. Python collects garbage again and again meanwhile, and goes through all
-of them once more when it ends. Both take a third of the processor time of a rank that imports torch and ends
-(`make bench-launch`). `shoal-toolkit.pth` calls `activate` when Python starts in a job.
+of them once more when it ends. `make bench-launch` measures both, as `rank-with-ddp`. `shoal-toolkit.pth` calls
+`activate` when Python starts in a job.
 """
 
 from __future__ import annotations

@@ -150,7 +150,7 @@ def _torchs_options(options: Any, named: dict[str, Any]) -> Any:
             continue
         value = named[name]
         if name == "reduce_op":
-            value = dist.ReduceOp(_REDUCTIONS[int(value.op())])
+            value = dist.ReduceOp(_reduction(value))
         elif name == "timeout":
             value = timedelta(milliseconds=value)
         setattr(options, field, value)
@@ -177,7 +177,7 @@ def _reduction(boxed: Any) -> Any:
     kind = _REDUCTIONS[int(boxed.op())]
     if kind == dist.ReduceOp.PREMUL_SUM:  # the factor is not accessible here
         raise SMDDPError(
-            "The backend smddp has no premultiplied sum of CPU tensors if NCCL carries the group's CUDA tensors. "
+            "If NCCL carries the CUDA tensors of a group of smddp, no group has a premultiplied sum of CPU tensors. "
             "Fix: multiply the tensor first, and reduce it with ReduceOp.SUM."
         )
     return kind

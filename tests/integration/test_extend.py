@@ -49,7 +49,7 @@ def test_a_new_project_builds_trains_and_passes_its_test(
     try:
         check(sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "test_train.py", cwd=project)
         hosts = ("--hosts", "2", "--procs-per-host", "1")
-        said = check(shoal, "run", "new-by-test:latest", *hosts, "--", "--epochs", "3", cwd=project)
+        said = check(shoal, "run", "new-by-test", *hosts, "--", "--epochs", "3", cwd=project)
         accuracy = re.search(r"test accuracy (0\.\d+)", said)
         assert accuracy is not None, said
         assert float(accuracy[1]) > 0.8, said

@@ -21,9 +21,10 @@ import typer
 import urllib3.exceptions
 from rich.console import Console
 
-from shoal import __version__
+from shoal import __version__, docker_client
 from shoal.builds import builder
 from shoal.commands import completion
+from shoal.docker_client import images as docker_images
 from shoal.errors import DockerError, ShoalError, UsageError, convert_os_error
 from shoal.matrix import project, spec
 
@@ -214,12 +215,28 @@ def load_matrix() -> spec.BuildSpec | None:
 
 
 def resolve_tag(name: str) -> str:
-    """Return the tag of an image of the matrix; a name with a colon is a tag already.
+    """Return the tag of an image of the matrix, or of one that Docker has as `NAME:latest`.
 
-    Raises `UsageError` if the name matches none or several, or there is no matrix, `SpecError` if its buildspec is
-    wrong.
+    A name with a colon is a tag already. Raises `UsageError` if the name matches none or several, or there is no
+    matrix, `SpecError` if its buildspec is wrong.
     """
-    return name if ":" in name else open_project()[1].select(name).tag
+    if ":" in name:
+        return name
+    try:
+        return open_project()[1].select(name).tag
+    except UsageError:
+        tag = f"{name}:latest"
+        if _has_image(tag):
+            return tag
+        raise
+
+
+def _has_image(tag: str) -> bool:
+    """Return whether Docker has an image; False if no Docker answers, or the text is no tag."""
+    try:
+        return docker_images.find_image(docker_client.connect(), tag) is not None
+    except (DockerError, docker.errors.APIError):
+        return False
 
 
 def parse_pairs(option: str, words: list[str] | None) -> dict[str, str]:

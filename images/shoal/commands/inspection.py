@@ -38,7 +38,9 @@ _ALLOW_EXAMPLE = "accepted: [{id: CVE-2026-12345, reason: not reached, expires: 
 AnyImage = Annotated[
     str,
     typer.Argument(
-        metavar="IMAGE", help="Framework from buildspec.yml, or any tag.", autocompletion=completion.complete_images
+        metavar="IMAGE",
+        help="Framework from buildspec.yml, or any tag. NAME is NAME:latest.",
+        autocompletion=completion.complete_images,
     ),
 ]
 OutputFile = Annotated[Path | None, typer.Option("-o", "--output", help="Output file. Default: standard output.")]

@@ -41,7 +41,7 @@ def match_word(word: str, tags: Iterable[str], defaults: Mapping[str, str]) -> l
     if ":" in word:
         own = "This command takes no others. For an image of your own: docker build, docker tag and docker push."
     else:
-        own = f"For an image of your own, use `docker build`, and name it with its tag ({word}:latest)."
+        own = f"For an image of your own: docker build -t {word} DIRECTORY."
     raise UsageError("\n  ".join([f"no image {word!r} in buildspec.yml.{hint} {own} Choices:", *choices]))
 
 

@@ -40,6 +40,7 @@ from .blocks import ROOT
 PARSED, SYNTAX = "parsed", "syntax"
 _FOREIGN = (
     *("kubectl", "srun", "sbatch", "sinfo", "squeue", "scancel", "sky", "docker-compose", "horovodrun", "pip-audit"),
+    "kubernetes-validate",
     *("cat", "cd", "chgrp", "chmod", "echo", "export", "git", "ls", "mkdir", "openssl", "rm", "sha256sum", "umask"),
     *(".", "source", "set", "cp", "jq", "sleep", "nvidia-smi", "smddprun", "smddpmprun", "smddpsinglenode"),
 )

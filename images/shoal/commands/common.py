@@ -232,7 +232,7 @@ def resolve_tag(name: str) -> str:
 
 
 def _has_image(tag: str) -> bool:
-    """Return whether Docker has an image; False if no Docker answers, or the text is no tag."""
+    """Return whether Docker has an image; False if no Docker answers, or the text cannot be a tag."""
     try:
         return docker_images.find_image(docker_client.connect(), tag) is not None
     except (DockerError, docker.errors.APIError):

@@ -1,4 +1,6 @@
-"""Finds the blocks of code in tutorials and how-to pages with Sybil, and the marks `<!-- not run: REASON -->`.
+"""Finds the blocks of code in tutorials and how-to pages with Sybil, and their marks.
+
+The marks are `<!-- run with Docker -->` and `<!-- not run: REASON -->`.
 
 A block of shell commands (`console`, `bash`) becomes commands, each with the output that the page shows. In `console`,
 a command begins with `$ `. It goes on in the next line after a backslash or in open quotes.
@@ -23,7 +25,7 @@ PAGES = sorted(
 """The pages with blocks to execute. Pages of docs/reference and docs/api are generated; docs/decisions has no tasks."""
 SHELL, PYTHON = ("console", "bash"), ("python",)
 NOT_CODE = ("", "text", "diff", "dockerfile", "json", "toml", "yaml")
-_MARK = re.compile(r"<!-- not run: (?P<reason>[^\n]+) -->\n+[ \t]*\Z")
+_MARK = re.compile(r"<!-- (?:not run: (?P<reason>[^\n]+)|(?P<docker>run with Docker)) -->\n+[ \t]*\Z")
 _PROMPT = "$ "
 
 
@@ -35,13 +37,14 @@ class Command(NamedTuple):
 
 
 class Block(NamedTuple):
-    """A block of code, in which `reason` says why it is not run; empty: it is run."""
+    """A block of code. `reason` says why it is not run; empty: it is run, perhaps `with_docker`."""
 
     page: str
     line: int
     language: str
     source: str
-    reason: str
+    reason: str = ""
+    with_docker: bool = False
 
     def __str__(self) -> str:
         return f"{self.page}:{self.line}"
@@ -78,7 +81,8 @@ def find_blocks(path: Path, root: Path = ROOT) -> list[Block]:
             example.line,
             example.parsed["language"].strip(),
             str(example.parsed["source"]),
-            mark["reason"] if mark else "",
+            (mark["reason"] or "") if mark else "",
+            bool(mark and mark["docker"]),
         )
         if block.language in (*SHELL, *PYTHON):
             found.append(block)

@@ -1,13 +1,15 @@
 """Every block of shell commands and Python in tutorials and how-to pages is executed, or says why it is not.
 
-A page can mark a block: `<!-- not run: REASON -->` in the line before it. So there are three levels:
+A page can mark a block in the line before it. So there are four levels:
 
 - **run**: a block without a mark. Shell commands run in a copy of the repository, with a small `train.py` and no
   Docker. If the page shows output, the real output has the same text. Numbers may differ, and `...` or `…` stands for
   any text. Python runs in a process for each page, with the names of `run_python.py`, such as `model` and `loader`.
-- **parsed**: a marked block, because it needs Docker, a cluster, a GPU or AWS, or takes long. The parser of each
-  command accepts its options, and files, images and targets exist (`command_lines.py`). Marked Python is parsed, and
-  uses names that `smdistributed` has.
+- **run with Docker**: a block marked `<!-- run with Docker -->`. tests/integration/test_pages.py runs it with the
+  images. Here it is parsed.
+- **parsed**: a block marked `<!-- not run: REASON -->`, because it needs a cluster, a GPU or AWS, or takes long. The
+  parser of each command accepts its options, and files, images and targets exist (`command_lines.py`). Marked Python
+  is parsed, and uses names that `smdistributed` has.
 - **syntax**: commands in a marked block for which there is no parser here, such as kubectl. Bash accepts them, and
   files of the repository exist.
 
@@ -17,9 +19,7 @@ The end of a run of pytest has the number of commands and Python blocks of each 
 from __future__ import annotations
 
 import json
-import os
 import re
-import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -28,38 +28,23 @@ from pathlib import Path
 
 import pytest
 
-from .blocks import PAGES, PYTHON, ROOT, SHELL, Block, find_blocks
+from .blocks import PAGES, PYTHON, ROOT, SHELL, find_blocks
 from .command_lines import Place, check_imported_names, check_shell
+from .shell_blocks import FIX, copy_repository, directory_of, is_as_shown, run_blocks
 
 REASONS = re.compile(r"(needs|installs|takes|uses) \w.+")
 BLOCKS = [block for page in PAGES for block in find_blocks(page)]
-SHELL_RUN = sorted({block.page for block in BLOCKS if block.language in SHELL and not block.reason})
+SHELL_RUN = [each for each in BLOCKS if each.language in SHELL and not each.reason and not each.with_docker]
 HERE = Path(__file__).parent
 Record = Callable[[str, object], None]
-NUMBER = re.compile(r"\d[\d.,:-]*(?<![.,:-])")
-FIX = "Fix: mend the page, or mark the block if it cannot run here: <!-- not run: needs Docker -->"
 pytestmark = pytest.mark.xdist_group("blocks")
 
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the repository with this virtual environment, and the files of tests/docs/files."""
     root = tmp_path_factory.mktemp("blocks") / "shoal"
-    listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    for name in subprocess.run(listed, cwd=ROOT, check=True, text=True, capture_output=True).stdout.split("\0"):
-        if (ROOT / name).is_file():
-            (root / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / name, root / name)
-    shutil.copytree(HERE / "files", root, dirs_exist_ok=True)
-    (root / ".venv").symlink_to(sys.prefix)
-    subprocess.run(["git", "init", "-q", root], check=True)
+    copy_repository(root)
     return root
-
-
-def directory_of(block: Block, copy: Path) -> Path:
-    """Where a block's commands begin: in the example's directory, or in the root if they name `examples/`."""
-    in_root = not block.page.startswith("examples/") or " examples/" in block.source
-    return copy if in_root else (copy / block.page).parent
 
 
 def test_each_mark_has_a_reason() -> None:
@@ -67,70 +52,31 @@ def test_each_mark_has_a_reason() -> None:
         assert not block.reason or REASONS.fullmatch(block.reason), f"{block}: begin the reason with needs or takes"
 
 
-@pytest.mark.parametrize("page", SHELL_RUN)
+@pytest.mark.parametrize("page", sorted({block.page for block in SHELL_RUN}))
 def test_commands_run(page: str, copy: Path, tmp_path: Path, record_property: Record) -> None:
-    commands = [
-        (block, command)
-        for block in BLOCKS
-        if block.page == page and block.language in SHELL and not block.reason
-        for command in block.commands
-    ]
-    script = "".join(f"{command.text}\nprintf '\\0%s\\0' $?\n" for _, command in commands)
-    environ = {name: value for name, value in os.environ.items() if not name.startswith(("SM_", "SHOAL_", "MAKE"))}
-    environ |= {
-        "PATH": f"{sys.prefix}/bin:{environ['PATH']}",
+    environ = {
         "HOME": str(tmp_path),
         "DOCKER_HOST": "unix:///nonexistent",
         "SAGEMAKER_BASE_DIR": str(tmp_path / "ml"),
         "SAGEMAKER_SUBMIT_DIRECTORY": str(copy / "code"),
         "SAGEMAKER_PROGRAM": "train.py",
-        "COLUMNS": "120",
     }
-    ended = subprocess.run(
-        ["bash", "-c", script],
-        stdin=subprocess.DEVNULL,
-        env=environ,
-        cwd=directory_of(commands[0][0], copy),
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        check=False,
-        timeout=550,
-    )
-    parts = ended.stdout.split("\0")
-    assert len(parts) == 2 * len(commands) + 1, f"{page}: a command ended the shell:\n{ended.stdout}\n{FIX}"
-    for index, (block, command) in enumerate(commands):
-        output, code = parts[2 * index], parts[2 * index + 1]
-        fails = command.output.startswith("shoal: ")
-        assert (code != "0") == fails, f"{block}: {command.text} ended with {code}:\n{output}\n{FIX}"
-        assert is_as_shown(output, command.output), f"{block}: {command.text} printed:\n{output}\n{FIX}"
-    record_property("blocks", {"run": len(commands)})
-
-
-def is_as_shown(output: str, shown: str) -> bool:
-    """Whether an output has the text that a page shows: numbers may differ, `...` and `…` stand for any text."""
-    if not shown.strip():
-        return True
-    parts = re.split(r"\.\.\.|…", _normalise(shown))
-    return re.fullmatch(".*?".join(map(re.escape, parts)), _normalise(output), re.DOTALL) is not None
-
-
-def _normalise(text: str) -> str:
-    return " ".join(NUMBER.sub("0", text).split())
+    blocks = [block for block in SHELL_RUN if block.page == page]
+    record_property("blocks", {"run": run_blocks(blocks, directory_of(blocks[0], copy), environ)})
 
 
 def test_marked_commands_are_parsed(copy: Path, record_property: Record) -> None:
     levels: Counter[str] = Counter()
     problems = []
     for block in BLOCKS:
-        if block.language in SHELL and block.reason:
+        if block.language in SHELL and (block.reason or block.with_docker):
             place = Place(copy, directory_of(block, copy))
             for command in block.commands:
                 try:
                     check_shell(command.text, place)
                 except ValueError as error:
                     problems.append(f"{block}: {command.text.strip()}: {error}")
-            levels.update(place.levels)
+            levels.update(place.levels if block.reason else ())
     assert not problems, "\n".join(problems)
     record_property("blocks", dict(levels))
 

@@ -126,6 +126,9 @@ def test_wrong_options_of_run_exit_2(project: Project, arguments: list[str], wor
     assert words in result.stderr
 
 
+DEFINED = "sagemaker_metric_definitions"
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -136,6 +139,11 @@ def test_wrong_options_of_run_exit_2(project: Project, arguments: list[str], wor
         (("pytorch", "train.py", "3"), "3: an argument for the script, but not after `--`. Fix: shoal run IMAGE"),
         (("pytorch", "train.py", "--epochs", "3"), "--epochs: no such option. Fix: if it is for the script, put it"),
         (("pytorch", "train.py", "--nnode", "3"), "--nnode: no such option. Did you mean --nnodes? Fix: "),
+        (("pytorch", "train.py", "--instance-count", "2"), "--instance-count: no such option. Fix: --hosts, or for an"),
+        (("pytorch", "train.py", "--metric", "loss=["), "--metric loss=[: not a regular expression: unterminated"),
+        (("pytorch", "train.py", "--metric", "a=b"), "--metric a=b: no group, which the value is. Fix: put it in"),
+        (("pytorch", "train.py", "--hyperparameter", rf"{DEFINED}=['\.']"), f"{DEFINED}: not JSON: Expecting value"),
+        (("pytorch", "train.py", "--metric", "a=(b)", "--hyperparameter", f"{DEFINED}=[]"), "both define metrics"),
         (("pytorch", "train.py", "--local", "--engine", "docker"), "--local and --engine docker: contradict"),
         (("pytorch", "--source", "x"), "--entry-point: missing"),
         (("--resume", "x"), "--resume x: no such job in jobs. Fix: use the name of a directory in jobs"),

@@ -201,10 +201,12 @@ def test_secrets_are_masked_everywhere(tmp_path: Path) -> None:
 
 
 def test_values_are_masked_if_train_has_not_said_which_are_secrets(tmp_path: Path) -> None:
-    opened = open_finished_job(tmp_path, environment={"PLAIN": "perhaps-secret"})
+    defined = {"sagemaker_metric_definitions": "[]"}
+    opened = open_finished_job(tmp_path, environment={"PLAIN": "perhaps-secret"}, hyperparameters={"a": "b", **defined})
     opened.log.add("algo-1", "perhaps-secret")
     report = job_reports.collect_report(opened, None)
     assert "perhaps-secret" not in render_job_page(report)
+    assert report.settings["hyperparameters"] == {"a": "******", **defined}
     assert report.exit_code is None
 
 

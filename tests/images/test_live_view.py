@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import fcntl
 import io
 import os
@@ -24,7 +25,7 @@ from shoal.jobs.job import JobRequest
 from shoal.jobs.job_log import JobLog, Line, Series
 from shoal.jobs.live_panel import PanelState, render_panel, render_result
 from shoal.jobs.live_view import LiveView, can_show_panel, clean_line
-from shoal.jobs.metric_definitions import find_metrics, read_definitions
+from shoal.jobs.metric_definitions import encode_definitions, find_metrics, read_definitions
 from shoal.jobs.usage import CPU, GPU, GPU_MEMORY, MEMORY, Usage, sample_usage
 
 SHOAL = Path(sys.executable).with_name("shoal")
@@ -169,6 +170,10 @@ def test_definitions_replace_the_numbers_of_the_log(tmp_path: Path) -> None:
     assert read_definitions(plain) == []
     (tmp_path / "metrics.json").write_text(definitions)
     assert [each.name for each in read_definitions(plain)] == ["loss"]
+
+    given = encode_definitions({"loss": r"is ([0-9\.]+)"})
+    (metric,) = read_definitions(dataclasses.replace(plain, hyperparameters={"sagemaker_metric_definitions": given}))
+    assert (metric.name, metric.pattern.pattern) == ("loss", r"is ([0-9\.]+)")
 
     receiver, sender = os.pipe()
     view = make_view(sender, definitions=found)

@@ -22,6 +22,7 @@ from shoal.docker_client.containers import strip_controls
 from shoal.jobs import summary
 from shoal.jobs.job import SECRET, JobRequest, JobResult
 from shoal.jobs.job_log import MAX_SERIES, Key, Series
+from shoal.jobs.metric_definitions import HYPERPARAMETER
 from shoal.jobs.record import LOCAL, OpenJob
 from shoal.report.job_page import render_job_page
 from shoal.report.job_report import PAGE, Curve, JobReport
@@ -96,7 +97,10 @@ class _Masks:
     """Masks the secrets of a job: the values of the user that `train` has masked, and the job's secret."""
 
     def __init__(self, request: JobRequest, plan: Mapping[str, Any]) -> None:
-        self.hyperparameters = _mask_values(request.hyperparameters, _read_masked_hyperparameters(plan))
+        # `train` does not pass on the definitions of metrics, so the plan lacks them. They are not secret.
+        public = {name: value for name, value in request.hyperparameters.items() if name == HYPERPARAMETER}
+        known = {**public, **_read_masked_hyperparameters(plan)}
+        self.hyperparameters = _mask_values(request.hyperparameters, known)
         self.variables = _mask_values(request.environment, _as_mapping(plan.get("variables")))
         given = {**request.environment, **request.hyperparameters}
         shown = {**self.variables, **self.hyperparameters}

@@ -77,6 +77,10 @@ _HOSTS_HELP = (
 _VOLUME_HELP = "File or directory of this machine, and its place on every host. :ro: read-only. Repeatable."
 _NAME_HELP = "Name of the new job and its directory: letters, digits and hyphens. Default: a unique name."
 _DETACH_HELP = "Return when the job has started. `shoal ps`, `shoal logs` and `shoal stop` continue from there."
+_METRIC_HELP = (
+    "Metric of the live view, the report and metrics.jsonl, as in an estimator's metric definitions. Its value is the"
+    " first group of the expression in the log. Repeatable."
+)
 _UNKNOWN_OPTIONS = {"ignore_unknown_options": True}
 _PLAN_HELP = "--mp-parameters JSON, --devices N, --memory GIB, --optimizer sgd|momentum|adam."
 
@@ -125,6 +129,7 @@ class RunOptions:
         list[str] | None, typer.Option(metavar="NAME=DIR", help="Directory with input data. Repeatable.")
     ] = None
     hyperparameter: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help=_HYPERPARAMETER_HELP)] = None
+    metric: Annotated[list[str] | None, typer.Option(metavar="NAME=REGEX", help=_METRIC_HELP)] = None
     distribution: Annotated[
         str | None, typer.Option(metavar="JSON", help="The distribution argument of a SageMaker estimator.")
     ] = None
@@ -212,7 +217,7 @@ class RunOptions:
             **({} if self.hosts is None else _parse_hosts(self.hosts)),
             "procs_per_host": self.procs_per_host,
             "channels": {name: Path(value) for name, value in channels.items()},
-            "hyperparameters": parse_pairs("--hyperparameter", self.hyperparameter),
+            "hyperparameters": self._read_hyperparameters(),
             "distribution": parse_distribution(self.distribution or "{}"),
             "environment": parse_pairs("--env", self.env),
             "output": self.jobs,
@@ -224,6 +229,17 @@ class RunOptions:
             "checkpoints": self.checkpoints,
             "max_restarts": self.max_restarts,
         }
+
+    def _read_hyperparameters(self) -> dict[str, str]:
+        """Return the hyperparameters, with the metric definitions. Raises `UsageError`."""
+        found = parse_pairs("--hyperparameter", self.hyperparameter)
+        metric_definitions.check_definitions(found)
+        if metrics := parse_pairs("--metric", self.metric):
+            name = metric_definitions.HYPERPARAMETER
+            if name in found:
+                raise UsageError(f"--metric and --hyperparameter {name}: both define metrics. Fix: leave out one")
+            found[name] = metric_definitions.encode_definitions(metrics)
+        return found
 
 
 def _parse_hosts(text: str) -> dict[str, int]:

@@ -17,6 +17,14 @@ _SCRIPT_HELP = (
 _ARGUMENTS_HELP = "Arguments for the script, unchanged, after its hyperparameters."
 Script = Annotated[Path | None, typer.Argument(metavar="SCRIPT", help=_SCRIPT_HELP)]
 Arguments = Annotated[list[str] | None, typer.Argument(metavar="-- ARGUMENT", help=_ARGUMENTS_HELP)]
+_OF_ESTIMATORS = {
+    "--instance-count": "--hosts",
+    "--environment": "--env",
+    "--inputs": "--channel",
+    "--metric-definitions": "--metric",
+    "--checkpoint-s3-uri": "--checkpoints",
+}
+"""Arguments of estimators, and the options for them, which have other names."""
 
 
 class ScriptCommand(typer.core.TyperCommand):
@@ -31,6 +39,11 @@ class ScriptCommand(typer.core.TyperCommand):
             if not hasattr(error, "possibilities"):
                 raise
             option = getattr(error, "option_name", "")
+            known = _OF_ESTIMATORS.get(option.replace("_", "-"))
+            if known in {name for parameter in self.params for name in parameter.opts}:
+                raise UsageError(
+                    f"{option}: no such option. Fix: {known}, or for an option of the script, put it after `--`"
+                ) from error
             # Stricter than Click: a script's option may be similar to an option of Shoal by chance.
             hint = did_you_mean(option, error.possibilities or (), cutoff=0.75).replace("'", "")
             raise UsageError(

@@ -79,6 +79,8 @@ class JobRequest:
         elif self.source is not None or self.entry_point is not None:
             missing = "--source" if self.source is None else "--entry-point"
             raise UsageError(f"{missing}: missing. Fix: give both, or SCRIPT instead of both")
+        for option, place in {"--output": self.output, "--checkpoints": self.checkpoints}.items():
+            check_no_address(option, place)
         check_size("--shm-size", self.shm_size)
         check_size("--memory", self.memory)
         for volume in self.volumes:
@@ -194,6 +196,7 @@ class JobResult:
 
 def check_source(source: Path, entry_point: str) -> None:
     """Raise `UsageError` unless the directory exists and has the script. A module (`-m NAME`) is not looked for."""
+    check_no_address("--source", source)
     if not source.is_dir():
         problem = "not a directory" if source.exists() else "no such directory"
         raise UsageError(f"--source {source}: {problem}")
@@ -247,12 +250,18 @@ def check_channel_directory(name: str, directory: Path) -> None:
     """Raise `UsageError`, with a fix, if a channel's directory is an address, a file or missing."""
     if directory.is_dir():
         return
-    if address := re.match(r"(\w+):/+", str(directory)):  # a Path has dropped one slash
-        fix = "leave out file://" if address[1] == "file" else "copy the files to a directory first, and give that"
-        raise UsageError(f"--channel {name}: {address[1]}:// is not read, only a directory of this machine. Fix: {fix}")
+    check_no_address(f"--channel {name}", directory)
     if directory.exists():
         raise UsageError(f"--channel {name}={directory}: a file. Fix: give its directory, {directory.parent}")
-    raise UsageError(f"--channel {name}={directory}: no such directory")
+    near = [path.name for path in directory.parent.iterdir()] if directory.parent.is_dir() else []
+    raise UsageError(f"--channel {name}={directory}: no such directory.{did_you_mean(directory.name, near)}")
+
+
+def check_no_address(option: str, place: Path | None) -> None:
+    """Raise `UsageError` if the path in an option is an address, such as s3://bucket."""
+    if address := re.match(r"(\w+):/+", str(place)):  # a Path has dropped one slash
+        fix = "leave out file://" if address[1] == "file" else "name a directory, and copy its files yourself"
+        raise UsageError(f"{option}: {address[1]}:// is not supported, only a directory of this machine. Fix: {fix}")
 
 
 def check_channel_name(name: str) -> None:

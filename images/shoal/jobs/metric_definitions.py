@@ -1,16 +1,17 @@
-"""The metric definitions of a job, for its live view. `train` checks them, and writes their metrics into a file."""
+"""The metric definitions of a job: of `--metric`, and for its live view. `train` writes their metrics into a file."""
 
 from __future__ import annotations
 
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+from shoal.errors import UsageError
 from shoal.jobs.job import JobRequest
 
-_HYPERPARAMETER, _FILE = "sagemaker_metric_definitions", "metrics.json"
+HYPERPARAMETER, _FILE = "sagemaker_metric_definitions", "metrics.json"
 _MAX_LENGTH = 4096  # characters of a line, as in `train`
 
 
@@ -21,13 +22,39 @@ class MetricDefinition(NamedTuple):
     pattern: re.Pattern[str]
 
 
+def encode_definitions(given: Mapping[str, str]) -> str:
+    """Return the hyperparameter for names and regular expressions. Raises `UsageError` if `train` would refuse one."""
+    for name, regex in given.items():
+        try:
+            groups = re.compile(regex).groups
+        except (re.error, OverflowError, RecursionError) as error:
+            raise UsageError(f"--metric {name}={regex}: not a regular expression: {error}") from error
+        if not groups:
+            raise UsageError(
+                f"--metric {name}={regex}: no group, which the value is. Fix: put it in parentheses, such as"
+                rf" '{name}={name}: ([0-9.]+)'"
+            )
+    return json.dumps([{"Name": name, "Regex": regex} for name, regex in given.items()])
+
+
+def check_definitions(hyperparameters: Mapping[str, str]) -> None:
+    """Raise `UsageError` if the hyperparameter for metric definitions is not JSON. `train` checks the rest."""
+    try:
+        json.loads(hyperparameters.get(HYPERPARAMETER, "[]"))
+    except (ValueError, RecursionError) as error:
+        raise UsageError(
+            f"--hyperparameter {HYPERPARAMETER}: not JSON: {error}. JSON has no escape such as \\., only \\\\. Fix:"
+            " --metric NAME=REGEX"
+        ) from error
+
+
 def read_definitions(request: JobRequest) -> list[MetricDefinition]:
     """Return the definitions in the hyperparameter or in metrics.json of the source, which `train` reads too.
 
     Wrong ones are left out: `train` reports them.
     """
     try:
-        text = request.hyperparameters.get(_HYPERPARAMETER)
+        text = request.hyperparameters.get(HYPERPARAMETER)
         if text is None:
             if request.source is None:  # the file may be in the image
                 return []

@@ -139,9 +139,9 @@ def test_construction_without_memory_does_not_depend_on_the_number_of_stages(mpi
 @pytest.mark.long
 @pytest.mark.mpi
 def test_checkpoints_resume_and_a_partial_one_on_another_number_of_stages(mpirun: Mpirun, tmp_path: Path) -> None:
-    cases = ("checkpoints", "shards", "mixed")
+    cases = ("checkpoints", "shards", "mixed", "resumed_dropout")
     said = job(mpirun, 4, 2, ",".join(cases), tmp_path)
-    assert [said.count(case) for case in cases] == [4, 4, 4]
+    assert [said.count(word) for word in ("checkpoints", "shards", "mixed", "drops")] == [4, 4, 4, 4]
     resumed = [job(mpirun, ranks, ranks, "resharded", tmp_path) for ranks in (1, 3)]
     assert len({losses for text in resumed for losses in re.findall(r"resharded ([\d. ]+)", text)}) == 1
 

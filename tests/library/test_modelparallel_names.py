@@ -209,7 +209,9 @@ def test_a_checkpoint_runs_no_code_unless_the_script_says_so(
     monkeypatch.delenv("SMP_TRUST_CHECKPOINTS", raising=False)
     model(torch.ones(2, 4))
     trace = tmp_path / "trace"
-    with pytest.warns(UserWarning, match=r"user_content holds more than tensors.*weights_only=False.*SMP_TRUST_CHECK"):
+    with pytest.warns(
+        UserWarning, match=r"user_content holds more than tensors.* \(\w+\.\w+\).*weights_only=False.*SMP_TRUST_CHECK"
+    ):
         smp.save_checkpoint(tmp_path, "tag", partial, model, optimizer, Runs(trace))
     with pytest.raises(
         SMPRuntimeError, match=r"user_content\S* holds more than .*Fix: .*weights_only=False.*CHECKPOINTS=1"

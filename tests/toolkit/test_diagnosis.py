@@ -262,6 +262,13 @@ LIMITED = {"oom_kills": 2, "memory_limit": 1 << 29}
         (NO_FILE, 1, {}, "shoal run --channel CHANNEL=DIR"),
         ("ls: cannot access '/opt/ml/input/data/x/y': No such file or directory", 2, {}, "shoal run --channel"),
         (NO_DEVICE, 1, {"gpus": 0}, "shoal run --env SHOAL_REHEARSE=1, or train --rehearse"),
+        (f"{BEGIN}  File\nValueError: CUDA support is needed, but CUDA not available", 1, {"gpus": 0}, "no GPU"),
+        (
+            f"{BEGIN}  File\nAttributeError: module 'torch._C' has no attribute '_cuda_setDevice'",
+            1,
+            {"gpus": 0},
+            "no GPU",
+        ),
         (NO_DEVICES, 1, {"gpus": 0}, "This host has no GPU. To run on CPU with emulated GPUs: shoal run --env"),
         (NO_DEVICE, 1, {"gpus": 2}, "No GPU can be used. Fix: docker run --gpus all"),
         ("./go.sh: line 2: foo: command not found", 127, {}, "Exit code 127: a program"),

@@ -148,6 +148,20 @@ def test_who_comes_from_another_address_is_not_even_greeted(loop: Loop) -> None:
     assert visit(loop, source="127.0.0.2") == ([], [])
 
 
+def test_who_comes_again_from_another_address_is_refused_without_a_look_up(loop: Loop) -> None:
+    port, channels = free_port(), list[Channel]()
+    agent = Agent(loop, port, "s3cret", HOSTS, HOSTS[1], channels.append)
+    visitors = []
+    for _ in range(2):
+        visitor = Visitor(loop, port, "s3cret", "127.0.0.2", "first", {})
+        visitors.append(visitor)
+        loop.run_until(lambda: bool(visitors[-1].lost or channels))
+    agent.close()
+    for channel in (*channels, *(visitor.channel for visitor in visitors)):
+        channel.close()
+    assert ([visitor.heard for visitor in visitors], channels) == ([[], []], [])
+
+
 def test_a_proof_holds_for_one_role_and_one_handshake_only() -> None:
     transcript = {"first_nonce": "1", "worker_nonce": "2"}
     proof = wire.make_proof("s", "first", transcript)

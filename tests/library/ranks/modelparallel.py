@@ -316,6 +316,34 @@ def dropout() -> None:
     print("dropout")
 
 
+def resumed_dropout(path: str) -> None:
+    """A job of the same seed that resumes from a partial checkpoint draws the numbers of one that goes on."""
+
+    def start() -> Callable[[], list[float]]:
+        configure(microbatches=2, deterministic_server=True)
+        torch.manual_seed(0)
+        module = Net(dropout=0.3)
+        optimizer = smp.DistributedOptimizer(make_optimizer("sgd", module))
+        model = smp.DistributedModel(module)
+        smp.state.stage.steps = 0  # as in a process of its own
+        smp.state.stage.resume(0)
+        return lambda: train(model, optimizer, batches(3))
+
+    fit = start()
+    fit()
+    smp.save_checkpoint(Path(path, "dropout"), "tag", True, *wrapped())
+    wanted = fit()
+    smp.resume_from_checkpoint(Path(path, "dropout"), "tag")
+    assert fit() == wanted
+    fit = start()
+    smp.resume_from_checkpoint(Path(path, "dropout"), "tag")
+    assert fit() == wanted
+    fit = start()
+    fit()
+    assert fit() == wanted  # the losses are those of a job that was not interrupted
+    print("drops")
+
+
 class Drifts(nn.Module):
     """What it gives depends on how often it was called."""
 
@@ -962,6 +990,7 @@ if __name__ == "__main__":
             resharded,
             shards,
             mixed,
+            resumed_dropout,
         )
     }
     cases.update(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,7 @@ def write_user_content(content: Any, path: Path) -> None:
         torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         warnings.warn(
-            f"user_content holds more than tensors, numbers, strings and containers of them ({_first_line(error)}): to "
+            f"user_content holds more than tensors, numbers, strings and containers of them{_name_class(error)}: to "
             f"resume, give smp.resume_from_checkpoint weights_only=False, or set {_TRUST_VARIABLE}=1.",
             stacklevel=2,
         )
@@ -88,10 +89,10 @@ def read_object(path: Path, map_location: Any = "cpu", weights_only: bool | None
         if not only:
             raise
         raise SMPRuntimeError(
-            f"{path} holds more than tensors, numbers, strings and containers of them, or is damaged. "
-            f"{_first_line(error)} Loading any object runs code of the person who wrote the file. "
-            "Fix: if you trust them, give smp.load or smp.resume_from_checkpoint weights_only=False, or set the "
-            f"environment variable {_TRUST_VARIABLE}=1."
+            f"{path} holds more than tensors, numbers, strings and containers of them{_name_class(error)}, or is"
+            " damaged. Fix: give smp.load or smp.resume_from_checkpoint weights_only=False, or set the environment"
+            f" variable {_TRUST_VARIABLE}=1. Loading any object runs code of the person who wrote the file, so trust"
+            " them first."
         ) from error
 
 
@@ -130,8 +131,10 @@ def list_files(directory: Path) -> str:
     return ", ".join(sorted(path.name for path in directory.glob("*"))) or "nothing"
 
 
-def _first_line(error: BaseException) -> str:
-    return str(error).partition("\n")[0]
+def _name_class(error: BaseException) -> str:
+    """Returns the class that torch refused to load, in parentheses after a space; empty if its error names none."""
+    found = re.search(r"GLOBAL ([\w.]+)|Unsupported class ([\w.]+)", str(error))
+    return f" ({found[1] or found[2]})" if found else ""
 
 
 def _trusts_checkpoints() -> bool:

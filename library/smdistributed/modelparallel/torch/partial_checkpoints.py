@@ -6,6 +6,8 @@ before. Parameters have their names in it, so that another number of stages can 
 It notes which stage has which module. With as many stages, a model that is not placed yet is placed as it was. A rank
 then reads the files of its stage alone. Every rank reads the files of all stages if the number of stages differs, or if
 modules are placed differently or have other names. It also does for an old checkpoint, which lacks the placement.
+
+It also notes how many steps the job had made, because the random numbers of a step depend on it.
 """
 
 from __future__ import annotations
@@ -65,8 +67,8 @@ def save_partial(
     if leads:
         write_user_content(content, unfinished / USER_CONTENT)
         if model:
-            placement = {"partitions": state.cfg.partitions, "stages": model.manager.stages}
-            write_text(unfinished / _STAGES, json.dumps(placement))
+            notes = {"partitions": state.cfg.partitions, "stages": model.manager.stages, "steps": state.stage.all_steps}
+            write_text(unfinished / _STAGES, json.dumps(notes))
     barrier()
     if leads:
         for mark in unfinished.glob(f"{_SEEN}*"):
@@ -87,7 +89,7 @@ def load_partial(
     """Loads a partial checkpoint into the script's model and optimizer; every rank calls it.
 
     A checkpoint that a killed job has renamed and not replaced is restored first. If the checkpoint lacks a model or an
-    optimizer, that keeps its values.
+    optimizer, that keeps its values. Dropout goes on as in the job that saved it, with the same seed.
 
     If the model is not placed yet, both are loaded when it is, and errors of `strict` come then. It takes the stages
     of the checkpoint, if it can.
@@ -110,8 +112,12 @@ def load_partial(
     finish_rename(own)
     files = {kind: sorted(own.glob(f"{kind}_*.pt")) for kind in ("model", "optimizer")}
     if not any(files.values()):
-        raise SMPRuntimeError(f"There is no partial checkpoint {own}: it holds {list_files(own.parent)}.")
-    if _has_same_stages(state, own):
+        raise SMPRuntimeError(
+            f"There is no partial checkpoint {own.name} in {own.parent}: it holds {list_files(own.parent)}."
+        )
+    notes = _read_notes(own)
+    state.stage.resume(notes.get("steps", state.stage.all_steps))
+    if _has_same_stages(state, notes):
         files = {kind: [own / f"{kind}_{pp_rank()}.pt"] if found else [] for kind, found in files.items()}
     parameters: dict[str, Any] = {}
     for file in files["model"]:
@@ -170,17 +176,20 @@ def _make_empty(state: State, directory: Path) -> bool:
     return state.rank == min(int(mark.name.removeprefix(_SEEN)) for mark in directory.glob(f"{_SEEN}*"))
 
 
-def _has_same_stages(state: State, directory: Path) -> bool:
+def _read_notes(directory: Path) -> dict[str, Any]:
+    """Returns the notes of a checkpoint; empty for an old one, and for one of an optimizer alone."""
+    saved = directory / _STAGES
+    notes: dict[str, Any] = json.loads(saved.read_text()) if saved.is_file() else {}
+    return notes
+
+
+def _has_same_stages(state: State, notes: dict[str, Any]) -> bool:
     """Whether modules are, or now will be, on the stages that they had when this checkpoint was saved.
 
     If nothing is decided yet, the model keeps these stages for its first call. False with another number of stages, and
     for old checkpoints.
     """
-    saved = directory / _STAGES
-    if not saved.is_file():  # an old checkpoint, or one of an optimizer alone
-        return False
-    placement = json.loads(saved.read_text())
-    return placement["partitions"] == pp_size() and script_model(state).adopt_stages(placement["stages"])
+    return notes.get("partitions") == pp_size() and script_model(state).adopt_stages(notes["stages"])
 
 
 def _merge_parts(parts: list[dict[str, Any]], names: dict[int, str]) -> dict[str, Any]:

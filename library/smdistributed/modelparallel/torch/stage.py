@@ -66,6 +66,7 @@ class Stage:
         self._lock = threading.Lock()
         self.steps = 0
         """How many steps this rank has entered."""
+        self._steps_before = 0
         self._is_in_step = self._had_backward = False
         self._early: list[Message] = []
         self._received: dict[int, dict[Any, ReceivedInputs]] = defaultdict(dict)
@@ -127,7 +128,16 @@ class Stage:
 
     def seed_of(self, microbatch: int) -> int:
         """The seed of a microbatch's random numbers in the step that runs, or that ran last."""
-        return derive_seed(torch.initial_seed(), self.steps, microbatch)
+        return derive_seed(torch.initial_seed(), self.all_steps, microbatch)
+
+    @property
+    def all_steps(self) -> int:
+        """How many steps this rank has entered, with the ones before the checkpoint from which it resumed."""
+        return self.steps + self._steps_before
+
+    def resume(self, steps: int) -> None:
+        """Continues the random numbers of a job that had entered this many steps. Between steps only."""
+        self._steps_before = steps - self.steps
 
     def serve(self, on_partition: Callable[[Any], None]) -> tuple[bytes, list[torch.Tensor]]:
         """Serves calls until the first stage ends the step. On all other stages. Raises the pipeline's failure.
@@ -291,7 +301,7 @@ class Stage:
             task = Task(message.microbatch, TurnKind.FORWARD, message.about[3])
             self._scheduler.submit(task, functools.partial(self._serve_forward, self._received, message))
         elif message.kind is Kind.BACKWARD:
-            task = Task(message.microbatch, TurnKind.BACKWARD, derive_seed(message.step, message.microbatch))
+            task = Task(message.microbatch, TurnKind.BACKWARD, derive_seed(self.all_steps, message.microbatch))
             self._scheduler.submit(
                 task, functools.partial(self._serve_backward, self._received, self._scheduler.step, message)
             )

@@ -39,7 +39,7 @@ class FakeEngine:
         self.removed: list[str] = []
 
     def info(self) -> dict[str, Any]:
-        return {"Runtimes": {"runc": {}}}
+        return {"Runtimes": {"runc": {}}, "NCPU": 4}
 
     def _no_network(self, name: str) -> None:
         raise docker.errors.NotFound(f"network {name} not found")

@@ -244,6 +244,25 @@ def test_a_killed_script_gives_137(pytorch: str, source: Path, tmp_path: Path) -
     assert "exit code      137" in result.stdout
 
 
+def test_a_model_in_another_place_is_told_and_hosts_share_the_cores(
+    client: docker.DockerClient, pytorch: str, source: Path, tmp_path: Path
+) -> None:
+    (source / "train.py").write_text(
+        "import os, pathlib\npathlib.Path('out').mkdir()\npathlib.Path('out/model.pt').write_text('x')\n"
+        "import helper\nprint('threads', os.environ['OMP_NUM_THREADS'])"
+    )
+    (source / "helper.py").write_text("")
+    ended = subprocess.run(
+        command(pytorch, source, tmp_path / "jobs", "--hosts", "2"),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "(/opt/ml/model). Lost: out/model.pt. Fix: save them in the directory $SM_MODEL_DIR" in ended.stdout
+    assert f"threads {max(1, client.info()['NCPU'] // 2)}" in ended.stdout
+
+
 def test_an_image_that_is_not_there_is_told(client: docker.DockerClient, source: Path, tmp_path: Path) -> None:
     (source / "train.py").write_text("")
     result = subprocess.run(
@@ -254,7 +273,7 @@ def test_an_image_that_is_not_there_is_told(client: docker.DockerClient, source:
         check=False,
         env={**os.environ, "COLUMNS": "200"},
     )
-    assert result.returncode == 4
+    assert result.returncode == 9
     assert "Docker has no image nowhere:1" in result.stderr
     assert job_objects(client, source.name) == set()
 

@@ -23,7 +23,7 @@ import requests
 from docker.models.containers import Container
 from docker.models.networks import Network
 
-from shoal.errors import DockerError
+from shoal.errors import ImageError
 
 JOB_LABEL = "shoal.job"
 HANGS = 10
@@ -114,7 +114,7 @@ def _remove_network(network: Network) -> None:
 def create_container(
     client: docker.DockerClient, image: str, command: list[str], settings: dict[str, Any]
 ) -> Container:
-    """Create a container without starting it. Raises `DockerError` if Docker does not have the image.
+    """Create a container without starting it. Raises `ImageError` if Docker does not have the image.
 
     `settings` are further arguments of the SDK's `containers.create`. Interrupts are delayed meanwhile.
     """
@@ -122,7 +122,7 @@ def create_container(
         with delay_interrupts():
             return client.containers.create(image, command, **settings)
     except docker.errors.ImageNotFound as error:
-        raise DockerError(f"Docker has no image {image}. Build or pull it; `shoal list` names ours.") from error
+        raise ImageError(f"Docker has no image {image}. Fix: build or pull it; `shoal list` names ours") from error
 
 
 @contextlib.contextmanager

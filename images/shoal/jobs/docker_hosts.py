@@ -9,10 +9,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import queue
+import tarfile
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory, TemporaryFile
 from typing import IO, Any
 
@@ -35,6 +36,7 @@ from shoal.jobs.usage import Usage
 from shoal.jobs.watch import STOP_SECONDS, Arrival, HostExit
 
 _STOP_MARGIN = 5
+_THREADS = "OMP_NUM_THREADS"
 SECRET_PATH = "run/shoal-job-secret"
 """The file with the job's secret, relative to the container's root. `docker inspect` would show an environment."""
 _CHECKPOINTS = f"opt/ml/{checkpoints.CONTENT}"
@@ -61,6 +63,8 @@ class DockerHosts:
     network: str
     log: JobLog
     """Keeps the lines of all hosts."""
+    threads: Mapping[str, str] = field(default_factory=dict)
+    """The variable that limits the threads of each rank, if there is one."""
     by_name: dict[str, Container] = field(default_factory=dict)
     arrivals: queue.SimpleQueue[Arrival] = field(default_factory=queue.SimpleQueue)
     """Containers that have ended."""
@@ -92,7 +96,12 @@ class DockerHosts:
             environment: More variables than the job's own.
         """
         settings = _container_settings(self.request, self.name, self.identity, self.network)
-        variables = {**gpus.gpu_environment(self.devices[host]), **settings["environment"], **(environment or {})}
+        variables = {
+            **gpus.gpu_environment(self.devices[host]),
+            **self.threads,
+            **settings["environment"],
+            **(environment or {}),
+        }
         own = {
             "name": f"{self.name}-{host}",
             "networking_config": {self.network: self.client.api.create_endpoint_config(aliases=[host])},
@@ -187,6 +196,20 @@ class DockerHosts:
                     self._print_skipped(f"{target.name}: not collected: {skipped}")
         return target
 
+    def list_lost_files(self) -> list[str]:
+        """Return the files that the script has written beside the code on the first host, relative to the code.
+
+        They go with the container. Bytecode is left out.
+        """
+        code = "/opt/ml/code/"
+        self.tree.seek(0)
+        with tarfile.open(fileobj=self.tree) as packed:
+            copied = {f"/{name}" for name in packed.getnames()}
+        changes = self.client.api.diff(str(self.by_name[self.first].id)) or ()
+        new = {change["Path"] for change in changes if change["Path"].startswith(code)} - copied
+        directories = {str(path) for file in new for path in PurePosixPath(file).parents}
+        return sorted(path.removeprefix(code) for path in new - directories if "__pycache__" not in path)
+
     def read_usage(self) -> dict[str, Usage]:
         """Return the CPU time, memory and GPUs of the containers that run. Only one thread may call this."""
         found = {host: _read_usage(self._usage_client.api, number) for host, number in self.ids.items()}
@@ -257,10 +280,24 @@ def create_hosts(
             devices=dict(zip(request.host_names, devices)),
             network=str(network.name),
             log=log or JobLog(),
+            threads=_share_cores(client, request),
         )
         for host in request.host_names:
             hosts.create(host)
         yield hosts
+
+
+def _share_cores(client: docker.DockerClient, request: job.JobRequest) -> dict[str, str]:
+    """Return OMP_NUM_THREADS, so that the ranks of several hosts share the cores of their one machine.
+
+    Otherwise the ranks of each host would use all of them, and training can take several times as long. Empty if the
+    number of ranks is not known here, or the user limits threads or cores.
+    """
+    is_known = request.procs_per_host or not request.distribution
+    if request.hosts == 1 or request.cpus or _THREADS in request.environment or not is_known:
+        return {}
+    ranks = request.hosts * (request.procs_per_host or 1)
+    return {_THREADS: str(max(1, client.info()["NCPU"] // ranks))}
 
 
 def volume_name(identity: str) -> str:

@@ -66,9 +66,11 @@ def run_job_in_docker(opened: OpenJob, view: View) -> job.JobResult:
         for reader in hosts.readers:
             reader.join()
         trees = collect(hosts, opened)
+        has_model = any(path.is_file() for tree in trees.values() for path in tree.glob("model/**/*"))
+        lost = () if has_model else tuple(hosts.list_lost_files())
     notes = {host: "killed by the out-of-memory killer" for host, end in exits.items() if end.out_of_memory}
     result = job.read_result(opened.name, watch.exit_codes(), opened.directory, trees, notes)
-    return replace(result, restarts=[*watch.restarts, *result.restarts])
+    return replace(result, restarts=[*watch.restarts, *result.restarts], lost_files=lost)
 
 
 def _keep_volume(client: docker.DockerClient, opened: OpenJob, console: Console) -> bool:

@@ -190,6 +190,8 @@ class JobResult:
     """The page about the job; None if it was not written."""
     checkpoints: Path | None = None
     """The directory with its checkpoints; None if it has none."""
+    lost_files: tuple[str, ...] = ()
+    """Files beside the code that went with the containers, if the script has saved no model."""
     build_seconds: float | None = None
     """The seconds of `--build`; None if there was none."""
 

@@ -159,6 +159,6 @@ def check_name(name: str, output: Path) -> None:
             )
     if (output / name).exists():
         raise UsageError(
-            f"--name {name}: in use, {output / name} exists. Fix: choose another name, remove that directory, or"
-            f" continue that job: shoal run --resume {name}"
+            f"--name {name}: in use, {output / name} exists. Fix: choose another name, remove that directory, or if"
+            f" that job has not succeeded, continue it: shoal run --resume {name}"
         )

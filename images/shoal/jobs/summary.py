@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import signal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -12,6 +12,7 @@ from rich.console import Console
 from shoal.docker_client.containers import strip_controls
 from shoal.jobs.job import JobRequest, JobResult
 
+_SHOWN_FILES = 3
 _STOPPED_BY = {
     128 + signal.SIGINT: "Ctrl-C (SIGINT)",
     128 + signal.SIGTERM: "SIGTERM (`shoal stop` or kill)",
@@ -42,12 +43,21 @@ def summary_rows(request: JobRequest, result: JobResult) -> list[tuple[str, str]
     rows += [(f"{name} (s)", f"{value:.1f}") for name, value in seconds if value is not None]
     rows += [(name, str(path)) for name, path in result.archives.items()]
     if "model.tar.gz" not in result.archives and not result.exit_code:
-        rows.append(("model.tar.gz", "none: the script has written nothing to SM_MODEL_DIR (/opt/ml/model)"))
+        rows.append(("model.tar.gz", describe_missing_model(result.lost_files)))
     if result.checkpoints:
         rows.append(("checkpoints", str(result.checkpoints)))
     if result.exit_code:
         rows.append(("files", str(result.directory)))
     return [*rows, ("exit code", str(result.exit_code))]
+
+
+def describe_missing_model(lost: Sequence[str]) -> str:
+    """Return that there is no model, with the first of the files that are lost."""
+    text = "none: the script has written nothing to SM_MODEL_DIR (/opt/ml/model)"
+    if not lost:
+        return text
+    more = f" and {len(lost) - _SHOWN_FILES} more" if len(lost) > _SHOWN_FILES else ""
+    return f"{text}. Lost: {', '.join(lost[:_SHOWN_FILES])}{more}. Fix: save them in the directory $SM_MODEL_DIR"
 
 
 def print_summary(console: Console, request: JobRequest, result: JobResult) -> None:

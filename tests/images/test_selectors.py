@@ -41,11 +41,11 @@ def test_a_glob_that_means_nothing_is_told_with_the_nearest(wanted: list[str], s
     assert str(caught.value).endswith(TENSORFLOW)
 
 
-@pytest.mark.parametrize(("word", "advice"), [("mine", "docker build -t mine"), ("mine:v1", "docker push")])
-def test_an_image_of_ones_own_is_no_word(word: str, advice: str) -> None:
+@pytest.mark.parametrize("word", ["mine", "mine:v1"])
+def test_an_image_of_ones_own_is_no_word(word: str) -> None:
     with pytest.raises(UsageError) as caught:
         choose_tags(TAGS, DEFAULTS, [word], [])
-    assert advice in str(caught.value)
+    assert "docker build, and docker tag and docker push" in str(caught.value)
     assert "Did you mean" not in str(caught.value)
 
 

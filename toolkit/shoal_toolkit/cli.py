@@ -24,6 +24,7 @@ from shoal_toolkit import __version__, redact
 from shoal_toolkit.discovery.sources import remove_launch_variables
 from shoal_toolkit.errors import FAILED, LaunchError, StoppedError, TrainError
 from shoal_toolkit.job.contract import Cluster, Paths, make_cluster, read_cluster, read_framework, read_job, read_paths
+from shoal_toolkit.job.entry import PYTHON
 from shoal_toolkit.job.machine import read_machine
 from shoal_toolkit.job.settings import (
     Settings,
@@ -309,6 +310,10 @@ def plan_host(
 
         port = find_free_port(port)
     plan = make_plan(job, machine, port)
+    if plan.world_size > 1 and plan.is_first and job.script.kind == PYTHON and job.code.fetched:
+        from shoal_toolkit.job.lone_ranks import describe_lone_ranks
+
+        plan = plan._replace(notes=(*plan.notes, *describe_lone_ranks(plan.world_size, job.code_dir)))
     if settings.min_hosts:
         from shoal_toolkit.plan.elastic import check_elastic
 

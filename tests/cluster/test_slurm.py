@@ -18,10 +18,12 @@ pytestmark = pytest.mark.xdist_group("slurm")
 
 # Waits for SIGTERM, and saves then.
 CAREFUL = """
-import os, signal, sys
+import os, signal, sys, time
 from pathlib import Path
 
 def save(number, frame):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    time.sleep(3)
     Path(os.environ["SM_MODEL_DIR"]).parent.joinpath("checkpoints", "last").write_text("step 7")
     sys.exit(0)
 
@@ -57,7 +59,7 @@ def test_the_example_trains_the_digits_on_two_nodes_with_two_ranks_each(cluster:
 
 
 def test_scancel_reaches_the_script_which_saves_a_checkpoint(cluster: Cluster, work: Work) -> None:
-    number = work.submit(CAREFUL)
+    number = work.submit(CAREFUL, sagemaker_mpi_enabled="true")
     cluster.until(number, lambda job: job.log.count("up node-") == 2, SECONDS)
     assert work.secret(number).stat().st_mode & 0o777 == 0o600
     assert work.secret(number).read_text().strip() not in command_lines()

@@ -17,6 +17,7 @@ import pytest
 
 from shoal_toolkit.errors import HOST_LOST
 from shoal_toolkit.hosts.wire import HEARTBEAT_SECONDS, LOST_SECONDS
+from shoal_toolkit.system.process import find_descendants, signal_process
 
 from .. import impostor
 from ..repeats import times
@@ -396,18 +397,26 @@ def test_sigterm_on_any_host_reaches_every_rank(hosts: list[Host]) -> None:
             (host.tree.code / "saved").unlink()
 
 
-def test_sigterm_on_every_host_at_once_is_one_stop(hosts: list[Host]) -> None:
-    """As SageMaker and Docker do it: the ranks still have their grace period."""
+@pytest.mark.parametrize("as_slurm", [False, True])
+def test_sigterm_on_every_host_at_once_is_one_stop(hosts: list[Host], as_slurm: bool) -> None:
+    """As SageMaker and Docker do it: the ranks still have their grace period.
+
+    Slurm signals all processes of each host, mpirun and its daemons too, and at the time limit twice.
+    """
     script(
         hosts,
-        f"{UP}def stop(*_):\n    time.sleep(1); open('saved', 'w').close(); sys.exit(0)\n"
-        "signal.signal(15, stop)\nprint('ready')\ntime.sleep(60)",
+        f"{UP}def stop(*_):\n    signal.signal(15, signal.SIG_IGN); time.sleep(1); open('saved', 'w').close()\n"
+        "    sys.exit(0)\nsignal.signal(15, stop)\nprint('ready')\ntime.sleep(60)",
     )
     processes = [host.start() for host in hosts]
     with running(*processes):
         until(hosts[0].file("out"), "ready", 2)
         for process in processes:
-            send(process, signal.SIGTERM)
+            for _ in range(1 + as_slurm):
+                below = find_descendants(process.pid) if as_slurm else []
+                send(process, signal.SIGTERM)
+                for pid in below:
+                    signal_process(pid, signal.SIGTERM)
         assert [host.finished(process).code for host, process in zip(hosts, processes)] == [143, 143]
     assert all((host.tree.code / "saved").exists() for host in hosts)
 

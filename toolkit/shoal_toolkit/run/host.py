@@ -29,6 +29,7 @@ from shoal_toolkit.system.memory import collect_memory_facts, count_oom_kills
 
 _KILL_SECONDS = 10.0
 _UNREAD_SECONDS = 1.0
+_ECHO_SECONDS = 2.0
 _MIN_DRAIN_SECONDS = 1.0  # for a last upload if the script took the whole grace period
 
 
@@ -93,6 +94,7 @@ class Host(Role):
         self.stopped_by = 0  # the signal that stops the job
         self._grace_ends = float("inf")  # time.monotonic(), once the job is being stopped
         self._signalled_here = self._hurried = self._gave_up = False
+        self._echo_ends = 0.0
         if self.has_plan:
             self.processes = HostProcesses(self.loop, self.flow, self.plan, task.environ, self, self.output.reads_all)
             if task.may_restart:
@@ -257,8 +259,14 @@ class Host(Role):
         return {**collect_memory_facts(self._oom_kills), **collect_disk_facts(), "gpus": gpus}
 
     def _on_signal(self, number: int) -> None:
-        """The first signal to this host stops the job, the second one kills it. All hosts may get one at once."""
+        """The first signal to this host stops the job, the second one kills it. All hosts may get one at once.
+
+        Slurm sends SIGTERM twice at a time limit, so another one that follows at once does not count.
+        """
         name = signal.Signals(number).name
+        if number == signal.SIGTERM and time.monotonic() < self._echo_ends:
+            return
+        self._echo_ends = time.monotonic() + _ECHO_SECONDS
         if self._signalled_here:
             write_log(f"received {name} again: killing the ranks now")
             self._hurried = True

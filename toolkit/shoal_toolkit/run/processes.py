@@ -248,16 +248,25 @@ class HostProcesses:
             {**variables, **directories},
             cwd,
             lambda stream: lambda data: self._events.on_launcher_output(stream, data),
+            # Slurm signals all processes of a node. mpirun would kill its ranks at once. It unblocks signals for them.
+            blocked=(signal.SIGTERM,) if self._plan.by_mpirun else (),
         )
         self._start_sidecars()
 
-    def _start(self, argv: Sequence[str], variables: Mapping[str, str], cwd: str, reader_of: ReaderOf) -> None:
+    def _start(
+        self,
+        argv: Sequence[str],
+        variables: Mapping[str, str],
+        cwd: str,
+        reader_of: ReaderOf,
+        blocked: Sequence[int] = (),
+    ) -> None:
         """Starts a process in pipes for stdout and stderr, which `reader_of` reads.
 
         Adds `variables` to the plan's environment.
         """
         self._sources, writes = self._make_pipes(reader_of)
-        self._spawn(argv, {**self._environ, **variables}, cwd, (writes[0], writes[1]), writes)
+        self._spawn(argv, {**self._environ, **variables}, cwd, (writes[0], writes[1]), writes, blocked)
 
     def _make_pipes(self, reader_of: ReaderOf) -> tuple[list[Source], list[int]]:
         """Makes pipes for stdout and stderr of a process. Returns their readers, and the ends to write to."""
@@ -323,9 +332,13 @@ class HostProcesses:
             signal_marked(self._pid, self._mark, self._since, number)
 
     def signal_launcher(self, number: int) -> None:
-        """Signals the script, launcher or set-up command itself, but not its ranks."""
+        """Signals the script, launcher or set-up command itself, but not its ranks.
+
+        mpirun gets SIGINT instead of SIGTERM, which it does not hear (`start_launcher`). Both end it.
+        """
         if self._pid:
-            signal_group(self._pid, number)
+            is_deaf = self._plan.by_mpirun and self._ranks is not None and number == signal.SIGTERM
+            signal_group(self._pid, signal.SIGINT if is_deaf else number)
 
     def kill(self) -> None:
         """Kills the running command's process group, but not the sidecars.
@@ -419,7 +432,13 @@ class HostProcesses:
             self.directory = ""
 
     def _spawn(
-        self, argv: Sequence[str], env: Mapping[str, str], cwd: str, outputs: tuple[int, int], to_close: list[int]
+        self,
+        argv: Sequence[str],
+        env: Mapping[str, str],
+        cwd: str,
+        outputs: tuple[int, int],
+        to_close: list[int],
+        blocked: Sequence[int] = (),
     ) -> None:
         """Starts this host's process, marked by a variable, and closes the descriptors `to_close`, also after an error.
 
@@ -436,7 +455,7 @@ class HostProcesses:
                     argv, env = standby.build_cold_start(env, self.directory)
                 self._mark = self._own_mark
                 marks = f"{env.get(MARK, '')} {self._mark}".strip()
-                self._pid = spawn(argv, {**env, MARK: marks}, cwd, stdout=outputs[0], stderr=outputs[1])
+                self._pid = spawn(argv, {**env, MARK: marks}, cwd, *outputs, blocked)
             self._since = int(read_start_time(self._pid) or self._since)
         finally:
             for fd in to_close:

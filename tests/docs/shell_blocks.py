@@ -13,6 +13,7 @@ from pathlib import Path
 from .blocks import ROOT, Block
 
 _NUMBER = re.compile(r"\d[\d.,:-]*(?<![.,:-])")
+_RULE = re.compile("─+")
 _JOB = re.compile(r"\d{8}-\d{6}-[0-9a-f]{6}")
 FIX = (
     "Fix: mend the page, or mark the block: <!-- run with Docker -->, or if it cannot run here: <!-- not run: needs a"
@@ -85,4 +86,4 @@ def is_as_shown(output: str, shown: str) -> bool:
 
 
 def _normalise(text: str) -> str:
-    return " ".join(_NUMBER.sub("0", _JOB.sub("0", text)).split())
+    return " ".join(_NUMBER.sub("0", _RULE.sub("─", _JOB.sub("0", text))).split())

@@ -141,7 +141,7 @@ DEFINED = "sagemaker_metric_definitions"
         (("pytorch", "train.py", "--nnode", "3"), "--nnode: no such option. Did you mean --nnodes? Fix: "),
         (("pytorch", "train.py", "--instance-count", "2"), "--instance-count: no such option. Fix: --hosts, or for an"),
         (("pytorch", "train.py", "--metric", "loss=["), "--metric loss=[: not a regular expression: unterminated"),
-        (("pytorch", "train.py", "--metric", "a=b"), "--metric a=b: no group, which the value is. Fix: put it in"),
+        (("pytorch", "train.py", "--metric", "a=b"), "--metric a=b: has no group for the value. Fix: put the"),
         (("pytorch", "train.py", "--hyperparameter", rf"{DEFINED}=['\.']"), f"{DEFINED}: not JSON: Expecting value"),
         (("pytorch", "train.py", "--metric", "a=(b)", "--hyperparameter", f"{DEFINED}=[]"), "both define metrics"),
         (("pytorch", "train.py", "--local", "--engine", "docker"), "--local and --engine docker: contradict"),

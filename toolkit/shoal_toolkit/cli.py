@@ -23,7 +23,16 @@ from collections.abc import Callable, Sequence
 from shoal_toolkit import __version__, redact
 from shoal_toolkit.discovery.sources import remove_launch_variables
 from shoal_toolkit.errors import FAILED, LaunchError, StoppedError, TrainError
-from shoal_toolkit.job.contract import Cluster, Paths, make_cluster, read_cluster, read_framework, read_job, read_paths
+from shoal_toolkit.job.contract import (
+    Cluster,
+    Job,
+    Paths,
+    make_cluster,
+    read_cluster,
+    read_framework,
+    read_job,
+    read_paths,
+)
 from shoal_toolkit.job.entry import PYTHON
 from shoal_toolkit.job.machine import read_machine
 from shoal_toolkit.job.settings import (
@@ -310,15 +319,24 @@ def plan_host(
 
         port = find_free_port(port)
     plan = make_plan(job, machine, port)
+    return plan._replace(notes=(*plan.notes, *_describe_ranks(plan, job, settings))), plan_with
+
+
+def _describe_ranks(plan: LaunchPlan, job: Job, settings: Settings) -> list[str]:
+    """Returns notes about ranks that cannot find each other, and about an elastic job, which it checks.
+
+    Raises ContractError if the job cannot be elastic.
+    """
+    notes = []
     if plan.world_size > 1 and plan.is_first and job.script.kind == PYTHON and job.code.fetched:
         from shoal_toolkit.job.lone_ranks import describe_lone_ranks
 
-        plan = plan._replace(notes=(*plan.notes, *describe_lone_ranks(plan.world_size, job.code_dir)))
+        notes += describe_lone_ranks(plan.world_size, job.code_dir)
     if settings.min_hosts:
         from shoal_toolkit.plan.elastic import check_elastic
 
-        plan = plan._replace(notes=(*plan.notes, *check_elastic(settings, job, plan)))
-    return plan, plan_with
+        notes += check_elastic(settings, job, plan)
+    return notes
 
 
 def _open_standard_descriptors() -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import docker
+import docker.errors
 from rich.console import Console
 
 from shoal import docker_client
@@ -66,11 +67,20 @@ def run_job_in_docker(opened: OpenJob, view: View) -> job.JobResult:
         for reader in hosts.readers:
             reader.join()
         trees = collect(hosts, opened)
-        has_model = any(path.is_file() for tree in trees.values() for path in tree.glob("model/**/*"))
-        lost = () if has_model else tuple(hosts.list_lost_files())
+        lost = _list_lost_files(hosts, trees, watch.exit_codes())
     notes = {host: "killed by the out-of-memory killer" for host, end in exits.items() if end.out_of_memory}
     result = job.read_result(opened.name, watch.exit_codes(), opened.directory, trees, notes)
     return replace(result, restarts=[*watch.restarts, *result.restarts], lost_files=lost)
+
+
+def _list_lost_files(hosts: DockerHosts, trees: Mapping[str, Path], codes: Mapping[str, int]) -> tuple[str, ...]:
+    """Return the files that a script has saved beside the code, if it has succeeded and saved no model."""
+    has_model = any(path.is_file() for tree in trees.values() for path in tree.glob("model/**/*"))
+    if has_model or any(codes.values()):
+        return ()
+    with contextlib.suppress(docker.errors.APIError):  # the container is gone: the job has its result all the same
+        return tuple(hosts.list_lost_files())
+    return ()
 
 
 def _keep_volume(client: docker.DockerClient, opened: OpenJob, console: Console) -> bool:

@@ -31,7 +31,7 @@ def encode_definitions(given: Mapping[str, str]) -> str:
             raise UsageError(f"--metric {name}={regex}: not a regular expression: {error}") from error
         if not groups:
             raise UsageError(
-                f"--metric {name}={regex}: no group, which the value is. Fix: put it in parentheses, such as"
+                f"--metric {name}={regex}: has no group for the value. Fix: put the value in parentheses, such as"
                 rf" '{name}={name}: ([0-9.]+)'"
             )
     return json.dumps([{"Name": name, "Regex": regex} for name, regex in given.items()])

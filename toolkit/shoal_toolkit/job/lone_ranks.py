@@ -12,18 +12,16 @@ _WAYS = re.compile(
     rb"|deepspeed|fabric|composer|\bray\b|\bsmp\b|sm_hosts|sm_current_host|resourceconfig|hostname|subprocess|\bexec"
 )
 _SUFFIXES = (".py", ".sh")
-_MOST_FILES = 500  # of more, nobody waits for the rest
+_MOST_FILES = 500  # reading more would delay the launch
 
 
 def describe_lone_ranks(count: int, code: str) -> list[str]:
-    """Returns a note if several ranks start, and no source file names a way to find the others.
+    """Returns a note if no source file names a way to find the other ranks.
 
     Args:
-        count: The number of ranks of the job.
+        count: The number of ranks of the job, more than one.
         code: The directory of the code.
     """
-    if count < 2:
-        return []
     for number, path in enumerate(_list_sources(code)):
         if number == _MOST_FILES or _WAYS.search(_read(path)):
             return []

@@ -334,11 +334,11 @@ class HostProcesses:
     def signal_launcher(self, number: int) -> None:
         """Signals the script, launcher or set-up command itself, but not its ranks.
 
-        mpirun gets SIGINT instead of SIGTERM, which it does not hear (`start_launcher`). Both end it.
+        mpirun gets SIGINT instead of SIGTERM, which `start_launcher` has blocked for it. Both end it.
         """
         if self._pid:
-            is_deaf = self._plan.by_mpirun and self._ranks is not None and number == signal.SIGTERM
-            signal_group(self._pid, signal.SIGINT if is_deaf else number)
+            is_blocked = self._plan.by_mpirun and self._ranks is not None and number == signal.SIGTERM
+            signal_group(self._pid, signal.SIGINT if is_blocked else number)
 
     def kill(self) -> None:
         """Kills the running command's process group, but not the sidecars.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,13 @@ import pytest
 from shoal_toolkit.cli import plan_host
 from shoal_toolkit.discovery.host_list import HostList, Registration
 from shoal_toolkit.errors import ContractError
+from shoal_toolkit.hosts import messages
 from shoal_toolkit.job.contract import Paths, read_cluster
 from shoal_toolkit.job.settings import take_settings
 from shoal_toolkit.plan.elastic import refuse_registration
 from shoal_toolkit.plan.plan import LaunchPlan
 from shoal_toolkit.run.members import Members
+from shoal_toolkit.run.worker import Worker
 
 from ..repeats import SEED, times
 from .conftest import Tree
@@ -115,6 +117,39 @@ def test_a_job_that_is_not_elastic_waits_for_all_hosts() -> None:
     members.begin(1)
     ready(members, A, B)
     assert (members.are_ready, members.are_short, members.needs(B)) == (False, True, True)
+
+
+class IdleProcesses:
+    """Processes of a host without any: they end at once."""
+
+    def prepare_restart(self, variables: dict[str, str], standby: bool) -> None:
+        pass
+
+    def end(self, on_ended: Callable[[None], None]) -> None:
+        on_ended(None)
+
+    def await_standby(self, on_ready: Callable[[], None]) -> None:
+        on_ready()
+
+
+@pytest.mark.parametrize("is_sooner", [True, False])
+def test_a_host_that_comes_late_is_ready_once_for_each_start(monkeypatch: pytest.MonkeyPatch, is_sooner: bool) -> None:
+    """Whether its own check or the first host's message about the job that runs is sooner."""
+    worker = Worker.__new__(Worker)
+    sent: list[Any] = []
+    monkeypatch.setattr(worker, "_send", sent.append, raising=False)
+    monkeypatch.setattr(worker, "processes", IdleProcesses(), raising=False)
+    worker._number, worker._restarted, worker._was_ready, worker._facts = 0, False, False, {}
+    steps: list[Callable[[], None]] = [
+        lambda: worker._on_probed(""),
+        lambda: worker._on_message(messages.Restart(0, "", True)),
+    ]
+    worker._is_set_up, worker._is_started = True, False
+    for step in steps if is_sooner else reversed(steps):
+        step()
+    assert [each for each in sent if isinstance(each, messages.Ready)] == [messages.Ready(0)]
+    worker._on_message(messages.Restart(1, "algo-2 came back", True))
+    assert sent[-1] == messages.Ready(1)
 
 
 # Plans

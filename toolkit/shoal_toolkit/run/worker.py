@@ -35,6 +35,7 @@ class Worker(Host):
         self._problem: TrainError | None = None  # why this host can't take part
         self._number = 0  # of the last restart
         self._restarted = False  # whether the first host has sent a Restart
+        self._was_ready = False  # whether this host has reported before that that it is ready
         self._probe: Probe | None = None
         self._facts: dict[str, Any] = {}
 
@@ -77,6 +78,7 @@ class Worker(Host):
         if not self._restarted:
             self._send(messages.Facts({**self._facts, "port_problem": problem, "time": round(time.time(), 3)}))
             self._send(messages.Ready(0))
+            self._was_ready = True
 
     def collect_ready_facts(self) -> dict[str, Any]:
         """Returns the facts about this host that must fit the other hosts' facts."""
@@ -141,10 +143,13 @@ class Worker(Host):
     def _restart(self, message: messages.Restart) -> None:
         """Ends the processes of this host, and reports that it is ready again; if it is set up, otherwise after that.
 
-        The next start gets the number of the restart and its reason.
+        The next start gets the number of the restart and its reason. The number 0 says that the job has begun without
+        this host, and changes nothing if this host was ready sooner than the message came.
         """
         from shoal_toolkit.run.restarts import make_variables
 
+        if self._was_ready and not message.number:
+            return
         self._number, self._restarted = message.number, True
         if self.processes is not None:
             self.processes.prepare_restart(make_variables(message.number, message.reason), message.standby)

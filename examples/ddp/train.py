@@ -109,7 +109,6 @@ def main(args: argparse.Namespace) -> None:
         print(f"test accuracy {accuracy:.3f}, world size {world_size}, backend {args.backend}")
         args.model_dir.mkdir(parents=True, exist_ok=True)
         torch.save(net.cpu().state_dict(), args.model_dir / "model.pt")
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
@@ -122,3 +121,4 @@ if __name__ == "__main__":
     parser.add_argument("--checkpoint-dir", type=Path, default=Path(BASE_DIR, "checkpoints"))
     parser.add_argument("--model-dir", type=Path, default=os.environ.get("SM_MODEL_DIR", "model"))
     main(parser.parse_args())
+    dist.destroy_process_group()  # after `model` is gone: before, torch can hang with gloo

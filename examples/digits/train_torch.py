@@ -75,8 +75,8 @@ def main() -> None:
             "world_size": world_size,
         }
         save(model.module.state_dict(), metrics, arguments)
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     main()
+    dist.destroy_process_group()  # after `model` is gone: before, torch can hang with gloo

@@ -1,4 +1,4 @@
-"""The garbage collector while a rank imports its framework, with the .pth file that Python reads at its start."""
+"""What changes in the frameworks that a rank imports, with the .pth file that Python reads at its start."""
 
 from __future__ import annotations
 
@@ -17,18 +17,24 @@ STATE = "import gc; print(gc.isenabled(), gc.get_freeze_count() > 1000); "
 
 
 @pytest.fixture
-def site(tmp_path: Path) -> Path:
-    """A directory as of an image: with both .pth files, a `torch`, and a `site` that reads them."""
+def packages(tmp_path: Path) -> Path:
+    """A directory as of an image: with both .pth files, and a `site` that reads them."""
     shutil.copy(TOOLKIT / "shoal-toolkit.pth", tmp_path)
     shutil.copy(REHEARSAL / "shoal-rehearsal.pth", tmp_path)
     (tmp_path / "sitecustomize.py").write_text(f"import site; site.addsitedir({str(tmp_path)!r})\n")
-    torch = tmp_path / "torch"
+    return tmp_path
+
+
+@pytest.fixture
+def site(packages: Path) -> Path:
+    """The same, with a `torch`."""
+    torch = packages / "torch"
     torch.mkdir()
     (torch / "__init__.py").write_text(f"{SAY}objects = [[] for _ in range(5000)]\n")
     (torch / "_dynamo.py").write_text(SAY)
     (torch / "nn.py").write_text(SAY)
-    (tmp_path / "tensorflow.py").write_text(f"{SAY}import torch\n")
-    return tmp_path
+    (packages / "tensorflow.py").write_text(f"{SAY}import torch\n")
+    return packages
 
 
 def run(site: Path, program: str, **variables: str | None) -> list[str]:
@@ -86,3 +92,22 @@ import torch; {STATE}"""
         "\nimport torch;", "\nimport sys; sys.meta_path.insert(0, sys.meta_path.pop(1))\nimport torch;"
     )
     assert sorted(run(site, swapped)) == ["True True", "rehearsed", "torch False"]
+
+
+def test_a_model_may_outlive_the_process_group(packages: Path) -> None:
+    """As in many scripts. Plain torch 2.13 hangs within 200 of these repetitions."""
+    program = """\
+import faulthandler
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+def train():
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    model = DistributedDataParallel(torch.nn.Linear(2, 2))
+    dist.all_reduce(torch.zeros(1))
+    dist.destroy_process_group()
+
+faulthandler.dump_traceback_later(100, exit=True)
+for _ in range(300):
+    train()"""
+    assert run(packages, program, OMP_NUM_THREADS="1") == []

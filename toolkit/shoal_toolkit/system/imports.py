@@ -1,16 +1,17 @@
-"""Lets the ranks of a job import their framework without garbage collections.
+"""Extends the frameworks that the ranks of a job import: no garbage collections meanwhile, and no hang of gloo later.
 
 `import torch` makes 250,000 objects that stay. Python collects garbage again and again meanwhile, and goes through all
-of them once more when it ends. `make bench-launch` measures both, as `rank-with-ddp`. `shoal-toolkit.pth` calls
-`activate` when Python starts in a job.
+of them once more when it ends. `make bench-launch` measures both, as `rank-with-ddp`. `_with_kept_groups` describes the
+hang. `shoal-toolkit.pth` calls `activate` when Python starts in a job.
 """
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
@@ -18,25 +19,30 @@ from shoal_toolkit.light_typing import Any
 
 _FRAMEWORKS = ("torch", "tensorflow")
 _PAUSED = (*_FRAMEWORKS, "torch._dynamo")  # DistributedDataParallel imports the last one, when a script has objects
+_GROUPS = "torch.distributed.distributed_c10d"
+_Execute = Callable[[ModuleType], None]
 
 
 def activate() -> None:
-    """Extends sys.meta_path: imports of frameworks pause the garbage collector. Nothing if SHOAL_FAST_IMPORTS is 0."""
+    """Extends sys.meta_path. If SHOAL_FAST_IMPORTS is 0, imports of frameworks do not pause the garbage collector."""
+    extensions = {_GROUPS: _with_kept_groups}
     if os.environ.get("SHOAL_FAST_IMPORTS") != "0":
-        sys.meta_path.insert(0, _Finder())
+        extensions.update(dict.fromkeys(_PAUSED, _without_collections))
+    sys.meta_path.insert(0, _Finder(extensions))
 
 
 class _Finder:
-    """Finds a framework with the other finders, and extends its loader."""
+    """Finds modules with the other finders, and extends their loaders by the functions for their names."""
 
-    def __init__(self) -> None:
+    def __init__(self, extensions: Mapping[str, Callable[[_Execute], _Execute]]) -> None:
+        self._extensions = extensions
         self._searched: set[str] = set()
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Returns a framework's spec; None for other modules, and if another finder asks this one in turn."""
-        if name not in _PAUSED or name in self._searched:
+        """Returns the spec of an extended module; None for others, and if another finder asks this one in turn."""
+        if name not in self._extensions or name in self._searched:
             return None
         self._searched.add(name)
         try:
@@ -46,11 +52,11 @@ class _Finder:
             self._searched.remove(name)
         loader: Any = spec and spec.loader
         if hasattr(loader, "exec_module"):
-            loader.exec_module = _without_collections(loader.exec_module)
+            loader.exec_module = self._extensions[name](loader.exec_module)
         return spec
 
 
-def _without_collections(execute: Callable[[ModuleType], None]) -> Callable[[ModuleType], None]:
+def _without_collections(execute: _Execute) -> _Execute:
     """Returns the function so that it runs with the garbage collector paused.
 
     The objects of a framework are then left out of all collections. Python has no way to leave out only them: an
@@ -68,5 +74,31 @@ def _without_collections(execute: Callable[[ModuleType], None]) -> Callable[[Mod
             gc.enable()
         if module.__name__ in _FRAMEWORKS:
             gc.freeze()
+
+    return exec_module
+
+
+def _with_kept_groups(execute: _Execute) -> _Execute:
+    """Returns the function so that groups of gloo outlive `destroy_process_group`, until its next call or the end.
+
+    Otherwise a DistributedDataParallel model can hold the last reference to a group. Torch 2.13 then destroys the group
+    while it holds Python's lock, and waits for the group's threads. One of these may wait for that lock, to release a
+    tensor: the rank hangs after its training. If Python holds the last reference, torch gives the lock away.
+    """
+
+    def exec_module(module: ModuleType) -> None:
+        from functools import wraps  # torch has imported it
+
+        execute(module)
+        destroy: Callable[..., None] = module.destroy_process_group
+        kept: list[Any] = []
+        atexit.register(kept.clear)
+
+        @wraps(destroy)
+        def destroy_process_group(*args: Any, **keywords: Any) -> None:
+            kept[:] = [group for group, (backend, _) in module._world.pg_map.items() if "gloo" in backend]
+            destroy(*args, **keywords)
+
+        module.destroy_process_group = destroy_process_group  # type: ignore[attr-defined]
 
     return exec_module

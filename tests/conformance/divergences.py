@@ -94,8 +94,8 @@ VARIABLES = (
     Divergence(
         "env OMP_NUM_THREADS",
         ADDITIONAL,
-        "The ranks of a host share its cores. By default, each would start a thread for every core.",
-        "mpi-* *dataparallel* modelparallel* everything-at-once pytorchddp torch-distributed-* library-*",
+        "The ranks of a host share its cores. By default, each would start a thread for every core that it sees.",
+        "mpi-* *dataparallel* modelparallel* everything-at-once pytorchddp torch-distributed-* library-* *-cpu-quota",
     ),
     *each(
         ADDITIONAL, _TORCH, "env MASTER_ADDR", "env MASTER_PORT", "env NCCL_SOCKET_IFNAME", "env SM_DLC_TORCH_VERSION"

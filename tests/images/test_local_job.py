@@ -158,6 +158,7 @@ def test_train_that_is_killed_starts_again_from_its_checkpoints(
 ELASTIC = f"""{KILL_TRAIN}
 restart, host = int(os.environ["SHOAL_RESTART"]), os.environ["SM_CURRENT_HOST"]
 print("restart", restart, "of", os.environ["WORLD_SIZE"], os.environ["SM_HOSTS"], flush=True)
+print("threads", os.environ["OMP_NUM_THREADS"], flush=True)
 pathlib.Path(os.environ["SAGEMAKER_BASE_DIR"], "checkpoints", host + "-" + str(restart)).touch()
 if (restart, host) == (0, "127.0.0.2"):
     kill_train()
@@ -177,6 +178,7 @@ def test_elastic_job_goes_on_with_one_host_and_grows_again(project: Project, tmp
     assert "127.0.0.1 | " in result.stderr
     assert "127.0.0.2 was lost (killed by SIGKILL): starting it again" in result.stderr
     assert "127.0.0.2 | restart 0 of 2" in result.stderr
+    assert f"127.0.0.2 | threads {max(1, len(os.sched_getaffinity(0)) // 2)}" in result.stderr, "hosts share the cores"
     document = json.loads(result.stdout)
     lost, back = (each["reason"] for each in document["restarts"])
     assert lost.startswith("The host 127.0.0.2 was lost")

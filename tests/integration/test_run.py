@@ -244,8 +244,9 @@ def test_a_killed_script_gives_137(pytorch: str, source: Path, tmp_path: Path) -
     assert "exit code      137" in result.stdout
 
 
+@pytest.mark.parametrize("more", [(), ("--distribution", '{"torch_distributed": {"enabled": true}}')])
 def test_a_model_in_another_place_is_told_and_hosts_share_the_cores(
-    client: docker.DockerClient, pytorch: str, source: Path, tmp_path: Path
+    client: docker.DockerClient, pytorch: str, source: Path, tmp_path: Path, more: tuple[str, ...]
 ) -> None:
     (source / "train.py").write_text(
         "import os, pathlib\npathlib.Path('out').mkdir()\npathlib.Path('out/model.pt').write_text('x')\n"
@@ -253,7 +254,7 @@ def test_a_model_in_another_place_is_told_and_hosts_share_the_cores(
     )
     (source / "helper.py").write_text("")
     ended = subprocess.run(
-        command(pytorch, source, tmp_path / "jobs", "--hosts", "2"),
+        command(pytorch, source, tmp_path / "jobs", "--hosts", "2", *more),
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -139,8 +139,15 @@ def test_the_quotas_of_cgroups_version_1(tmp_path: Path) -> None:
 
 def test_part_of_a_cpu_is_one(tmp_path: Path) -> None:
     root = tree(tmp_path, {"proc/self/cgroup": V2.format("/"), "sys/fs/cgroup/cpu.max": "20000 100000"})
-    assert machine.count_cpus(root) == 1
-    assert machine.count_cpus(str(tmp_path / "none")) == len(os.sched_getaffinity(0))
+    assert machine.count_cpus({}, root) == 1
+    assert machine.count_cpus({}, str(tmp_path / "none")) == len(os.sched_getaffinity(0))
+
+
+@pytest.mark.parametrize(("own", "expected"), [("1", 1), ("3", 3), ("100", 4), ("0", 1), ("many", 4)])
+def test_the_users_own_number_of_cpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: str, expected: int) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(4)))
+    found = machine.read_machine({"PATH": "", "SHOAL_CPUS": own}, "eth0", [], root=str(tmp_path))
+    assert (found.cpus, found.has_fewer_cpus) == (expected, expected < 4)
 
 
 # Network

@@ -178,7 +178,9 @@ def test_ranks_share_the_cores(tree: Tree, asked: dict[str, Any], cpus: int, thr
     tree.hyperparameters(**asked)
     machine = MACHINE._replace(cpus=cpus)
     assert planned(tree, machine).env.get("OMP_NUM_THREADS") == threads
-    assert "OMP_NUM_THREADS" not in planned(tree, machine, OMP_NUM_THREADS="7").env, "the user's own stays"
+    limited = machine._replace(has_fewer_cpus=True)
+    assert planned(tree, limited).env["OMP_NUM_THREADS"] == (threads or "8"), "torch would count cores, not a quota"
+    assert "OMP_NUM_THREADS" not in planned(tree, limited, OMP_NUM_THREADS="7").env, "the user's own stays"
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,6 @@ from shoal.jobs.usage import Usage
 from shoal.jobs.watch import STOP_SECONDS, Arrival, HostExit
 
 _STOP_MARGIN = 5
-_THREADS = "OMP_NUM_THREADS"
 SECRET_PATH = "run/shoal-job-secret"
 """The file with the job's secret, relative to the container's root. `docker inspect` would show an environment."""
 _CHECKPOINTS = f"opt/ml/{checkpoints.CONTENT}"
@@ -63,8 +62,8 @@ class DockerHosts:
     network: str
     log: JobLog
     """Keeps the lines of all hosts."""
-    threads: Mapping[str, str] = field(default_factory=dict)
-    """The variable that limits the threads of each rank, if there is one."""
+    cpus: Mapping[str, str] = field(default_factory=dict)
+    """The variable with the number of CPUs of each host, if they share the machine."""
     by_name: dict[str, Container] = field(default_factory=dict)
     arrivals: queue.SimpleQueue[Arrival] = field(default_factory=queue.SimpleQueue)
     """Containers that have ended."""
@@ -98,7 +97,7 @@ class DockerHosts:
         settings = _container_settings(self.request, self.name, self.identity, self.network)
         variables = {
             **gpus.gpu_environment(self.devices[host]),
-            **self.threads,
+            **self.cpus,
             **settings["environment"],
             **(environment or {}),
         }
@@ -280,24 +279,11 @@ def create_hosts(
             devices=dict(zip(request.host_names, devices)),
             network=str(network.name),
             log=log or JobLog(),
-            threads=_share_cores(client, request),
+            cpus=job.share_cpus(request, client.info()["NCPU"]) if request.hosts > 1 else {},
         )
         for host in request.host_names:
             hosts.create(host)
         yield hosts
-
-
-def _share_cores(client: docker.DockerClient, request: job.JobRequest) -> dict[str, str]:
-    """Return OMP_NUM_THREADS, so that the ranks of several hosts share the cores of their one machine.
-
-    Otherwise the ranks of each host would use all of them, and training can take several times as long. Empty if the
-    number of ranks is not known here, or the user limits threads or cores.
-    """
-    is_known = request.procs_per_host or not request.distribution
-    if request.hosts == 1 or request.cpus or _THREADS in request.environment or not is_known:
-        return {}
-    ranks = request.hosts * (request.procs_per_host or 1)
-    return {_THREADS: str(max(1, client.info()["NCPU"] // ranks))}
 
 
 def volume_name(identity: str) -> str:

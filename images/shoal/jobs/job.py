@@ -217,6 +217,15 @@ def make_secret(environment: Mapping[str, str]) -> str | None:
     return None if SECRET_FILE in environment else environment.get(SECRET) or secrets.token_hex(32)
 
 
+def share_cpus(request: JobRequest, cpus: int) -> dict[str, str]:
+    """Return the variable that limits each of several hosts to its share of the CPUs of their one machine.
+
+    Otherwise the ranks of each host would use all of them, and training can take several times as long. Empty if the
+    user limits the hosts.
+    """
+    return {} if request.cpus else {"SHOAL_CPUS": str(max(1, cpus // request.hosts))}
+
+
 def check_secret(environment: Mapping[str, str]) -> None:
     """Raise `UsageError` if an environment has a secret that `train` refuses. No secret is right too.
 

@@ -99,6 +99,7 @@ def _make_environment(request: job.JobRequest, name: str) -> dict[str, str]:
     """Return the variables that all hosts share. Several hosts get a free port, so that jobs can run side by side."""
     environment = {
         "SHOAL_STOP_GRACE": str(STOP_SECONDS),
+        **(job.share_cpus(request, len(os.sched_getaffinity(0))) if request.min_hosts else {}),
         **os.environ,
         **_gpu_environment(request.gpus),
         **request.script_variables,

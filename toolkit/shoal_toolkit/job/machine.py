@@ -4,8 +4,8 @@ These are CPUs, the number of GPUs, Neuron devices, network cards and interface,
 entry of the instance type. It reads files. It looks up the other hosts' names only if the configured network interface
 does not exist.
 
-CPUs respect the affinity mask and the quotas of all cgroups of this process: a container with half a machine has half
-its CPUs.
+CPUs respect the affinity mask, the quotas of all cgroups of this process, and SHOAL_CPUS: a container with half a
+machine has half its CPUs.
 
 GPUs are those that one process would see: the device nodes in the container, without those that CUDA_VISIBLE_DEVICES
 hides. All GPUs in MIG mode count as one: CUDA shows a process only the first MIG instance (NVIDIA's MIG user guide,
@@ -28,6 +28,7 @@ _SERIES_OF_PROGRAM = (("prterun", 5), ("prted", 5), ("orterun", 4), ("orted", 4)
 
 
 LIBRARY_COMMANDS = ("smddprun", "smddpmprun")
+CPUS = "SHOAL_CPUS"  # job/settings.py checks its value
 
 
 class Nic(NamedTuple):
@@ -56,6 +57,7 @@ class Machine(NamedTuple):
     library_commands: frozenset[str] = frozenset()  # the installed ones of LIBRARY_COMMANDS
     mpirun_options: Mapping[str, Any] = {}  # data/mpirun.json, if there is an mpirun
     instance: Mapping[str, Any] = {}  # the entry of the instance type in data/instances.json
+    has_fewer_cpus: bool = False  # than programs see: a quota or SHOAL_CPUS limits them
 
 
 def read_machine(
@@ -77,8 +79,9 @@ def read_machine(
     interface, note, replaced = choose_interface(wanted_interface, peers, root)
     mpirun = find_program("mpirun", environ)
     devices = list_names(root, "dev")
+    cpus = count_cpus(environ, root)
     return Machine(
-        cpus=count_cpus(root),
+        cpus=cpus,
         gpus=count_gpus(root, devices, environ),
         interface=interface,
         interface_note=note,
@@ -92,6 +95,7 @@ def read_machine(
         library_commands=frozenset(name for name in LIBRARY_COMMANDS if find_program(name, environ)),
         mpirun_options=read_table("mpirun") if mpirun else {},
         instance=read_instance(instance_type),
+        has_fewer_cpus=cpus < len(os.sched_getaffinity(0)),
     )
 
 
@@ -162,11 +166,14 @@ def _mig_directory(root: str, minor: str) -> str:
 # CPUs
 
 
-def count_cpus(root: str = "/") -> int:
-    """Returns the number of CPUs that this process may use, at least 1. A quota is rounded up."""
-    allowed = len(os.sched_getaffinity(0))
-    quota = read_cpu_quota(root)
-    return max(1, min(allowed, -(-int(quota * 1000) // 1000))) if quota else allowed
+def count_cpus(environ: Mapping[str, str], root: str = "/") -> int:
+    """Returns how many CPUs this host may use, at least 1. A quota is rounded up, and SHOAL_CPUS lowers the number."""
+    counts = [len(os.sched_getaffinity(0))]
+    if quota := read_cpu_quota(root):
+        counts.append(-(-int(quota * 1000) // 1000))
+    if (own := environ.get(CPUS, "")).isdecimal():
+        counts.append(int(own))
+    return max(1, min(counts))
 
 
 def read_cpu_quota(root: str) -> float | None:

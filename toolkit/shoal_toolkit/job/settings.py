@@ -26,7 +26,7 @@ RESTART_VARIABLES = ("SHOAL_RESTART", "SHOAL_RESTART_REASON")  # for the script
 VARIABLES = (
     *(SECRET, SECRET_FILE, "SHOAL_AGENT_PORT", "SHOAL_HOSTS_TIMEOUT", "SHOAL_SETUP_TIMEOUT", "SHOAL_STOP_GRACE"),
     *("SHOAL_LOG_FORMAT", "SHOAL_REHEARSE", "SHOAL_REHEARSE_GPUS", "SHOAL_HOSTS", "SHOAL_HOST_RANK"),
-    *("SHOAL_MAX_RESTARTS", *RESTART_VARIABLES, "SHOAL_STANDBY", "SHOAL_MIN_HOSTS", "SHOAL_FAST_IMPORTS"),
+    *("SHOAL_MAX_RESTARTS", *RESTART_VARIABLES, "SHOAL_STANDBY", "SHOAL_MIN_HOSTS", "SHOAL_FAST_IMPORTS", "SHOAL_CPUS"),
 )
 # Set by `train`, `shoal run` and the library, not by users.
 _INTERNAL = (
@@ -77,6 +77,7 @@ def take_settings(environ: MutableMapping[str, str]) -> tuple[Settings, Contract
         problems.append(error)
         secret = os.urandom(16).hex()  # no other host can prove this one
     number("SHOAL_FAST_IMPORTS", 1, 0, 1)  # the ranks read it (system/imports.py)
+    number("SHOAL_CPUS", 1, 1, 65536)  # read_machine uses it
     settings = Settings(
         secret=secret,
         port=number("SHOAL_AGENT_PORT", DEFAULT_PORT, 1, 65535),

@@ -292,8 +292,8 @@ def _build_environment(
 ) -> dict[str, str]:
     """Returns the variables to add. Variables of the user for rendezvous, network and threads are kept.
 
-    OMP_NUM_THREADS divides the cores among the ranks of this host. By default each rank would start a thread per core,
-    and torchrun would set 1.
+    OMP_NUM_THREADS divides the cores among the ranks of this host. By default each rank would start a thread for every
+    core that it sees, even if a quota allows fewer, and torchrun would set 1.
     """
     current_host, alone = job.cluster.current_host, len(hosts) == 1
     variables = build_contract_variables(job, machine, arguments)
@@ -305,7 +305,7 @@ def _build_environment(
         world = list(hosts) if current_host in hosts else [current_host]
         rank, size = str(world.index(current_host)), str(len(world))
         variables.update(RANK=rank, WORLD_SIZE=size, LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
-    elif "OMP_NUM_THREADS" not in job.environ:
+    if (launcher in SEVERAL_RANKS or machine.has_fewer_cpus) and "OMP_NUM_THREADS" not in job.environ:
         variables["OMP_NUM_THREADS"] = str(max(1, machine.cpus // ranks.get(current_host, 1)))
     if launcher in (DATAPARALLEL, PYTORCH_DDP):
         variables.update(_dataparallel_variables(job, hosts))

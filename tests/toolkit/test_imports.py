@@ -95,7 +95,7 @@ import torch; {STATE}"""
 
 
 def test_a_model_may_outlive_the_process_group(packages: Path) -> None:
-    """As in many scripts. Plain torch 2.13 hangs within 200 of these repetitions."""
+    """As in many scripts. Plain torch 2.13 hangs after some repetitions."""
     program = """\
 import faulthandler
 import torch, torch.distributed as dist

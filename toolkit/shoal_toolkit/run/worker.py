@@ -35,7 +35,7 @@ class Worker(Host):
         self._problem: TrainError | None = None  # why this host can't take part
         self._number = 0  # of the last restart
         self._restarted = False  # whether the first host has sent a Restart
-        self._was_ready = False  # whether this host has reported before that that it is ready
+        self._was_ready = False  # whether this host was ready before any Restart
         self._probe: Probe | None = None
         self._facts: dict[str, Any] = {}
 
@@ -144,7 +144,7 @@ class Worker(Host):
         """Ends the processes of this host, and reports that it is ready again; if it is set up, otherwise after that.
 
         The next start gets the number of the restart and its reason. The number 0 says that the job has begun without
-        this host, and changes nothing if this host was ready sooner than the message came.
+        this host, and changes nothing if this host has reported already that it is ready.
         """
         from shoal_toolkit.run.restarts import make_variables
 

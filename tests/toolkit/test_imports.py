@@ -95,7 +95,7 @@ import torch; {STATE}"""
 
 
 def test_a_model_may_outlive_the_process_group(packages: Path) -> None:
-    """As in many scripts. Plain torch 2.13 hangs after some repetitions."""
+    """As in many scripts. Plain torch hangs after some repetitions."""
     program = """\
 import faulthandler
 import torch, torch.distributed as dist
@@ -111,3 +111,29 @@ faulthandler.dump_traceback_later(100, exit=True)
 for _ in range(300):
     train()"""
     assert run(packages, program, OMP_NUM_THREADS="1") == []
+
+
+@pytest.mark.parametrize("end", ["", "torch.distributed.distributed_c10d.destroy_process_group()"])
+def test_threads_are_idle_before_a_group_or_python_ends(site: Path, end: str) -> None:
+    """A thread of gloo that asks for Python's lock later hangs or aborts plain torch (exit code 134), but not always.
+
+    A thread that computes without that lock stands for it.
+    """
+    distributed = site / "torch" / "distributed"
+    distributed.mkdir()
+    (distributed / "__init__.py").touch()
+    (distributed / "distributed_c10d.py").write_text("""\
+import threading, types, hashlib
+_world = types.SimpleNamespace(pg_map={"a group": ("gloo", None)})
+thread = threading.Thread(target=hashlib.sha256, args=[bytes(50_000_000)], daemon=True)
+def destroy_process_group():
+    print("it computes:", thread.is_alive())
+    _world.pg_map.clear()
+""")
+    program = f"""\
+import atexit
+atexit.register(lambda: print("it computes:", torch.distributed.distributed_c10d.thread.is_alive()))  # runs last
+import torch.distributed.distributed_c10d
+torch.distributed.distributed_c10d.thread.start()
+{end}"""
+    assert run(site, program)[1:] == ["it computes: False"] * (2 if end else 1)

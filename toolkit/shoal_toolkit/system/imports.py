@@ -1,8 +1,8 @@
-"""Extends the frameworks that the ranks of a job import: no garbage collections meanwhile, and no hang of gloo later.
+"""Extends the frameworks that the ranks of a job import: no garbage collections meanwhile, no hang or abort at the end.
 
 `import torch` makes 250,000 objects that stay. Python collects garbage again and again meanwhile, and goes through all
-of them once more when it ends. `make bench-launch` measures both, as `rank-with-ddp`. `_with_kept_groups` describes the
-hang. `shoal-toolkit.pth` calls `activate` when Python starts in a job.
+of them once more when it ends. `make bench-launch` measures both, as `rank-with-ddp`. `_with_idle_threads` describes
+the end. `shoal-toolkit.pth` calls `activate` when Python starts in a job.
 """
 
 from __future__ import annotations
@@ -24,8 +24,13 @@ _Execute = Callable[[ModuleType], None]
 
 
 def activate() -> None:
-    """Extends sys.meta_path. If SHOAL_FAST_IMPORTS is 0, imports of frameworks do not pause the garbage collector."""
-    extensions = {_GROUPS: _with_kept_groups}
+    """Extends sys.meta_path, once: Python reads the .pth files of a virtual environment twice.
+
+    If SHOAL_FAST_IMPORTS is 0, imports of frameworks do not pause the garbage collector.
+    """
+    if any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        return
+    extensions = {_GROUPS: _with_idle_threads}
     if os.environ.get("SHOAL_FAST_IMPORTS") != "0":
         extensions.update(dict.fromkeys(_PAUSED, _without_collections))
     sys.meta_path.insert(0, _Finder(extensions))
@@ -78,27 +83,38 @@ def _without_collections(execute: _Execute) -> _Execute:
     return exec_module
 
 
-def _with_kept_groups(execute: _Execute) -> _Execute:
-    """Returns the function so that groups of gloo outlive `destroy_process_group`, until its next call or the end.
+def _with_idle_threads(execute: _Execute) -> _Execute:
+    """Returns the function so that the threads of process groups are idle before a group, or Python, ends.
 
-    Otherwise a DistributedDataParallel model can hold the last reference to a group. Torch 2.13 then destroys the group
-    while it holds Python's lock, and waits for the group's threads. One of these may wait for that lock, to release a
-    tensor: the rank hangs after its training. If Python holds the last reference, torch gives the lock away.
+    A collective returns before the thread of gloo that ran it has released its tensors. If no other reference is left,
+    the thread needs Python's lock for that. Then two things can happen in plain torch, after a training:
+
+    - Torch destroys the group while it holds the lock, and waits for the thread: the rank hangs. Torch 2.0 does so with
+      each group, torch 2.13 if a DistributedDataParallel model holds the last reference to the group.
+    - Python ends before the thread asks for the lock. Versions before 3.14 then end the thread, in a destructor of C++:
+      the rank aborts with `terminate called without an active exception`, exit code 134.
+
+    A script that ends without waiting for a collective of its own can still meet them.
     """
 
     def exec_module(module: ModuleType) -> None:
         from functools import wraps  # torch has imported it
 
+        from shoal_toolkit.system.idle import wait_for_idle_threads
+
         execute(module)
         destroy: Callable[..., None] = module.destroy_process_group
-        kept: list[Any] = []
-        atexit.register(kept.clear)
+
+        def wait() -> None:
+            if module._world.pg_map:
+                wait_for_idle_threads()
 
         @wraps(destroy)
         def destroy_process_group(*args: Any, **keywords: Any) -> None:
-            kept[:] = [group for group, (backend, _) in module._world.pg_map.items() if "gloo" in backend]
+            wait()
             destroy(*args, **keywords)
 
         module.destroy_process_group = destroy_process_group  # type: ignore[attr-defined]
+        atexit.register(wait)
 
     return exec_module

@@ -29,13 +29,13 @@ def wait_for_idle_threads(limit_s: float = 1.0) -> None:
 
 
 def _look() -> list[str]:
-    """Returns the state of each other thread, and how often it has run."""
+    """Returns the state of each other thread, and how often it has run; nothing on a system without /proc."""
     threads = []
-    for number in sorted(os.listdir("/proc/self/task")):
+    for number in sorted(os.listdir("/proc/self/task")) if os.path.isdir("/proc/self/task") else ():
         if int(number) != threading.get_native_id():
             try:
                 with open(f"/proc/self/task/{number}/status", encoding="ascii", errors="replace") as file:
                     threads.append("".join(line for line in file if line.startswith(_FIELDS)))
-            except (FileNotFoundError, ProcessLookupError):  # it has ended
+            except OSError:  # it has ended
                 threads.append("")
     return threads

@@ -243,11 +243,20 @@ class HostProcesses:
             elsewhere.
         """
         directories = {"SHOAL_RUN_DIR": self.directory, "SHOAL_CODE_DIR": self._plan.cwd}  # for the shells of ranks
+
+        def reader_of(stream: int) -> Callable[[bytes], None]:
+            def read(data: bytes) -> None:
+                if self._ranks is not None:
+                    self._ranks.read_reports()  # a rank reports its end before the launcher writes about it
+                self._events.on_launcher_output(stream, data)
+
+            return read
+
         self._start(
             argv,
             {**variables, **directories},
             cwd,
-            lambda stream: lambda data: self._events.on_launcher_output(stream, data),
+            reader_of,
             # Slurm signals all processes of a node. mpirun would kill its ranks at once. It unblocks signals for them.
             blocked=(signal.SIGTERM,) if self._plan.by_mpirun else (),
         )

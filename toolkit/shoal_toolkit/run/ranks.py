@@ -118,6 +118,10 @@ class LocalRanks:
             pass
         self.signal(number)
 
+    def read_reports(self) -> None:
+        """Reports the starts and ends of ranks that are waiting to be read."""
+        self._reports.poll()
+
     def finish(self) -> None:
         """Reads the last output of the ranks, reports their end, and closes the FIFOs. Call it when all have ended."""
         for source in (self._reports, *self._outputs):
@@ -142,7 +146,7 @@ class LocalRanks:
 
         def read(data: bytes) -> None:
             if local not in self._rank_of:
-                self._reports.poll()  # a rank reports its start before it writes
+                self.read_reports()  # a rank reports its start before it writes
             self._on.on_rank_output(stream, self._rank_of.get(local, local), data)
 
         return read

@@ -34,6 +34,8 @@ _SETTINGS: dict[str, Any] = {
     "use_config_proxy": False,
     "entrypoint": ["sleep"],
 }
+_END = "(end)"  # after the output of a command
+_TRIES = 3
 _LONGEST = ["6h"]  # so that none stays if this process is killed
 
 
@@ -45,12 +47,20 @@ class ImageContainer:
         self._facts: dict[tuple[str, str], dict[str, Any]] = {}
 
     def run(self, *command: str, user: str = "root", environment: Mapping[str, str] | None = None) -> str:
-        """Return what a command prints on stdout. A command that fails fails the test, with its stderr."""
-        ended = self._container.exec_run(list(command), user=user, environment=dict(environment or {}), demux=True)
-        streams: Any = ended.output  # a pair, because of demux
-        out, err = ((text or b"").decode(errors="replace") for text in streams)
-        assert ended.exit_code == 0, f"{self.tag}: {command[0]} exited with {ended.exit_code}:\n{out}{err}"
-        return out
+        """Return what a command prints on stdout. A command that fails fails the test, with its stderr.
+
+        Docker 20.10 can lose the output of a command on a busy machine, and reports a success. The command then runs
+        again.
+        """
+        marked = ["sh", "-c", f'unset PWD; "$@" && printf "{_END}"', "sh", *command]
+        for _ in range(_TRIES):
+            ended = self._container.exec_run(marked, user=user, environment=dict(environment or {}), demux=True)
+            streams: Any = ended.output  # a pair, because of demux
+            out, err = ((text or b"").decode(errors="replace") for text in streams)
+            assert ended.exit_code == 0, f"{self.tag}: {command[0]} exited with {ended.exit_code}:\n{out}{err}"
+            if out.endswith(_END):
+                return out.removesuffix(_END)
+        raise AssertionError(f"{self.tag}: Docker lost the output of {command[0]} {_TRIES} times")
 
     def python(self, program: str, user: str = "root") -> str:
         """Return what a program in Python prints. It has a temporary directory."""

@@ -52,7 +52,7 @@ class ImageContainer:
         Docker 20.10 can lose the output of a command on a busy machine, and reports a success. The command then runs
         again.
         """
-        marked = ["sh", "-c", f'unset PWD; "$@" && printf "{_END}"', "sh", *command]
+        marked = ["sh", "-c", f'unset PWD; "$@" && printf "{_END}"', "sh", *command]  # sh adds PWD
         for _ in range(_TRIES):
             ended = self._container.exec_run(marked, user=user, environment=dict(environment or {}), demux=True)
             streams: Any = ended.output  # a pair, because of demux

@@ -94,7 +94,7 @@ def _with_idle_threads(execute: _Execute) -> _Execute:
     - Python ends before the thread asks for the lock. Versions before 3.14 then end the thread, in a destructor of C++:
       the rank aborts with `terminate called without an active exception`, exit code 134.
 
-    A script that ends without waiting for a collective of its own can still meet them.
+    They can still happen if a script ends without waiting for a collective that it started with `async_op=True`.
     """
 
     def exec_module(module: ModuleType) -> None:

@@ -1,4 +1,4 @@
-"""Build hook: compiles the C engine and the TensorFlow operations into the package when its wheel is built.
+"""Build hook: compiles the C engine, the TensorFlow operations and the peer filter into the package when its wheel is built.
 
 The compiler is `cc`, or the command in CC, with the options in options.txt. The results are linked to neither Python
 nor TensorFlow. So one wheel serves all versions. They are recompiled only when a source or the command has changed.
@@ -22,6 +22,7 @@ CORE = HERE.parent / "smdistributed" / "core"
 RESULTS = {
     CORE / "_engine.so": ("engine.c", "counter.c", "reduce.c"),
     CORE / "tensorflow" / "_operations.so": ("tensorflow.c",),
+    CORE / "_peer_filter.so": ("peer_filter.c",),
 }
 OPTIONS = HERE / "options.txt"
 

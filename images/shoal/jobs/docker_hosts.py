@@ -338,6 +338,7 @@ def _container_settings(request: job.JobRequest, name: str, identity: str, netwo
             **({"SAGEMAKER_SUBMIT_DIRECTORY": "/opt/ml/code"} if request.source else {}),
             **request.script_variables,
             job.SECRET_FILE: f"/{SECRET_PATH}",
+            **job.MEMBERS_ONLY,
             **restarts.limit_variables(request.max_restarts, request.min_hosts),
             **own,
             "TRAINING_JOB_NAME": name,

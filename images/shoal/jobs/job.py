@@ -27,6 +27,8 @@ SECRET, SECRET_FILE = "SHOAL_JOB_SECRET", "SHOAL_JOB_SECRET_FILE"
 _SECRET_LENGTHS = range(16, 4096 + 1)  # characters that `train` takes in a file
 RESOURCE_CONFIG = "input/config/resourceconfig.json"
 """The only file of the tree that differs between hosts."""
+MEMBERS_ONLY = {"SHOAL_MEMBERS_ONLY": "1"}
+"""The variable with which ranks refuse connections of other users, containers and machines. `-e` can change it."""
 REPORTED_VARIABLES = "SHOAL_REPORTED_VARIABLES"
 """The variable with the names of those that `train` lists in job.json, with masked secrets."""
 SHM_SIZE = "1g"

@@ -100,6 +100,7 @@ def _make_environment(request: job.JobRequest, name: str) -> dict[str, str]:
     environment = {
         "SHOAL_STOP_GRACE": str(STOP_SECONDS),
         **(job.share_cpus(request, len(os.sched_getaffinity(0))) if request.min_hosts else {}),
+        **job.MEMBERS_ONLY,
         **os.environ,
         **_gpu_environment(request.gpus),
         **request.script_variables,

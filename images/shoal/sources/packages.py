@@ -29,7 +29,13 @@ VENV = "opt/venv"
 """The virtual environment of images, from their root."""
 PACKAGES = ("rehearsal", "library", "toolkit")
 """The packages that images have: directories of the checkout."""
-COMPILED = {"library": ("smdistributed/core/_engine.so", "smdistributed/core/tensorflow/_operations.so")}
+COMPILED = {
+    "library": (
+        "smdistributed/core/_engine.so",
+        "smdistributed/core/tensorflow/_operations.so",
+        "smdistributed/core/_peer_filter.so",
+    )
+}
 """Files that an image's build compiles and puts beside a package's modules."""
 SOURCE_DATE_EPOCH = "1672531200"
 """Every time stamp in our archives, in seconds since 1970 (2023-01-01): the same source gives the same bytes."""

@@ -19,6 +19,7 @@ import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 
+from shoal_toolkit.job.settings import is_members_only
 from shoal_toolkit.light_typing import Any, NamedTuple
 from shoal_toolkit.system.files import list_names, read_text
 from shoal_toolkit.tables import read_table
@@ -28,6 +29,7 @@ _SERIES_OF_PROGRAM = (("prterun", 5), ("prted", 5), ("orterun", 4), ("orted", 4)
 
 
 LIBRARY_COMMANDS = ("smddprun", "smddpmprun")
+_PEER_FILTER = "smdistributed/core/_peer_filter.so"
 CPUS = "SHOAL_CPUS"  # job/settings.py checks its value
 
 
@@ -58,6 +60,7 @@ class Machine(NamedTuple):
     mpirun_options: Mapping[str, Any] = {}  # data/mpirun.json, if there is an mpirun
     instance: Mapping[str, Any] = {}  # the entry of the instance type in data/instances.json
     has_fewer_cpus: bool = False  # than programs see: a quota or SHOAL_CPUS limits them
+    peer_filter: str = ""  # the library that refuses strangers, if SHOAL_MEMBERS_ONLY is 1
 
 
 def read_machine(
@@ -96,6 +99,7 @@ def read_machine(
         mpirun_options=read_table("mpirun") if mpirun else {},
         instance=read_instance(instance_type),
         has_fewer_cpus=cpus < len(os.sched_getaffinity(0)),
+        peer_filter=_find_peer_filter(sys.path) if is_members_only(environ) else "",
     )
 
 
@@ -336,6 +340,12 @@ def find_open_mpi_series(mpirun: str, environ: Mapping[str, str]) -> int:
             if os.path.exists(os.path.join(directory, name)):
                 return series
     return next((series for name, series in _SERIES_OF_PROGRAM if find_program(name, environ)), 0)
+
+
+def _find_peer_filter(path: Sequence[str]) -> str:
+    """Returns the path of the library's peer filter; empty if the library is not installed."""
+    places = (os.path.join(directory, _PEER_FILTER) for directory in path)
+    return next(filter(os.path.exists, places), "")
 
 
 def find_installed_version(package: str, path: Sequence[str]) -> str:

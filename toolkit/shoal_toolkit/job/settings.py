@@ -21,16 +21,19 @@ MOST_RESTARTS = 10000
 _MOST_HOSTS = 4096
 SECRET, SECRET_FILE = "SHOAL_JOB_SECRET", "SHOAL_JOB_SECRET_FILE"
 LIBRARY_SECRET = "SMDDP_JOB_SECRET"
+MEMBERS_ONLY = "SHOAL_MEMBERS_ONLY"  # 1: ranks accept connections from hosts of the job only
 REPORTED_VARIABLES = "SHOAL_REPORTED_VARIABLES"  # names of variables for job.json, separated by spaces
 RESTART_VARIABLES = ("SHOAL_RESTART", "SHOAL_RESTART_REASON")  # for the script
 VARIABLES = (
     *(SECRET, SECRET_FILE, "SHOAL_AGENT_PORT", "SHOAL_HOSTS_TIMEOUT", "SHOAL_SETUP_TIMEOUT", "SHOAL_STOP_GRACE"),
     *("SHOAL_LOG_FORMAT", "SHOAL_REHEARSE", "SHOAL_REHEARSE_GPUS", "SHOAL_HOSTS", "SHOAL_HOST_RANK"),
     *("SHOAL_MAX_RESTARTS", *RESTART_VARIABLES, "SHOAL_STANDBY", "SHOAL_MIN_HOSTS", "SHOAL_FAST_IMPORTS", "SHOAL_CPUS"),
+    MEMBERS_ONLY,
 )
 # Set by `train`, `shoal run` and the library, not by users.
 _INTERNAL = (
     *("SHOAL_JOB", "SHOAL_RUN_DIR", "SHOAL_CODE_DIR", "SHOAL_REHEARSE_TOLD", "SHOAL_SDK_HYPERPARAMETERS"),
+    "SHOAL_PEERS",
     REPORTED_VARIABLES,
 )
 _LEAST_SIMILARITY = 0.8
@@ -78,6 +81,7 @@ def take_settings(environ: MutableMapping[str, str]) -> tuple[Settings, Contract
         secret = os.urandom(16).hex()  # no other host can prove this one
     number("SHOAL_FAST_IMPORTS", 1, 0, 1)  # the ranks read it (system/imports.py)
     number("SHOAL_CPUS", 1, 1, 65536)  # read_machine uses it
+    number(MEMBERS_ONLY, 0, 0, 1)  # the plan uses it
     settings = Settings(
         secret=secret,
         port=number("SHOAL_AGENT_PORT", DEFAULT_PORT, 1, 65535),
@@ -181,6 +185,11 @@ def describe_restarts(settings: Settings) -> tuple[str, ...]:
         return ()
     before = f", and was restarted {settings.restart} times before" if settings.restart else ""
     return (f"after a failure this job is restarted, at most {settings.max_restarts} times in all{before}",)
+
+
+def is_members_only(environ: Mapping[str, str]) -> bool:
+    """Returns whether the ranks accept connections from hosts of the job only."""
+    return environ.get(MEMBERS_ONLY) == "1"
 
 
 def find_misspelt_variables(environ: Mapping[str, str]) -> list[str]:

@@ -36,6 +36,7 @@ from shoal_toolkit.plan.launcher import (
     count_ranks,
     select_hosts,
 )
+from shoal_toolkit.plan.members import build_member_variables, describe_open_ports
 
 if TYPE_CHECKING:  # few jobs define metrics
     from shoal_toolkit.job.metrics import MetricDefinition
@@ -129,7 +130,7 @@ def make_plan(job: Job, machine: Machine, free_port: str = DEFAULT_MASTER_PORT) 
     here = PROCESS if job.cluster.current_host in outside else launcher
     network = choose_network_variables(job, machine, here)
     variables = _build_environment(job, machine, here, ranks, hosts, arguments, free_port)
-    variables.update({**network.variables, **rehearsal_variables})
+    variables.update({**network.variables, **rehearsal_variables, **build_member_variables(job, machine)})
     if rehearsal_variables and here not in BY_MPIRUN:
         variables.update(_allow_oversubscription(job, machine))
     env, size_notes = drop_oversized(variables, job.paths.config)
@@ -141,6 +142,7 @@ def make_plan(job: Job, machine: Machine, free_port: str = DEFAULT_MASTER_PORT) 
         *rehearsal_notes,
         *_job_notes(job, machine),
         *_address_notes(job, hosts),
+        *describe_open_ports(job, machine, ranks),
         *launcher_notes,
         *_outside_notes(job, outside),
     )

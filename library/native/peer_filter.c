@@ -1,0 +1,229 @@
+/* Refuses TCP connections of processes that do not belong to the job. LD_PRELOAD loads it into all processes of a job.
+
+   Listening sockets of torch, gloo, Open MPI, NCCL and gRPC are open to whoever reaches them, and ask for no password.
+   This file replaces accept(): a connection is handed to the program only if its other end is
+   - a process of this user (or root) on this machine, as /proc/net/tcp lists it, or
+   - an address to which one of the names in SHOAL_PEERS resolves now: the other hosts of the job.
+   From any other, the program reads the end of the stream at once, as if the stranger had connected and left.
+
+   connect() to MASTER_PORT on this machine is refused while another user listens there: that user was faster than the
+   first rank, which will report the port.
+
+   Data of accepted connections do not pass through this file. Reasons: docs/decisions/only-members.md. */
+
+#define _GNU_SOURCE
+#include <arpa/inet.h>
+#include <dlfcn.h>
+#include <errno.h>
+#include <netdb.h>
+#include <netinet/in.h>
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#define STATE_LISTEN 0x0A
+
+typedef struct {
+    struct in6_addr address; /* IPv4 as ::ffff:a.b.c.d */
+    unsigned port;
+} endpoint_t;
+
+/* A line of /proc/net/tcp or tcp6. */
+typedef struct {
+    endpoint_t local, remote;
+    unsigned state, uid;
+    unsigned long inode; /* 0: no process has the socket any more, and the uid means nothing */
+} row_t;
+
+static struct in6_addr map_ipv4(uint32_t address) {
+    struct in6_addr mapped = {.s6_addr = {[10] = 0xff, [11] = 0xff}};
+    memcpy(&mapped.s6_addr[12], &address, sizeof address);
+    return mapped;
+}
+
+/* Returns false for other families, such as Unix sockets. */
+static bool read_endpoint(const struct sockaddr *from, endpoint_t *to) {
+    if (from->sa_family == AF_INET) {
+        const struct sockaddr_in *in = (const void *)from;
+        *to = (endpoint_t){map_ipv4(in->sin_addr.s_addr), ntohs(in->sin_port)};
+        return true;
+    }
+    if (from->sa_family == AF_INET6) {
+        const struct sockaddr_in6 *in = (const void *)from;
+        *to = (endpoint_t){in->sin6_addr, ntohs(in->sin6_port)};
+        return true;
+    }
+    return false;
+}
+
+static bool is_same_address(const struct in6_addr *one, const struct in6_addr *other) {
+    return memcmp(one, other, sizeof *one) == 0;
+}
+
+static bool is_same(const endpoint_t *one, const endpoint_t *other) {
+    return one->port == other->port && is_same_address(&one->address, &other->address);
+}
+
+static bool is_any(const struct in6_addr *address) {
+    static const struct in6_addr any = IN6ADDR_ANY_INIT;
+    struct in6_addr any4 = map_ipv4(0);
+    return is_same_address(address, &any) || is_same_address(address, &any4);
+}
+
+static bool is_loopback(const struct in6_addr *address) {
+    return IN6_IS_ADDR_LOOPBACK(address) || (IN6_IS_ADDR_V4MAPPED(address) && address->s6_addr[12] == 127);
+}
+
+/* The kernel prints each 32-bit word of an address in the order of this machine's bytes. */
+static bool parse_address(const char *text, struct in6_addr *address) {
+    unsigned words[4];
+    if (strlen(text) == 8 && sscanf(text, "%8x", &words[0]) == 1) {
+        *address = map_ipv4(words[0]);
+        return true;
+    }
+    if (sscanf(text, "%8x%8x%8x%8x", &words[0], &words[1], &words[2], &words[3]) != 4) return false;
+    memcpy(address, words, sizeof *address);
+    return true;
+}
+
+static bool parse_row(const char *line, row_t *row) {
+    char local[33], remote[33];
+    return sscanf(line, " %*d: %32[0-9A-F]:%x %32[0-9A-F]:%x %x %*x:%*x %*x:%*x %*x %u %*d %lu", local,
+                  &row->local.port, remote, &row->remote.port, &row->state, &row->uid, &row->inode) == 7 &&
+           parse_address(local, &row->local.address) && parse_address(remote, &row->remote.address);
+}
+
+static bool is_row_between(const row_t *row, const endpoint_t *local, const endpoint_t *remote) {
+    return row->state != STATE_LISTEN && is_same(&row->local, local) && is_same(&row->remote, remote);
+}
+
+static bool is_listener(const row_t *row, const endpoint_t *local, const endpoint_t *unused) {
+    (void)unused;
+    return row->state == STATE_LISTEN && row->local.port == local->port &&
+           (is_any(&row->local.address) || is_same_address(&row->local.address, &local->address));
+}
+
+/* Finds the first socket of this machine (of this network namespace) for which `matches` is true. */
+static bool find_row(bool (*matches)(const row_t *, const endpoint_t *, const endpoint_t *), const endpoint_t *local,
+                     const endpoint_t *remote, row_t *row) {
+    static const char *const tables[] = {"/proc/self/net/tcp", "/proc/self/net/tcp6"};
+    bool found = false;
+    for (size_t table = 0; table < 2 && !found; table++) {
+        FILE *file = fopen(tables[table], "re");
+        char line[512];
+        while (file && !found && fgets(line, sizeof line, file))
+            found = parse_row(line, row) && matches(row, local, remote);
+        if (file) fclose(file);
+    }
+    return found;
+}
+
+static bool is_trusted_owner(const row_t *row) {
+    return row->inode != 0 && (row->uid == geteuid() || row->uid == 0);
+}
+
+static bool resolves_to(const char *name, const endpoint_t *peer) {
+    struct addrinfo hints = {.ai_socktype = SOCK_STREAM}, *found;
+    if (getaddrinfo(name, NULL, &hints, &found) != 0) return false;
+    bool same = false;
+    for (struct addrinfo *each = found; each && !same; each = each->ai_next) {
+        endpoint_t one;
+        same = read_endpoint(each->ai_addr, &one) && is_same_address(&one.address, &peer->address);
+    }
+    freeaddrinfo(found);
+    return same;
+}
+
+static bool is_other_host(const endpoint_t *peer) {
+    const char *peers = getenv("SHOAL_PEERS");
+    char *names = strdup(peers ? peers : ""), *rest = names;
+    bool found = false;
+    for (char *name; names && !found && (name = strtok_r(rest, " ", &rest));) found = resolves_to(name, peer);
+    free(names);
+    return found;
+}
+
+static bool is_member(const endpoint_t *peer, const endpoint_t *own) {
+    row_t row;
+    if (find_row(is_row_between, peer, own, &row)) return is_trusted_owner(&row); /* on this machine */
+    if (is_loopback(&peer->address) || is_same_address(&peer->address, &own->address)) return false; /* it has left */
+    return is_other_host(peer);
+}
+
+/* Says it once in each process: a stranger must not fill the log. */
+static void report(const char *what, const endpoint_t *peer) {
+    static atomic_flag reported = ATOMIC_FLAG_INIT;
+    char text[INET6_ADDRSTRLEN] = "?";
+    if (atomic_flag_test_and_set(&reported)) return;
+    if (IN6_IS_ADDR_V4MAPPED(&peer->address)) inet_ntop(AF_INET, &peer->address.s6_addr[12], text, sizeof text);
+    else inet_ntop(AF_INET6, &peer->address, text, sizeof text);
+    dprintf(STDERR_FILENO,
+            "train: process %d refused a connection %s %s, port %u: not a process of this job. Fix: if it should take "
+            "part, set SHOAL_MEMBERS_ONLY=0. Later ones are refused without a message.\n",
+            (int)getpid(), what, text, peer->port);
+}
+
+/* The program reads the end of the stream, and nothing that a stranger has sent. */
+static void discard(int connection) {
+    char scratch[4096];
+    shutdown(connection, SHUT_RDWR);
+    while (recv(connection, scratch, sizeof scratch, MSG_DONTWAIT) > 0) {}
+}
+
+static int admit(int connection) {
+    struct sockaddr_storage theirs = {0}, ours = {0};
+    socklen_t theirs_size = sizeof theirs, ours_size = sizeof ours;
+    endpoint_t peer, own;
+    if (connection < 0) return connection;
+    int before = errno;
+    if (getsockname(connection, (struct sockaddr *)&ours, &ours_size) != 0 ||
+        !read_endpoint((struct sockaddr *)&ours, &own))
+        return connection; /* not TCP */
+    if (getpeername(connection, (struct sockaddr *)&theirs, &theirs_size) != 0) {
+        discard(connection); /* it has reset the connection, but what it sent before can still be read */
+    } else if (read_endpoint((struct sockaddr *)&theirs, &peer) && !is_member(&peer, &own)) {
+        discard(connection);
+        report("from", &peer);
+    }
+    errno = before;
+    return connection;
+}
+
+static void *find_next(const char *name) {
+    void *function = dlsym(RTLD_NEXT, name);
+    if (!function) abort();
+    return function;
+}
+
+int accept(int listener, struct sockaddr *restrict address, socklen_t *restrict size) {
+    int (*next)(int, struct sockaddr *, socklen_t *) = find_next("accept");
+    return admit(next(listener, address, size));
+}
+
+int accept4(int listener, struct sockaddr *restrict address, socklen_t *restrict size, int flags) {
+    int (*next)(int, struct sockaddr *, socklen_t *, int) = find_next("accept4");
+    return admit(next(listener, address, size, flags));
+}
+
+static bool is_rendezvous(const endpoint_t *target) {
+    const char *port = getenv("MASTER_PORT");
+    return port && target->port == (unsigned)strtoul(port, NULL, 10) && is_loopback(&target->address);
+}
+
+int connect(int connection, const struct sockaddr *address, socklen_t size) {
+    int (*next)(int, const struct sockaddr *, socklen_t) = find_next("connect");
+    endpoint_t target;
+    row_t row;
+    if (address && size >= sizeof(struct sockaddr_in) && read_endpoint(address, &target) && is_rendezvous(&target) &&
+        find_row(is_listener, &target, NULL, &row) && !is_trusted_owner(&row)) {
+        report("to", &target);
+        errno = ECONNREFUSED;
+        return -1;
+    }
+    return next(connection, address, size);
+}

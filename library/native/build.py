@@ -1,4 +1,4 @@
-"""Build hook: compiles the C engine, the TensorFlow operations and the peer filter into the package when its wheel is built.
+"""Build hook: compiles the C engine, TensorFlow operations and peer filter into the package when its wheel is built.
 
 The compiler is `cc`, or the command in CC, with the options in options.txt. The results are linked to neither Python
 nor TensorFlow. So one wheel serves all versions. They are recompiled only when a source or the command has changed.

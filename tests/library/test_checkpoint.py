@@ -609,3 +609,38 @@ def test_the_seconds_that_a_stopped_script_has(monkeypatch: pytest.MonkeyPatch) 
     assert heard == [signal.SIGTERM], "the handler from before is called too"
     monkeypatch.setenv("SHOAL_STOP_GRACE", "0")
     assert contract.seconds_left() == 0
+
+
+# A rank that has joined the group without the job's secret sends a pickle that would make a file on the others.
+STRANGER = """
+import os, sys
+import torch.distributed as dist
+from shoal_toolkit.checkpoint.torch import ranks
+
+class Evil:
+    def __reduce__(self):
+        return (exec, (f"open({sys.argv[1]!r} + os.environ['RANK'], 'w').close()",))
+
+dist.init_process_group("gloo")
+if dist.get_rank() == 0:
+    os.environ["SMDDP_JOB_SECRET"] = sys.argv[2]
+try:
+    sent = Evil() if dist.get_rank() == 0 else 1
+    print("got", ranks.from_first_rank(lambda: sent) if sys.argv[3] == "first" else ranks.gather(sent))
+except ranks.CheckpointError as error:
+    print("refused", error)
+"""
+
+
+@pytest.mark.parametrize(("secret", "runs"), [("another secret of 16", False), ("the job's own secret", True)])
+@pytest.mark.parametrize("function", ["first", "gather"])
+def test_a_pickle_of_a_stranger_is_not_loaded(tmp_path: Path, secret: str, runs: bool, function: str) -> None:
+    script, made = tmp_path / "stranger.py", tmp_path / "made"
+    script.write_text(STRANGER)
+    environment = {**os.environ, "SMDDP_JOB_SECRET": "the job's own secret", "OMP_NUM_THREADS": "1"}
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(new_port())]
+    command = [*launch, script, made, secret, function]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
+    assert ended.returncode == 0, ended.stderr
+    assert Path(f"{made}1").exists() == runs
+    assert ("refused a message about checkpoints was changed" in ended.stdout) != runs

@@ -89,54 +89,6 @@ def test_a_user_accepts_root_and_itself_but_no_third_user():
     assert subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60).stdout == "hello\n"
 
 
-class Namespace:
-    """A network namespace that stands for another host, with an address on a link to this one."""
-
-
-@pytest.fixture
-def other_host(tmp_path):
-    """The name of a network namespace with the address 198.51.100.2; this machine has 198.51.100.1 on the same link."""
-    name, link = f"shoal-{os.getpid()}", f"sf{os.getpid()}"
-    run = lambda command: subprocess.run(command.split(), check=True)  # noqa: E731
-    run(f"ip netns add {name}")
-    try:
-        run(f"ip link add {link} type veth peer name eth0 netns {name}")
-        run(f"ip address add 198.51.100.1/24 dev {link}")
-        run(f"ip link set {link} up")
-        run(f"ip -n {name} address add 198.51.100.2/24 dev eth0")
-        run(f"ip -n {name} address add 198.51.100.3/24 dev eth0")
-        run(f"ip -n {name} link set eth0 up")
-        yield name
-    finally:
-        subprocess.run(["ip", "netns", "delete", name], check=False)
-
-
-REMOTE_SERVER = """
-import socket, subprocess, sys
-server = socket.create_server(("", 0))
-server.settimeout(20)
-for source in sys.argv[2:]:
-    program = f"import socket; s = socket.create_connection(('198.51.100.1', {server.getsockname()[1]}), 10, ('{source}', 0)); s.sendall(b'hello'); s.recv(1)"
-    client = subprocess.Popen(["ip", "netns", "exec", sys.argv[1], "/usr/bin/python3", "-c", program])
-    connection, _ = server.accept()
-    connection.settimeout(20)
-    print(connection.recv(10).decode())
-    connection.close()
-    client.wait()
-"""
-
-
-@pytest.mark.parametrize(
-    ("peers", "expected"),
-    [("198.51.100.2", ["hello", ""]), ("", ["", ""]), ("198.51.100.9 198.51.100.3", ["", "hello"])],
-)
-def test_only_addresses_of_the_jobs_hosts_are_heard(other_host, peers, expected):
-    environment = {**os.environ, "LD_PRELOAD": str(FILTER), "SHOAL_PEERS": peers}
-    command = [sys.executable, "-c", REMOTE_SERVER, other_host, "198.51.100.2", "198.51.100.3"]
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=90, check=True)
-    assert ended.stdout.splitlines() == expected
-
-
 LISTENER = """
 import os, socket, sys
 server = socket.create_server(("127.0.0.1", 0))
@@ -215,7 +167,7 @@ def _listening_ports(pids: list[int]) -> list[str]:
     inodes = set()
     for pid in pids:
         for file in Path(f"/proc/{pid}/fd").iterdir():
-            target = os.readlink(file)
+            target = str(file.readlink())
             if target.startswith("socket:"):
                 inodes.add(target[8:-1])
     rows = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import re
 import shutil
@@ -207,6 +208,24 @@ def test_facts_are_read_from_files(tree: Tree, tmp_path: Path) -> None:
     tree.hyperparameters(lr=0.2)
     facts = collect_facts(paths, make_plan(job, MACHINE), str(root))
     assert [one != other for one, other in zip(before, (facts["script"], facts["hyperparameters"]))] == [True, True]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give files to other users")
+@pytest.mark.parametrize(("members_only", "users"), [("", "1001, 1002"), ("1", "")])
+def test_other_users_of_a_host_are_found(
+    tree: Tree, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, members_only: str, users: str
+) -> None:
+    monkeypatch.setenv("SHOAL_MEMBERS_ONLY", members_only)
+    for pid, uid in {"7": 1002, "8": 1001, "9": 33, "10": 0, "self": 1003}.items():  # 33: www-data
+        (tmp_path / "root/proc" / pid).mkdir(parents=True)
+        os.chown(tmp_path / "root/proc" / pid, uid, uid)
+    tree.script("")
+    paths = Paths(str(tree.base))
+    job = read_job(paths, read_cluster(paths, "box"), {"SAGEMAKER_PROGRAM": "train.py"}, ())
+    facts = collect_facts(paths, make_plan(job, MACHINE), str(tmp_path / "root"))
+    assert facts.get("other_users", "") == users
+    found = [str(each) for each in compare_facts({"algo-1": facts}, {}) if "other users" in each.problem]
+    assert [f"user IDs {users}" in text and "--exclusive" in text for text in found] == ([True] if users else [])
 
 
 def test_one_host_has_a_preflight_too(tree: Tree, run: Run) -> None:

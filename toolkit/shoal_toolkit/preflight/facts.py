@@ -5,6 +5,7 @@ A fact has a name and a number or a text. A fact that can't be read is left out.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import sys
@@ -12,6 +13,7 @@ from collections.abc import Iterable
 
 from shoal_toolkit.job.contract import HYPERPARAMETERS, Paths
 from shoal_toolkit.job.machine import read_nics
+from shoal_toolkit.job.settings import is_members_only
 from shoal_toolkit.light_typing import Any
 from shoal_toolkit.plan.plan import LaunchPlan
 from shoal_toolkit.system.files import list_names, read_text
@@ -28,6 +30,7 @@ _PACKAGES = (
     "shoal_toolkit",
 )
 _PACKAGE_STEMS = ("nvidia_nccl",)  # the CUDA version is a part of the name
+_FIRST_USER, _NOBODY = 1000, 65534
 _MAX_HASHED = 16 << 20  # bytes of a file
 
 
@@ -54,6 +57,7 @@ def collect_facts(paths: Paths, plan: LaunchPlan, root: str = "/") -> dict[str, 
         "mtu": _read_number(root, "sys/class/net", plan.interface, "mtu"),
         "speed": _read_number(root, "sys/class/net", plan.interface, "speed"),  # Mbit/s
         "nics": sum(nic.usable for nic in read_nics(root)),
+        "other_users": "" if is_members_only(os.environ) else _find_other_users(root),
         "memlock": resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],  # bytes; -1: no limit
         "files": resource.getrlimit(resource.RLIMIT_NOFILE)[1],
         "shm": _measure_disk(os.path.join(root, "dev/shm"))[0],
@@ -71,6 +75,19 @@ def _find_script(plan: LaunchPlan) -> str:
 
 def _temporary() -> str:
     return os.environ.get("TMPDIR") or "/tmp"
+
+
+def _find_other_users(root: str) -> str:
+    """Returns the users with processes on this host who could reach the ports of its ranks; empty if there are none.
+
+    This user, root, and the system's users (below 1000, and nobody) are left out.
+    """
+    uids = set()
+    for name in list_names(root, "proc"):
+        with contextlib.suppress(OSError):  # it has just ended
+            if name.isdecimal():
+                uids.add(os.stat(os.path.join(root, "proc", name)).st_uid)
+    return ", ".join(str(uid) for uid in sorted(uids - {os.getuid(), _NOBODY}) if uid >= _FIRST_USER)
 
 
 def _read_driver(root: str) -> str:

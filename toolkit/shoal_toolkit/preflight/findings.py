@@ -121,7 +121,7 @@ def _name_hosts(hosts: Sequence[str]) -> str:
 def _check_host(facts: Facts) -> list[tuple[str, str]]:
     """Returns the problems of one host that show without the others, each with its fix.
 
-    These are disks, /dev/shm, the limits of locked memory and open files, and MASTER_PORT.
+    These are disks, /dev/shm, the limits of locked memory and open files, other users, and MASTER_PORT.
     """
     found = []
     numbers = {name: value for name, value in facts.items() if type(value) is int}
@@ -139,6 +139,9 @@ def _check_host(facts: Facts) -> list[tuple[str, str]]:
         found.append((f"RDMA needs locked memory, and its limit is {limit} KiB", "docker run --ulimit memlock=-1"))
     if 0 <= numbers.get("files", -1) < _LEAST_FILES:
         found.append((f"a process can open {numbers['files']} files only", "docker run --ulimit nofile=65536"))
+    if users := facts.get("other_users"):
+        problem = f"other users (user IDs {users}) have processes on it, and the ports of ranks ask for no password"
+        found.append((problem, "use whole hosts (sbatch --exclusive), or set SHOAL_MEMBERS_ONLY=1 on every host"))
     found += [(str(facts[name]), fix) for name, fix in _PROBLEMS.items() if facts.get(name)]
     return found
 

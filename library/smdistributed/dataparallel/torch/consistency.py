@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import inspect
+import json
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -106,10 +107,25 @@ def _compare(rows: Sequence[_Row], group: Any, message: Callable[[int, str], str
     dist.all_gather(digests, digest, group=group)
     if all(torch.equal(other, digests[0]) for other in digests):
         return
-    all_rows: list[Any] = [None] * size
-    dist.all_gather_object(all_rows, list(rows), group=group)
+    all_rows = [[(name, value) for name, value in json.loads(text)] for text in _gather_texts(json.dumps(rows), group)]
     rank = next(rank for rank, theirs in enumerate(all_rows) if theirs != all_rows[0])
     raise SMDDPError(message(rank, describe_difference(all_rows[0], all_rows[rank], rank)))
+
+
+def _gather_texts(text: str, group: Any) -> list[str]:
+    """Returns the texts of all ranks; every rank calls it.
+
+    torch's `all_gather_object` would unpickle, and so run, what comes from whoever has joined the group.
+    """
+    data = text.encode()
+    size = torch.tensor([len(data)])
+    sizes = [torch.empty_like(size) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(sizes, size, group=group)
+    counts = [int(each) for each in sizes]
+    padded = torch.frombuffer(bytearray(data.ljust(max(counts))), dtype=torch.uint8)
+    received = [torch.empty_like(padded) for _ in counts]
+    dist.all_gather(received, padded, group=group)
+    return [each.numpy().tobytes()[:count].decode() for each, count in zip(received, counts)]
 
 
 def describe_difference(first: Sequence[_Row], other: Sequence[_Row], rank: int) -> str:

@@ -5,8 +5,10 @@ Without a process group, this process is the only rank.
 
 from __future__ import annotations
 
+import hmac
 import os
-from typing import Any, Callable, TypeVar
+import pickle
+from typing import Any, Callable, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -32,33 +34,78 @@ def world_size() -> int:
 
 
 def gather(value: T) -> list[T]:
-    """Return the values of all ranks, in the order of ranks. A collective call."""
+    """Return the values of all ranks, in the order of ranks. A collective call.
+
+    Raises:
+        CheckpointError: If a value was not sent by a rank of this job. It is not unpickled then.
+    """
     if world_size() == 1:
         return [value]
-    values: list[Any] = [None] * world_size()
-    dist.all_gather_object(values, value)
-    return values
+    return [_unpack(data) for data in _gather_bytes(_pack(value))]
 
 
 def from_first_rank(function: Callable[[], T]) -> T:
     """Return on each rank what a function returns on rank 0. A collective call.
 
     Raises:
-        CheckpointError: On all ranks, if the function raises one on rank 0.
+        CheckpointError: On all ranks, if the function raises one on rank 0. Also as in `gather`.
     """
     if world_size() == 1:
         return function()
-    answer: list[Any] = [None, None]
+    answer: tuple[Any, str | None] = (None, None)
     if rank() == 0:
         try:
-            answer = [function(), None]
+            answer = (function(), None)
         except CheckpointError as error:
-            answer = [None, str(error)]
-    dist.broadcast_object_list(answer)
-    if answer[1] is not None:
-        raise CheckpointError(answer[1])
-    result: T = answer[0]
-    return result
+            answer = (None, str(error))
+    result, problem = _unpack(_gather_bytes(_pack(answer) if rank() == 0 else b"")[0])
+    if problem is not None:
+        raise CheckpointError(problem)
+    return cast(T, result)
+
+
+# A pickle can run code. torch's collectives of objects unpickle what comes from whoever has joined the group.
+
+
+def _tag(pickled: bytes) -> bytes:
+    """Return what only a rank of this job can compute; nothing if the job has no secret."""
+    secret = os.environ.get("SMDDP_JOB_SECRET")
+    return hmac.digest(secret.encode(), b"checkpoint " + pickled, "sha256") if secret else b""
+
+
+def _pack(value: object) -> bytes:
+    pickled = pickle.dumps(value)
+    return _tag(pickled) + pickled
+
+
+def _unpack(data: bytes) -> Any:
+    """Return a value that a rank has packed. Raises CheckpointError, before it unpickles, if the tag is wrong."""
+    size = len(_tag(b""))
+    tag, pickled = data[:size], data[size:]
+    if not hmac.compare_digest(tag, _tag(pickled)):
+        raise CheckpointError(
+            "a message about checkpoints was changed on its way, or its sender has another SMDDP_JOB_SECRET. Fix: give"
+            " all ranks the same one, and keep strangers off the network (docs/security.md)"
+        )
+    return pickle.loads(pickled)
+
+
+def _gather_bytes(data: bytes) -> list[bytes]:
+    """Return the bytes of all ranks. A collective call."""
+    device = _device()
+    size = torch.tensor([len(data)], device=device)
+    sizes = [torch.zeros_like(size) for _ in range(world_size())]
+    dist.all_gather(sizes, size)
+    counts = [int(each) for each in sizes]
+    padded = torch.frombuffer(bytearray(data.ljust(max(counts), b"\0")), dtype=torch.uint8).to(device)
+    received = [torch.empty_like(padded) for _ in counts]
+    dist.all_gather(received, padded)
+    return [each.cpu().numpy().tobytes()[:count] for each, count in zip(received, counts)]
+
+
+def _device() -> torch.device:
+    """Return where tensors must be for the backend of the ranks."""
+    return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
 
 
 def broadcast_tensors(tensors: dict[str, torch.Tensor] | None) -> dict[str, torch.Tensor]:
@@ -66,7 +113,7 @@ def broadcast_tensors(tensors: dict[str, torch.Tensor] | None) -> dict[str, torc
     if world_size() == 1:
         return tensors or {}
     layout = from_first_rank(lambda: [(name, t.shape, t.dtype) for name, t in (tensors or {}).items()])
-    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+    device = _device()
     received = {}
     for name, shape, dtype in layout:
         tensor = tensors[name].to(device) if tensors else torch.empty(shape, dtype=dtype, device=device)

@@ -1,0 +1,104 @@
+"""SHOAL_MEMBERS_ONLY=1: the ranks accept connections from the job's hosts only."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from .conftest import Run, Tree
+from .netns import UNAVAILABLE, running, stranger, two_hosts
+from .test_plan import MACHINE, planned
+
+needs_namespaces = pytest.mark.skipif(bool(UNAVAILABLE), reason=UNAVAILABLE)
+
+# Each host listens, and prints what it reads from the first two visitors. The second host visits the first at last.
+SCRIPT = """
+import os, pathlib, socket, time
+first = os.environ["SM_CURRENT_HOST"] == "algo-1"
+if first:
+    server = socket.create_server(("", 7000))
+    pathlib.Path(os.environ["SM_MODEL_DIR"], "listens").touch()
+    for _ in range(2):
+        connection, address = server.accept()
+        print("read", connection.recv(100), "from", address[0], flush=True)
+        connection.close()
+        pathlib.Path(os.environ["SM_MODEL_DIR"], "visited").touch()
+else:
+    go = pathlib.Path(os.environ["SM_MODEL_DIR"], "go")
+    while not go.exists():
+        time.sleep(0.01)
+    socket.create_connection(("algo-1", 7000)).sendall(b"member")
+"""
+VISIT = (
+    "import socket; s = socket.create_connection(('algo-1', 7000), 20, ('{0}', 0)); s.sendall(b'stranger'); s.recv(1)"
+)
+
+
+def await_file(path: Path) -> None:
+    until = time.monotonic() + 60
+    while not path.exists():
+        assert time.monotonic() < until, path
+        time.sleep(0.01)
+
+
+@needs_namespaces
+@pytest.mark.parametrize(("members_only", "expected"), [("1", "b''"), ("0", "b'stranger'")])
+def test_hosts_of_the_job_are_heard_and_another_address_is_not(
+    tmp_path: Path, members_only: str, expected: str
+) -> None:
+    with two_hosts(tmp_path) as hosts, stranger(hosts[1]) as address:
+        for host in hosts:
+            host.tree.script(SCRIPT)
+            host.tree.hyperparameters(sagemaker_pytorch_ddp_enabled=False)
+        processes = [host.start(SHOAL_MEMBERS_ONLY=members_only) for host in hosts]
+        with running(*processes):
+            model = [host.tree.base / "model" for host in hosts]
+            await_file(model[0] / "listens")
+            subprocess.run(hosts[1].command("/usr/bin/python3", "-c", VISIT.format(address)), check=True, timeout=60)
+            await_file(model[0] / "visited")
+            (model[1] / "go").touch()
+            first, second = [host.finished(process) for host, process in zip(hosts, processes)]
+    assert (first.code, second.code) == (0, 0), (first, second)
+    assert f"read {expected} from {address}" in first.out
+    assert "read b'member' from" in first.out
+
+
+FILTERED = MACHINE._replace(peer_filter="/site/_peer_filter.so")
+
+
+def test_the_filter_comes_before_what_the_user_preloads(tree: Tree) -> None:
+    tree.hosts("algo-2", "algo-1", "algo-2", "algo-3")
+    plan = planned(tree, FILTERED, SHOAL_MEMBERS_ONLY="1", LD_PRELOAD="/lib/jemalloc.so")
+    assert plan.env["LD_PRELOAD"] == "/site/_peer_filter.so:/lib/jemalloc.so"
+    assert plan.env["SHOAL_PEERS"] == "algo-1 algo-3"
+    assert not [note for note in plan.notes if "password" in note]
+
+
+def test_nothing_is_preloaded_unless_it_is_asked_for(tree: Tree) -> None:
+    assert "LD_PRELOAD" not in planned(tree, FILTERED, SHOAL_MEMBERS_ONLY="0").env
+    assert "LD_PRELOAD" not in planned(tree, FILTERED).env
+
+
+def test_a_job_whose_ports_are_open_has_one_note(tree: Tree) -> None:
+    tree.hosts("algo-1", "algo-1", "algo-2")
+    notes = planned(tree, FILTERED).notes
+    assert len([note for note in notes if "ask for no password" in note and "SHOAL_MEMBERS_ONLY=1" in note]) == 1
+
+
+def test_one_process_on_one_host_has_no_note(tree: Tree) -> None:
+    assert not [note for note in planned(tree, FILTERED).notes if "password" in note]
+
+
+def test_an_image_without_the_filter_has_a_note(tree: Tree) -> None:
+    notes = planned(tree, MACHINE, SHOAL_MEMBERS_ONLY="1").notes
+    assert [note for note in notes if note.startswith("SHOAL_MEMBERS_ONLY=1 has no effect") and "Fix: " in note]
+
+
+def test_a_wrong_value_is_an_error(tree: Tree, run: Run) -> None:
+    tree.script("print('trained')")
+    ended = run(SHOAL_MEMBERS_ONLY="yes")
+    assert ended.code != 0
+    assert "SHOAL_MEMBERS_ONLY is 'yes'; it must be a whole number from 0 to 1" in ended.err

@@ -27,7 +27,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # One for all checkouts: mypy compares digests. The first run takes half a minute of a core.
 export MYPY_CACHE_DIR ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/shoal-tests/mypy
 
-.PHONY: all-tests check-and-test-without-docker help setup doctor engine known-image image images train test test-fast test-integration conformance faults sagemaker soak cluster-demo check docs docs-serve reference wheels render lock bench-faults bench-launch bench-logs bench-live bench-resume bench-dataparallel bench-link bench-scale bench-cluster bench-gpu bench-modelparallel bench-tensorflow bench-images clean
+.PHONY: all-tests check-and-test-without-docker help setup doctor engine known-image image images train test test-fast test-integration conformance faults sagemaker soak cluster-demo check docs docs-serve reference wheels render lock bench-faults bench-launch bench-logs bench-live bench-resume bench-dataparallel bench-link bench-members bench-scale bench-cluster bench-gpu bench-modelparallel bench-tensorflow bench-images clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -169,6 +169,9 @@ bench-dataparallel: setup ## measure collectives and a step on the backend smddp
 
 bench-link: setup ## measure all_reduce between two hosts over 1 Gbit/s, smddp against gloo (needs root)
 	@$(BIN)/python benchmarks/link.py
+
+bench-members: setup ## measure what it costs that ranks accept members of the job only, on two hosts (needs root)
+	@$(BIN)/python benchmarks/members.py
 
 bench-modelparallel: setup ## measure partitions, pipelines, calls, memory and throughput against torch
 	@$(BIN)/python benchmarks/modelparallel.py

@@ -1,7 +1,7 @@
-"""What it costs that ranks accept members of the job only, on two hosts of this machine: `make bench-members`.
+"""The cost of the peer filter on two hosts of this machine: `make bench-members`.
 
-For each backend, two jobs of one rank on each of two hosts (see hosts.py) run at the same time. One has the peer filter,
-as `train` loads it if SHOAL_MEMBERS_ONLY is 1. The rival is without. They take turns: while one measures, the other
+For each backend, two jobs of one rank on each of two hosts (see hosts.py) run at the same time. One has the filter, as
+`train` loads it if SHOAL_MEMBERS_ONLY is 1. The rival is without. They take turns: while one measures, the other
 waits. The figures are medians of the rounds. Each goal is at least 0.97 times the speed without.
 """
 

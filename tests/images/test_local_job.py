@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tarfile
+import time
 from pathlib import Path
 
 import pytest
@@ -185,3 +186,74 @@ def test_elastic_job_goes_on_with_one_host_and_grows_again(project: Project, tmp
     assert "127.0.0.2 came back" in back
     names = {path.name for path in Path(document["checkpoints"]).iterdir()}
     assert names >= {"127.0.0.2-0", "127.0.0.1-2", "127.0.0.2-2"}, "all share one directory"
+
+
+# The ranks meet in torch's store and with gloo, and go on until the file appears.
+MEETING = """\
+import os, pathlib, time, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+end, flag = pathlib.Path(os.environ["SM_CHANNEL_TRAINING"], "end"), torch.zeros(1)
+total = torch.ones(10)
+dist.all_reduce(total)
+pathlib.Path(os.environ["SM_CHANNEL_TRAINING"], f"pid-{os.getpid()}").touch()
+while not flag.item():
+    time.sleep(0.01)
+    flag.fill_(float(end.exists()))
+    dist.broadcast(flag, 0)
+dist.all_reduce(total)
+print("the sum is", total[0].item())
+dist.destroy_process_group()
+"""
+VISITOR = r"""
+import os, socket, sys
+"x".encode("idna")  # before setuid: another user may not be able to read Python's files
+uid, *ports = map(int, sys.argv[1:])
+os.setuid(uid)
+for port in ports:
+    for words in (b"", bytes(8), b"\0" + (0x3C85F7CE).to_bytes(4, "little") + bytes(20)):
+        with socket.create_connection(("127.0.0.1", port), 5) as connection:
+            connection.settimeout(5)
+            try:
+                connection.sendall(words)
+                print(len(connection.recv(100)))
+            except OSError:
+                print(0)
+"""
+
+
+@pytest.mark.mpi
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to act as another user")
+def test_another_user_of_the_machine_is_heard_by_no_rank(project: Project, tmp_path: Path) -> None:
+    channel, script = tmp_path / "data", tmp_path / "code" / "train.py"
+    channel.mkdir()
+    script.parent.mkdir()
+    script.write_text(MEETING)
+    options = ["--engine", "none", "--procs-per-host", "2", "--channel", f"training={channel}", "--output", tmp_path]
+    with subprocess.Popen([SHOAL, "run", "pytorch", script, *options], cwd=project.root, stdout=-1, text=True) as job:
+        try:
+            until = time.monotonic() + 90
+            while len(pids := [path.name[4:] for path in channel.glob("pid-*")]) < 2:
+                assert job.poll() is None
+                assert time.monotonic() < until
+                time.sleep(0.05)
+            ports = list_ports(pids)
+            assert len(ports) >= 3  # the store, and gloo of each rank
+            visit = [sys.executable, "-c", VISITOR, "65534", *ports]
+            answers = subprocess.run(visit, capture_output=True, text=True, timeout=90, check=True).stdout.split()
+            assert set(answers) == {"0"}
+        finally:
+            (channel / "end").touch()
+        assert job.stdout is not None
+        log = job.stdout.read()
+    assert job.returncode == 0, log
+    assert log.count("the sum is 4.0") == 2
+
+
+def list_ports(pids: list[str]) -> list[str]:
+    """Return the TCP ports at which processes listen."""
+    files = (str(file.readlink()) for pid in pids for file in Path(f"/proc/{pid}/fd").iterdir())
+    inodes = {name[8:-1] for name in files if name.startswith("socket:")}
+    lines = (Path("/proc/net/tcp").read_text() + Path("/proc/net/tcp6").read_text()).splitlines()
+    return [
+        str(int(row[1].rpartition(":")[2], 16)) for row in map(str.split, lines) if row[3] == "0A" and row[9] in inodes
+    ]

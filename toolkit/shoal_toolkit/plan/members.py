@@ -43,7 +43,7 @@ def describe_open_ports(job: Job, machine: Machine, ranks: Mapping[str, int]) ->
     if not several and (job.cluster.found.source != _SLURM or sum(ranks.values()) < 2):
         return []
     return [
-        "the ports of torch, TensorFlow, MPI and NCCL ask for no password: whoever reaches them can take part in the "
-        "job. SageMaker's network keeps others out. Elsewhere the platform must, or set "
+        "the ports of torch, TensorFlow, MPI and NCCL ask for no password: anybody who reaches them can take part in "
+        "the job. SageMaker's network keeps others out. Elsewhere the platform must, or set "
         f"{MEMBERS_ONLY}=1 on every host (docs/security.md)."
     ]

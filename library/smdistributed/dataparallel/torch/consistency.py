@@ -115,7 +115,7 @@ def _compare(rows: Sequence[_Row], group: Any, message: Callable[[int, str], str
 def _gather_texts(text: str, group: Any) -> list[str]:
     """Returns the texts of all ranks; every rank calls it.
 
-    torch's `all_gather_object` would unpickle, and so run, what comes from whoever has joined the group.
+    torch's `all_gather_object` would unpickle, and so run, the messages of anybody who has joined the group.
     """
     data = text.encode()
     size = torch.tensor([len(data)])

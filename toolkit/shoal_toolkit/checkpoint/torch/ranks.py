@@ -64,11 +64,11 @@ def from_first_rank(function: Callable[[], T]) -> T:
     return cast(T, result)
 
 
-# A pickle can run code. torch's collectives of objects unpickle what comes from whoever has joined the group.
+# A pickle can run code. torch's collectives of objects unpickle the messages of anybody in the group.
 
 
 def _tag(pickled: bytes) -> bytes:
-    """Return what only a rank of this job can compute; nothing if the job has no secret."""
+    """Return a tag that only a rank of this job can compute; nothing if the job has no secret."""
     secret = os.environ.get("SMDDP_JOB_SECRET")
     return hmac.digest(secret.encode(), b"checkpoint " + pickled, "sha256") if secret else b""
 
@@ -84,8 +84,8 @@ def _unpack(data: bytes) -> Any:
     tag, pickled = data[:size], data[size:]
     if not hmac.compare_digest(tag, _tag(pickled)):
         raise CheckpointError(
-            "a message about checkpoints was changed on its way, or its sender has another SMDDP_JOB_SECRET. Fix: give"
-            " all ranks the same one, and keep strangers off the network (docs/security.md)"
+            "a message about checkpoints was changed on its way, or another SMDDP_JOB_SECRET made its tag. Fix: set the"
+            " same secret on all ranks, and keep strangers off the network"
         )
     return pickle.loads(pickled)
 

@@ -14,6 +14,8 @@ import socket
 import sys
 import time
 
+from shoal import trust
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -107,8 +109,13 @@ def save_answer(command: BuildCommand, lines: Iterable[str], images: Mapping[str
 
 
 def _load_answers(command: BuildCommand) -> dict[str, Any]:
-    """Return the answers for this state of the inputs; none if the file is missing, damaged or about another state."""
+    """Return the answers for this state of the inputs.
+
+    There are none if the file is missing, damaged, about another state, or if others can write to it.
+    """
     try:
+        if trust.find_stranger(command.file):
+            return {}
         with open(command.file, encoding="utf-8") as file:
             document = json.load(file)
         return dict(document["answers"]) if document["state"] == command.state else {}

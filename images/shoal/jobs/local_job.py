@@ -69,7 +69,7 @@ def _create_hosts(opened: OpenJob, view: View) -> LocalHosts:
     """Make the tree of each host, and return hosts that are ready to start. They share one directory of checkpoints."""
     train = Path(sys.executable).with_name("train")
     if not train.exists():
-        toolkit = project.find(Path.cwd()).part("toolkit")
+        toolkit = project.find_shipped().root / "toolkit"
         raise DockerError(
             f"`train` is not installed next to {sys.executable}. Fix: {sys.executable} -m pip install {toolkit}"
         )

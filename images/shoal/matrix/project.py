@@ -6,10 +6,13 @@ It is a checkout, a directory that `shoal init` has written, or the definitions 
 from __future__ import annotations
 
 import os
+import stat
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from shoal.errors import UsageError
+from shoal import trust
+from shoal.errors import SpecError, UsageError
 from shoal.matrix.spec import ImageSpec
 
 LAYERS = ("cuda", "framework", "mpi", "aws")
@@ -18,6 +21,8 @@ CHILD_LAYERS = ("framework",)
 """The pip layers of an image that extends another: it installs only what the other does not have."""
 
 
+_PARTS = ("buildspec.yml", "dockerfiles", "library", "rehearsal", "toolkit", ".gitignore")
+"""The files and directories of a project that commands read."""
 _PACKAGE = Path(__file__).resolve().parents[1]
 INSTALLED = _PACKAGE / "definitions"
 """The image definitions in a wheel of this package. A checkout does not have this directory."""
@@ -65,13 +70,16 @@ class Project:
 def find(start: Path) -> Project:
     """Return the project that contains `start`, or else the definitions that this package comes with.
 
-    Raises `UsageError` if there is neither.
+    Raises `UsageError` if there is neither, and `SpecError` if others can change the project's files.
     """
     return _find_above(start) or find_shipped()
 
 
 def find_editable(start: Path) -> Project:
-    """Return the project that contains `start`, for a command that writes to it. Raises `UsageError` without one."""
+    """Return the project that contains `start`, for a command that writes to it.
+
+    Raises `UsageError` without one, and `SpecError` if others can change its files.
+    """
     if found := _find_above(start):
         return found
     raise UsageError(
@@ -94,8 +102,46 @@ def find_shipped() -> Project:
 
 
 def _find_above(start: Path) -> Project | None:
-    """Return the project in the nearest directory with a buildspec.yml: `start`, or one above it."""
+    """Return the project in the nearest directory with a buildspec.yml: `start`, or one above it.
+
+    Raises `SpecError` if others can change its files, or one of its links leaves it.
+    """
     for directory in (start, *start.parents):
         if (directory / "buildspec.yml").is_file():
+            if directory.resolve() != _PACKAGE.parents[1]:  # the code that runs now is from there
+                _check_trust(directory)
             return Project(directory)
     return None
+
+
+def _check_trust(root: Path) -> None:
+    """Raise `SpecError` if others can change the files of a project, or one of its links leaves it."""
+    if words := trust.find_stranger(root):
+        raise _refuse(root, words, root)
+    named = trust.read_trusted()
+    inside = named | {str(root.resolve())}
+    is_named = trust.is_inside(root, named)
+    for place in (root / ".cache", root / ".cache" / "shoal", *(root / name for name in _PARTS)):
+        for path, status in _walk(str(place), deep=place.name in _PARTS):
+            if stat.S_ISLNK(status.st_mode) and not trust.is_inside(path, inside):
+                raise _refuse(root, f"the link {path} leaves the project", Path(path).resolve())
+            if not is_named and (words := trust.describe_stranger(path, status)):
+                raise _refuse(root, words, root)
+
+
+def _refuse(root: Path, words: str, directory: Path) -> SpecError:
+    return SpecError(
+        f"{root}: this directory has a buildspec.yml, which decides what commands run here, but {words}. Fix: work in"
+        f" another directory, or if you trust all that is in it: shoal trust {directory}"
+    )
+
+
+def _walk(path: str, *, deep: bool) -> Iterator[tuple[str, os.stat_result]]:
+    """Yield a file, if it exists, with its status, and if `deep`, all below it. No link is followed."""
+    if not os.path.lexists(path):
+        return
+    status = os.lstat(path)
+    yield path, status
+    if deep and stat.S_ISDIR(status.st_mode):
+        for entry in os.scandir(path):
+            yield from _walk(entry.path, deep=True)

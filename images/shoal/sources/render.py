@@ -10,10 +10,11 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import jinja2
 import jinja2.meta
+import jinja2.sandbox
 
 from shoal.errors import SpecError
 from shoal.matrix import yaml_file
@@ -26,6 +27,8 @@ from shoal.sources.steps import Step, StepCollector, write_dockerfile
 SYSTEM_PACKAGES = ("ca-certificates", "python3", "python3-venv")
 """The Debian packages of every image."""
 _DROPPED = "dropped.yml"
+_MOST_PRODUCT, _MOST_POWER = 1_000_000, 1_000
+"""The largest results of `*` in templates, and the largest numbers of `**`."""
 
 
 def read_steps(project: Project, image: ImageSpec, *, bytecode: bool = False) -> tuple[Step, ...]:
@@ -41,7 +44,7 @@ def read_steps(project: Project, image: ImageSpec, *, bytecode: bool = False) ->
     name = f"{image.framework}.j2"
     collector = StepCollector()
     variables = {
-        "image": image,
+        "image": _describe(image),
         "system_packages": SYSTEM_PACKAGES,
         "site_packages": f"/{packages.site_packages(image.python_version)}",
         "compiled": packages.COMPILED["library"],
@@ -55,8 +58,13 @@ def read_steps(project: Project, image: ImageSpec, *, bytecode: bool = False) ->
         raise SpecError(f"{project.templates}: no template {error.name}; there are: {known}") from error
     except jinja2.TemplateSyntaxError as error:
         raise SpecError(f"{error.filename}:{error.lineno}: {error.message}") from error
-    except (jinja2.UndefinedError, TypeError) as error:
-        raise SpecError(f"{project.templates / name}: {error}") from error
+    except SpecError:
+        raise
+    except jinja2.sandbox.SecurityError as error:
+        fix = "use only the image's values and the functions of macros.j2"
+        raise SpecError(f"{project.templates / name}: not allowed in a template: {error}. Fix: {fix}") from error
+    except Exception as error:  # a template can raise any: it divides by zero, or calls itself without an end
+        raise SpecError(f"{project.templates / name}: {error or type(error).__name__}") from error
     if rest.strip():
         where = f"{project.templates / name}: {rest.strip()[:60]!r}"
         raise SpecError(where + " is outside of a step. Fix: put it between {% call step('NAME') %} and {% endcall %}")
@@ -91,9 +99,9 @@ def read_templates(project: Project, image: ImageSpec) -> dict[str, bytes]:
     found: dict[str, bytes] = {}
     while wanted:
         name = wanted.pop()
-        if name not in found and (path := project.templates / name).exists():
-            found[name] = path.read_bytes()
-            wanted += _referenced(project, found[name].decode()) if name != _DROPPED else []
+        if name not in found and (source := _load_template(project, name)) is not None:
+            found[name] = source.encode()
+            wanted += _referenced(project, source) if name != _DROPPED else []
     return found
 
 
@@ -103,17 +111,61 @@ def _referenced(project: Project, source: str) -> list[str]:
     return [name for name in jinja2.meta.find_referenced_templates(_environment(project).parse(source)) if name]
 
 
+class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    """Templates of others must not run code, so they get no attribute that leads to Python's insides.
+
+    `*` and `**` cannot make texts and numbers that fill the memory, and `range` has Jinja's limit.
+    """
+
+    intercepted_binops = frozenset({"*", "**"})
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        """Return `left * right` or `left ** right`. Raises `SecurityError` if the result may be large."""
+        sizes = [len(each) if hasattr(each, "__len__") else abs(each) for each in (left, right)]
+        if operator == "**" and max(sizes) > _MOST_POWER or operator == "*" and sizes[0] * sizes[1] > _MOST_PRODUCT:
+            raise jinja2.sandbox.SecurityError(f"{operator} with a result that may be too large")
+        return super().call_binop(context, operator, left, right)
+
+
 @functools.cache
 def _environment(project: Project) -> jinja2.Environment:
     """Return a Jinja environment for the project's templates, in which an unknown variable is an error."""
-    return jinja2.Environment(
-        loader=jinja2.FileSystemLoader(project.templates),
+    return _Environment(
+        loader=jinja2.FunctionLoader(functools.partial(_load_source, project)),
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
         autoescape=False,
     )
+
+
+def _describe(image: ImageSpec) -> dict[str, Any]:
+    """Return the values of an image for templates: its methods, such as pydantic's, can read files and run code."""
+    properties = [name for name, value in vars(ImageSpec).items() if isinstance(value, property)]
+    return image.model_dump() | {name: getattr(image, name) for name in properties}
+
+
+def _load_source(project: Project, name: str) -> tuple[str, str, None] | None:
+    """Return the source and the path of a template, as Jinja's loaders do; None if there is none."""
+    source = _load_template(project, name)
+    return None if source is None else (source, str(project.templates / name), None)
+
+
+def _load_template(project: Project, name: str) -> str | None:
+    """Return the text of a file in dockerfiles/; None if it does not exist.
+
+    Raises `SpecError` if its name or a link leaves the directory, or it is no UTF-8.
+    """
+    path = project.templates / name
+    if not path.resolve().is_relative_to(project.templates.resolve()):
+        raise SpecError(f"{path}: leaves {project.templates}. Fix: copy the file into that directory")
+    if not path.is_file():
+        return None
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise SpecError(f"{path}: not UTF-8: {error}") from error
 
 
 def render_all(project: Project, images: Iterable[ImageSpec]) -> dict[Path, str]:

@@ -400,7 +400,7 @@ def _one_line(error: Exception) -> str:
 
 
 def _start_docker(_site: Site) -> str:
-    """Start Docker with the scripts/engine.sh of this package, which may install it; return a sentence about the result.
+    """Start Docker with the scripts/engine.sh of this package, which may install it; return a sentence about it.
 
     The script prints to standard error, and may take any time.
     """

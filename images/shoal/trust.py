@@ -72,12 +72,14 @@ def is_inside(path: str | os.PathLike[str], directories: set[str]) -> bool:
 def open_own(path: str | os.PathLike[str], flags: int) -> int:
     """Open a regular file of this user, and return its descriptor. A new one can be read by its owner only.
 
-    Raises OSError (EPERM) if it is a link, has further hard links, is no regular file, or belongs to another user.
+    Raises OSError (EPERM) if it is a link, has further hard links, is no regular file, or belongs to another user and
+    its directory is not trusted by name.
     """
     try:
         descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
         status = os.fstat(descriptor)
-        if stat.S_ISREG(status.st_mode) and status.st_nlink <= 1 and status.st_uid in own_ids():
+        is_plain = stat.S_ISREG(status.st_mode) and status.st_nlink <= 1
+        if is_plain and (status.st_uid in own_ids() or is_inside(path, read_trusted())):
             return descriptor
         os.close(descriptor)
     except OSError as error:
@@ -85,7 +87,8 @@ def open_own(path: str | os.PathLike[str], flags: int) -> int:
 
         if error.errno not in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
             raise
-    raise PermissionError(1, "not a file of yours: a link, a special file, or of another user", os.fspath(path))
+    fix = f"remove it, or if it is yours: shoal trust {os.path.dirname(os.path.realpath(path))}"
+    raise PermissionError(1, f"a link, a special file, or a file of another user. Fix: {fix}", os.fspath(path))
 
 
 def _walk_to(path: str) -> Iterator[tuple[str, os.stat_result]]:

@@ -73,17 +73,14 @@ def _parse(path: Path) -> Any:
     Raises `SpecError` if it can't be read, is not YAML, or is larger than a file that people write.
     """
     try:
-        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:  # a pipe must not be waited for
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise SpecError(f"{path}: not a regular file. Fix: replace it by a YAML file")
-            text = file.read(_MOST_BYTES + 1)
-        if len(text) > _MOST_BYTES:
-            raise SpecError(f"{path}: larger than {_MOST_BYTES} bytes. Fix: remove entries that are not needed")
+        text = _read_limited(path)
         if _measure_depth(text) > _MOST_LEVELS:  # the parser takes seconds for it
             raise RecursionError
         data = YAML(typ="rt").load(text.decode())
         if _count_values(data, {}) > _MOST_VALUES:
-            raise SpecError(f"{path}: aliases make it larger than {_MOST_VALUES} values. Fix: use fewer aliases (*NAME)")
+            raise SpecError(
+                f"{path}: aliases make it larger than {_MOST_VALUES} values. Fix: use fewer aliases (*NAME)"
+            )
         return data
     except RecursionError as error:
         raise SpecError(f"{path}: nested too deeply, or an alias contains itself. Fix: use fewer levels") from error
@@ -96,6 +93,17 @@ def _parse(path: Path) -> Any:
         raise SpecError(f"{path}:{line}: not YAML: {error.problem}") from error
     except (YAMLError, ValueError) as error:
         raise SpecError(f"{path}: not YAML in UTF-8: {error}") from error
+
+
+def _read_limited(path: Path) -> bytes:
+    """Return the content of a file. Raises `SpecError` if it is too large or no regular file, and OSError."""
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:  # a pipe must not be waited for
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise SpecError(f"{path}: not a regular file. Fix: replace it by a YAML file")
+        text = file.read(_MOST_BYTES + 1)
+    if len(text) > _MOST_BYTES:
+        raise SpecError(f"{path}: larger than {_MOST_BYTES} bytes. Fix: remove entries that are not needed")
+    return text
 
 
 def _measure_depth(text: bytes) -> int:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jinja2
+import jinja2.exceptions
 import jinja2.meta
 import jinja2.sandbox
 
@@ -60,7 +61,7 @@ def read_steps(project: Project, image: ImageSpec, *, bytecode: bool = False) ->
         raise SpecError(f"{error.filename}:{error.lineno}: {error.message}") from error
     except SpecError:
         raise
-    except jinja2.sandbox.SecurityError as error:
+    except jinja2.exceptions.SecurityError as error:
         fix = "use only the image's values and the functions of macros.j2"
         raise SpecError(f"{project.templates / name}: not allowed in a template: {error}. Fix: {fix}") from error
     except Exception as error:  # a template can raise any: it divides by zero, or calls itself without an end
@@ -121,9 +122,9 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         """Return `left * right` or `left ** right`. Raises `SecurityError` if the result may be large."""
-        sizes = [len(each) if hasattr(each, "__len__") else abs(each) for each in (left, right)]
-        if operator == "**" and max(sizes) > _MOST_POWER or operator == "*" and sizes[0] * sizes[1] > _MOST_PRODUCT:
-            raise jinja2.sandbox.SecurityError(f"{operator} with a result that may be too large")
+        first, second = (len(each) if hasattr(each, "__len__") else abs(each) for each in (left, right))
+        if max(first, second) > _MOST_POWER if operator == "**" else first * second > _MOST_PRODUCT:
+            raise jinja2.exceptions.SecurityError(f"{operator} with a result that may be too large")
         return super().call_binop(context, operator, left, right)
 
 

@@ -33,8 +33,11 @@ def find_stranger(path: str | os.PathLike[str]) -> str | None:
 
     Raises OSError if it does not exist.
     """
-    if is_inside(path, read_trusted()):
-        return None
+    return None if is_inside(path, read_trusted()) else _find_on_way(path)
+
+
+def _find_on_way(path: str | os.PathLike[str]) -> str | None:
+    """Return who else can change a file or put another in its place, in words; None: nobody."""
     last = os.path.realpath(path)
     for place, status in _walk_to(os.path.abspath(path)):
         # In a sticky directory such as /tmp, others can't replace a file that is not theirs.
@@ -69,17 +72,21 @@ def is_inside(path: str | os.PathLike[str], directories: set[str]) -> bool:
     return any(place == each or place.startswith(each.rstrip("/") + "/") for each in directories)
 
 
-def open_own(path: str | os.PathLike[str], flags: int) -> int:
+def open_own(path: str | os.PathLike[str], flags: int, named: set[str] | None = None) -> int:
     """Open a regular file of this user, and return its descriptor. A new one can be read by its owner only.
 
-    Raises OSError (EPERM) if it is a link, has further hard links, is no regular file, or belongs to another user and
-    its directory is not trusted by name.
+    Raises OSError (EPERM) if it is a link, has further hard links, is no regular file, or belongs to another user.
+
+    Args:
+        path: The file.
+        flags: Those of `os.open`. O_TRUNC would act before the look at the file.
+        named: The directories in which other users' files are accepted; None: those of `shoal trust`.
     """
     try:
         descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
         status = os.fstat(descriptor)
         is_plain = stat.S_ISREG(status.st_mode) and status.st_nlink <= 1
-        if is_plain and (status.st_uid in own_ids() or is_inside(path, read_trusted())):
+        if is_plain and (status.st_uid in own_ids() or is_inside(path, read_trusted() if named is None else named)):
             return descriptor
         os.close(descriptor)
     except OSError as error:
@@ -162,14 +169,16 @@ def trusted_file() -> str:
 
 
 def read_trusted() -> set[str]:
-    """Return the directories that the user has named with `shoal trust`; none if the list is another user's."""
+    """Return the directories that the user has named with `shoal trust`; none if others can write to the list."""
+    path = trusted_file()
     try:
-        with os.fdopen(open_own(trusted_file(), os.O_RDONLY), encoding="utf-8", errors="surrogateescape") as file:
-            if describe_stranger(trusted_file(), os.fstat(file.fileno())):
-                return set()
-            return {line for line in file.read().split("\n") if line.startswith("/")}
+        if _find_on_way(path):
+            return set()
+        descriptor = open_own(path, os.O_RDONLY, set())
     except OSError:
         return set()
+    with os.fdopen(descriptor, encoding="utf-8", errors="surrogateescape") as file:
+        return {line for line in file.read().split("\n") if line.startswith("/")}
 
 
 def add_trusted(directory: str | os.PathLike[str]) -> str:

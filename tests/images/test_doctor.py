@@ -507,12 +507,12 @@ def write_engine_script(root: Path) -> Path:
 
 
 def test_fix_starts_docker_with_the_shipped_script(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     ran = write_engine_script(tmp_path)
     monkeypatch.setattr(doctor.project, "find_shipped", lambda: Project(tmp_path))
     assert doctor.apply_fixes(doctor.Site(tmp_path), [doctor.Finding("docker", "failed", "no answer")])
-    assert "shoal: --fix: docker: started it with scripts/engine.sh" in capsys.readouterr().err
+    assert "shoal: --fix: docker: started it with scripts/engine.sh" in capfd.readouterr().err
     assert ran.exists()
 
 

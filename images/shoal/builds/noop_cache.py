@@ -140,10 +140,15 @@ def _files(root: str) -> Iterator[tuple[str, os.stat_result]]:
 
 
 def _walk(path: str) -> Iterator[tuple[str, os.stat_result]]:
-    """Yield the files under a directory without `__pycache__`, or the one file. Raises OSError if it is missing."""
+    """Yield the files under a directory without `__pycache__`, or the one file.
+
+    Raises OSError if it is missing, or a link to a directory, which may be any: the builder decides about it.
+    """
     if not os.path.isdir(path):
         yield path, os.stat(path)
         return
+    if os.path.islink(path):
+        raise OSError(f"{path}: a link to a directory")
     for entry in sorted(os.scandir(path), key=lambda entry: entry.name):
         if entry.name != "__pycache__":
             yield from _walk(entry.path) if entry.is_dir() else [(entry.path, entry.stat())]

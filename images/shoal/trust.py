@@ -1,4 +1,4 @@
-"""Whose file is this: the one rule about files that other users of this machine may have written.
+"""The owner of a file: the one rule about files that other users of this machine may have written.
 
 A file is trusted if this user or root owns it, and nobody else can change it or put another in its place. That holds
 for every directory and link on the way to it. Directories that the user has named with `shoal trust` are trusted too.
@@ -22,7 +22,7 @@ _private_groups: dict[tuple[int, int], bool] = {}
 
 
 def own_ids() -> set[int]:
-    """Return the users whose files count as this user's: this one, root, and for root under sudo, who called sudo."""
+    """Return the users that own this user's files: this one, root, and for root under sudo, who called sudo."""
     found = {os.geteuid(), 0}
     caller = os.environ.get("SUDO_UID", "")
     return found | {int(caller)} if os.geteuid() == 0 and caller.isascii() and caller.isdecimal() else found
@@ -75,12 +75,12 @@ def is_inside(path: str | os.PathLike[str], directories: set[str]) -> bool:
 def open_own(path: str | os.PathLike[str], flags: int, named: set[str] | None = None) -> int:
     """Open a regular file of this user, and return its descriptor. A new one can be read by its owner only.
 
-    Raises OSError (EPERM) if it is a link, has further hard links, is no regular file, or belongs to another user.
+    Raises OSError (EPERM) if it is a link, has further hard links, is not a regular file, or belongs to another user.
 
     Args:
         path: The file.
-        flags: Those of `os.open`. O_TRUNC would act before the look at the file.
-        named: The directories in which other users' files are accepted; None: those of `shoal trust`.
+        flags: As for `os.open`. O_TRUNC would act before the look at the file.
+        named: The directories in which other users' files are accepted; None: as named with `shoal trust`.
     """
     try:
         descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)

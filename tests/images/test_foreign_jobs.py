@@ -69,7 +69,7 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
 
 
 def run(request: JobRequest, code: int | None = None, engine: str = LOCAL, **changes: Any) -> Path:
-    """Run a job that ends with a code, or whose command is killed; return its directory."""
+    """Run a job that ends with a code, or with a killed command; return its directory."""
     with open_job(JobRecord("image:1", engine, request), None, "digits") as opened:
         (opened.checkpoints.path / "step-1").write_text("1")
         opened.update(exit_code=code, **changes)

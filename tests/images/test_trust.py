@@ -1,4 +1,4 @@
-"""What other users wrote is data: projects, templates, YAML files, and the lists that commands believe."""
+"""Files of other users are data: projects, templates, YAML files, and the lists that commands believe."""
 
 from __future__ import annotations
 

@@ -136,13 +136,13 @@ def list_directories() -> list[Path]:
 def check_own(directory: Path, identity: str, option: str) -> None:
     """Raise `UsageError` unless the job in a directory is this user's.
 
-    This user's list of jobs, also of another machine with the same home directory, must have it with its identity, and
-    nobody else may be able to change its files. A job's directory that the user has named with `shoal trust` is
-    accepted without both.
+    This user's list of jobs must have it with its identity, and nobody else may be able to change its files. A list of
+    another machine with the same home directory counts too. If the user has named the job's directory with `shoal
+    trust`, it is accepted without both.
 
     Args:
         directory: The job's directory.
-        identity: What names the job in its record.
+        identity: The label of the job's objects in Docker, from its record.
         option: The option or the job's name, for messages.
     """
     place, named = directory.resolve(), trust.read_trusted()

@@ -42,8 +42,8 @@ def stop_job(found: KnownJob, console: Console) -> KnownJob:
     A job that has ended stays as it is.
 
     Raises:
-        UsageError: If the job is not this user's, its command is not visible here, or a lost job's checkpoints are
-            used by another command or not marked as the job's.
+        UsageError: If the job is not this user's, or its command is not visible here. For a lost job, also if its
+            checkpoints are used by another command or not marked as the job's.
         DockerError: If Docker does not answer.
     """
     running.check_own(found.directory, found.identity, found.name)

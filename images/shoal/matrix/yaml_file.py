@@ -19,7 +19,7 @@ from shoal.errors import SpecError, did_you_mean
 
 Location = tuple[str | int, ...]
 _MOST_BYTES, _MOST_VALUES, _MOST_LEVELS = 128 * 1024, 20_000, 100
-"""Limits of a file: its size, its values if aliases are replaced, and open brackets. The largest of ours has 3 KB."""
+"""Limits of a file: its size, its values if aliases are replaced, and open brackets. Our largest one has 3 KB."""
 
 
 class Model(pydantic.BaseModel):
@@ -116,7 +116,7 @@ def _measure_depth(text: bytes) -> int:
 
 
 def _count_values(data: Any, known: dict[int, int]) -> int:
-    """Return the number of values in a document in which each alias is replaced by what it names.
+    """Return the number of values in a document in which each alias is replaced by its value.
 
     Args:
         data: The document, or a part of it.

@@ -156,7 +156,7 @@ def _load_source(project: Project, name: str) -> tuple[str, str, None] | None:
 def _load_template(project: Project, name: str) -> str | None:
     """Return the text of a file in dockerfiles/; None if it does not exist.
 
-    Raises `SpecError` if its name or a link leaves the directory, or it is no UTF-8.
+    Raises `SpecError` if its name or a link leaves the directory, or it is not UTF-8.
     """
     path = project.templates / name
     if not path.resolve().is_relative_to(project.templates.resolve()):

@@ -105,6 +105,13 @@ def test_a_project_is_allowed_by_name(copy: Project) -> None:
     assert Path(trust.trusted_file()).read_text() == f"{copy.root}\n", "it is listed once"
 
 
+def test_a_name_with_a_line_break_is_not_trusted(tmp_path: Path) -> None:
+    """The second line would trust the whole disk."""
+    (tmp_path / "name\n").mkdir()
+    assert shoal(tmp_path, "trust", "name\n/").returncode == 2
+    assert trust.read_trusted() == set()
+
+
 def other_users_file(path: Path) -> None:
     os.chown(path, STRANGER, STRANGER)
 
@@ -185,13 +192,16 @@ def test_a_list_of_another_user_is_no_list(copy: Project) -> None:
             projects.find(copy.root)
 
 
-@pytest.mark.parametrize("place", ["dockerfiles", "dockerfiles/private.txt", "toolkit", ".cache", ".cache/shoal"])
+@pytest.mark.parametrize(
+    "place", ["dockerfiles", "dockerfiles/private.txt", "toolkit", ".cache", ".cache/shoal", ".cache/shoal/logs"]
+)
 def test_links_that_leave_a_project_are_refused(copy: Project, tmp_path: Path, place: str) -> None:
+    """`shoal cache prune` would remove files behind the last one."""
     (tmp_path / "private").mkdir()
     path = copy.root / place
     if path.is_dir():
         path.rename(tmp_path / "moved")
-    path.parent.mkdir(exist_ok=True)
+    path.parent.mkdir(exist_ok=True, parents=True)
     path.symlink_to(tmp_path / "private")
     with pytest.raises(SpecError, match=f"the link {path} leaves the project"):
         projects.find(copy.root)

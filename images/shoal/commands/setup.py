@@ -87,6 +87,6 @@ def trust_directory(
 
     Example: shoal trust /src
     """
-    if not directory.is_dir():
-        raise UsageError(f"{directory}: no such directory. Fix: name an existing one")
+    if not directory.is_dir() or "\n" in str(directory.resolve()):
+        raise UsageError(f"{directory}: no such directory, or its name has a line break. Fix: name an existing one")
     print_line(f"trusted: {directory.resolve()}, in {trust.add_trusted(directory)}")

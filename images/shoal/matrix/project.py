@@ -5,6 +5,7 @@ It is a checkout, a directory that `shoal init` has written, or the definitions 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 from collections.abc import Iterator
@@ -21,8 +22,8 @@ CHILD_LAYERS = ("framework",)
 """The pip layers of an image that extends another: it installs only what the other does not have."""
 
 
-_PARTS = ("buildspec.yml", "dockerfiles", "library", "rehearsal", "toolkit", ".gitignore")
-"""The files and directories of a project that commands read."""
+_PARTS = ("buildspec.yml", "dockerfiles", "library", "rehearsal", "toolkit", ".gitignore", ".cache/shoal")
+"""The files and directories of a project that commands read, write or remove."""
 _PACKAGE = Path(__file__).resolve().parents[1]
 INSTALLED = _PACKAGE / "definitions"
 """The image definitions in a wheel of this package. A checkout does not have this directory."""
@@ -121,8 +122,8 @@ def _check_trust(root: Path) -> None:
     named = trust.read_trusted()
     inside = named | {str(root.resolve())}
     is_named = trust.is_inside(root, named)
-    for place in (root / ".cache", root / ".cache" / "shoal", *(root / name for name in _PARTS)):
-        for path, status in _walk(str(place), deep=place.name in _PARTS):
+    for name in (".cache", *_PARTS):
+        for path, status in _walk(str(root / name), deep=name != ".cache"):
             if stat.S_ISLNK(status.st_mode) and not trust.is_inside(path, inside):
                 raise _refuse(root, f"the link {path} leaves the project", Path(path).resolve())
             if not is_named and (words := trust.describe_stranger(path, status)):
@@ -138,10 +139,9 @@ def _refuse(root: Path, words: str, directory: Path) -> SpecError:
 
 def _walk(path: str, *, deep: bool) -> Iterator[tuple[str, os.stat_result]]:
     """Yield a file, if it exists, with its status, and if `deep`, all below it. No link is followed."""
-    if not os.path.lexists(path):
-        return
-    status = os.lstat(path)
-    yield path, status
-    if deep and stat.S_ISDIR(status.st_mode):
-        for entry in os.scandir(path):
-            yield from _walk(entry.path, deep=True)
+    with contextlib.suppress(FileNotFoundError):  # another command may remove files of the cache meanwhile
+        status = os.lstat(path)
+        yield path, status
+        if deep and stat.S_ISDIR(status.st_mode):
+            for entry in os.scandir(path):
+                yield from _walk(entry.path, deep=True)

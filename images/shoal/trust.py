@@ -73,7 +73,7 @@ def is_inside(path: str | os.PathLike[str], directories: set[str]) -> bool:
 
 
 def open_own(path: str | os.PathLike[str], flags: int, named: set[str] | None = None) -> int:
-    """Open a regular file of this user, and return its descriptor. A new one can be read by its owner only.
+    """Open a regular file of this user, and return its descriptor. O_CREAT leaves it readable to its owner only.
 
     Raises OSError (EPERM) if it is a link, has further hard links, is not a regular file, or belongs to another user.
 
@@ -87,6 +87,8 @@ def open_own(path: str | os.PathLike[str], flags: int, named: set[str] | None = 
         status = os.fstat(descriptor)
         is_plain = stat.S_ISREG(status.st_mode) and status.st_nlink <= 1
         if is_plain and (status.st_uid in own_ids() or is_inside(path, read_trusted() if named is None else named)):
+            if flags & os.O_CREAT and status.st_uid == os.geteuid():
+                os.fchmod(descriptor, 0o600)
             return descriptor
         os.close(descriptor)
     except OSError as error:

@@ -169,7 +169,6 @@ def _lock(path: Path, job: str, option: str) -> Iterator[int]:
     with contextlib.ExitStack() as stack:
         while True:
             file = stack.enter_context(os.fdopen(trust.open_own(place, os.O_RDWR | os.O_CREAT), "r+"))
-            os.fchmod(file.fileno(), 0o600)  # nobody else can lock it
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

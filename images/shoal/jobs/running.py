@@ -38,7 +38,6 @@ def mark_running(directory: Path, identity: str) -> Iterator[None]:
     """
     mark = directory / MARK
     with os.fdopen(trust.open_own(mark, os.O_WRONLY | os.O_CREAT), "w") as file:
-        os.fchmod(file.fileno(), 0o600)  # nobody else can lock it
         until = time.monotonic() + _PATIENCE
         while not _try_lock(file.fileno(), fcntl.LOCK_EX):
             if time.monotonic() > until:

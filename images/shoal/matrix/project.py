@@ -27,6 +27,8 @@ _PARTS = ("buildspec.yml", "dockerfiles", "library", "rehearsal", "toolkit", ".g
 _PACKAGE = Path(__file__).resolve().parents[1]
 INSTALLED = _PACKAGE / "definitions"
 """The image definitions in a wheel of this package. A checkout does not have this directory."""
+_OWN_ROOTS = (INSTALLED, _PACKAGE.parents[1])
+"""The projects that this package is installed from, so that their code runs already."""
 
 
 @dataclass(frozen=True)
@@ -52,9 +54,26 @@ class Project:
         return self.root / ".cache" / "shoal"
 
     def part(self, name: str) -> Path:
-        """Return a file or directory such as `toolkit`: the project's own, or else the one that `shoal` comes with."""
+        """Return a package such as `toolkit`: the project's own, or else the one that `shoal` comes with.
+
+        Raises `SpecError` if it is the project's own and may not run code here: to build a package runs its backend.
+        """
         own = self.root / name
-        return own if own.exists() else find_shipped().root / name
+        if not own.exists():
+            return find_shipped().root / name
+        if not self.may_run_code():
+            raise SpecError(
+                f"{own}: to build this package runs code of its pyproject.toml on this machine. Fix: remove it, so that"
+                f" images get the one that comes with shoal, or if you trust it: shoal trust {self.root}"
+            )
+        return own
+
+    def may_run_code(self) -> bool:
+        """Return whether code of the project may run on this machine: it is this checkout, or trusted by name.
+
+        A project that was copied from elsewhere may have files of others, though they belong to this user.
+        """
+        return self.root.resolve() in _OWN_ROOTS or trust.is_inside(self.root, trust.read_trusted())
 
     def schema(self, name: str) -> Path:
         return self.templates / "schema" / f"{name}.json"
@@ -94,7 +113,7 @@ def find_shipped() -> Project:
 
     Raises `UsageError` if there is neither.
     """
-    for root in (INSTALLED, _PACKAGE.parents[1]):
+    for root in _OWN_ROOTS:
         if (root / "buildspec.yml").is_file():
             return Project(root)
     raise UsageError(
@@ -109,7 +128,7 @@ def _find_above(start: Path) -> Project | None:
     """
     for directory in (start, *start.parents):
         if (directory / "buildspec.yml").is_file():
-            if directory.resolve() != _PACKAGE.parents[1]:  # the code that runs now is from there
+            if directory.resolve() not in _OWN_ROOTS:
                 _check_trust(directory)
             return Project(directory)
     return None

@@ -28,8 +28,6 @@ from shoal.sources.steps import Step, StepCollector, write_dockerfile
 SYSTEM_PACKAGES = ("ca-certificates", "python3", "python3-venv")
 """The Debian packages of every image."""
 _DROPPED = "dropped.yml"
-_MOST_PRODUCT, _MOST_POWER = 1_000_000, 1_000
-"""The largest results of `*` in templates, and the largest numbers of `**`."""
 
 
 def read_steps(project: Project, image: ImageSpec, *, bytecode: bool = False) -> tuple[Step, ...]:
@@ -112,26 +110,13 @@ def _referenced(project: Project, source: str) -> list[str]:
     return [name for name in jinja2.meta.find_referenced_templates(_environment(project).parse(source)) if name]
 
 
-class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """Templates of others must not run code, so they get no attribute that leads to Python's insides.
-
-    `*` and `**` cannot make texts and numbers that fill the memory, and `range` has Jinja's limit.
-    """
-
-    intercepted_binops = frozenset({"*", "**"})
-
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """Return `left * right` or `left ** right`. Raises `SecurityError` if the result may be large."""
-        first, second = (len(each) if hasattr(each, "__len__") else abs(each) for each in (left, right))
-        if max(first, second) > _MOST_POWER if operator == "**" else first * second > _MOST_PRODUCT:
-            raise jinja2.exceptions.SecurityError(f"{operator} with a result that may be too large")
-        return super().call_binop(context, operator, left, right)
-
-
 @functools.cache
 def _environment(project: Project) -> jinja2.Environment:
-    """Return a Jinja environment for the project's templates, in which an unknown variable is an error."""
-    return _Environment(
+    """Return a Jinja environment for the project's templates, in which an unknown variable is an error.
+
+    Templates of others must not run code, so they get no attribute that leads to Python's insides.
+    """
+    return jinja2.sandbox.ImmutableSandboxedEnvironment(
         loader=jinja2.FunctionLoader(functools.partial(_load_source, project)),
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,

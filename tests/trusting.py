@@ -11,7 +11,7 @@ from shoal import trust
 
 
 def trust_directories(monkeypatch: pytest.MonkeyPatch, settings: Path, *directories: Path) -> None:
-    """Use new settings in which directories are trusted. Those of pip stay as they are."""
+    """Use new settings in which directories are trusted. The settings of pip stay as they are."""
     of_pip = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config", "pip")
     settings.mkdir()
     if of_pip.exists():

@@ -96,7 +96,7 @@ def open_own(path: str | os.PathLike[str], flags: int, named: set[str] | None = 
 
         if error.errno not in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
             raise
-    fix = f"remove it, or if it is yours: shoal trust {os.path.dirname(os.path.realpath(path))}"
+    fix = f"remove it, or if it is yours: shoal trust {os.path.realpath(os.path.dirname(path))}"
     raise PermissionError(1, f"a link, a special file, or a file of another user. Fix: {fix}", os.fspath(path))
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from shoal.errors import UsageError
+from shoal.errors import UsageError, convert_os_error
 from shoal.jobs import checkpoints, known_jobs, local_processes, record, running
 from shoal.jobs.checkpoints import CONTENT, MARK, open_directory
 from shoal.jobs.job import RESOURCE_CONFIG, JobRequest
@@ -361,6 +361,16 @@ def test_a_lost_job_takes_no_directory_without_its_mark(request_: JobRequest, pr
     assert content(private.parent / "ck") == {"key": "secret"}
 
 
+def test_a_lost_job_that_replaced_nothing_keeps_the_files_that_were_there(request_: JobRequest, private: Path) -> None:
+    """Its command was killed after it had marked the directory, before its hosts started."""
+    with open_job(
+        JobRecord("image:1", LOCAL, dataclasses.replace(request_, checkpoints=private)), None, "digits"
+    ) as job:
+        pass
+    assert stop_job(known_jobs.read_job(job.directory), console()).state == "stopped"
+    assert content(private) == {"key": "secret"}
+
+
 def test_a_directory_that_became_another_jobs_is_not_replaced(tmp_path: Path) -> None:
     with open_directory(tmp_path / "ck", "digits-1", "--checkpoints") as opened:
         (tmp_path / "ck" / MARK).write_text('{"job": "other"}')
@@ -386,8 +396,13 @@ def test_what_others_put_beside_checkpoints_is_not_taken(tmp_path: Path, private
         assert not opened.has_files()
     lock = shared / ".ck.shoal-lock"
     lock.symlink_to(private / "key")
-    with pytest.raises(PermissionError), open_directory(shared / "ck", "digits-1", "--checkpoints"):
+    message = f"special file, or a file of another user. Fix: remove it, or if it is yours: shoal trust {shared}"
+    with (
+        pytest.raises(PermissionError, match=message) as caught,
+        open_directory(shared / "ck", "digits-1", "--checkpoints"),
+    ):
         pass
+    assert str(convert_os_error(caught.value)).count("Fix: ") == 1
     lock.unlink()
     lock.touch()
     give_away(lock)

@@ -129,10 +129,10 @@ def open_directory(path: Path, job: str, option: str, *, can_claim: bool = True)
         shutil.rmtree(old, ignore_errors=True)
         path.mkdir(exist_ok=True)
         is_found = _check_owner(path, job, option)
-        if is_found and not can_claim:
+        if is_found and not can_claim and not os.path.lexists(path / MARK):
             raise UsageError(
                 f"{option}: {path} has files, but no {MARK} that names the job, so they may not be its checkpoints, and"
-                f" nothing was changed. Fix: move them to another directory"
+                " nothing was changed. Fix: move them to another directory"
             )
         _write_mark(path, job, is_found)
         yield CheckpointDirectory(path, job, lock)

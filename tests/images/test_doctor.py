@@ -189,6 +189,7 @@ def test_the_base_image(site: Site, fake: FakeEngine, tmp_path: Path, monkeypatc
     """From best to worst: in Docker, in a registry, kept from an earlier build, bootstrapped, none of these."""
     shutil.copytree(site.project.templates, tmp_path / "dockerfiles")
     shutil.copy(site.project.buildspec, tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     site = replace(site, start=tmp_path)
     first, second = site.matrix.systems()
 

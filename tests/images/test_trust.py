@@ -33,8 +33,9 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give fi
 
 @pytest.fixture(autouse=True)
 def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A user who trusts nothing by name."""
+    """A user who trusts nothing by name, and has no cache."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "settings"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("SUDO_UID", raising=False)
 
 
@@ -357,6 +358,14 @@ def test_packages_of_a_project_are_not_built_unless_it_is_trusted(copy: Project,
     with pytest.raises(ValueError, match="which files to ship"):
         install_own_packages(copy, "3.11")
     assert ran.exists(), "the attack of this test works"
+
+
+def test_a_cache_that_a_project_brings_is_not_used(copy: Project, project: Project, tmp_path: Path) -> None:
+    """A base image in it would be the base of other projects too."""
+    assert copy.cache == tmp_path / "cache" / "shoal"
+    assert project.cache == project.root / ".cache" / "shoal"
+    trust.add_trusted(copy.root)
+    assert copy.cache == copy.root / ".cache" / "shoal"
 
 
 @pytest.mark.parametrize(

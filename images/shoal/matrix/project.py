@@ -48,8 +48,12 @@ class Project:
 
     @property
     def cache(self) -> Path:
-        """The directory of caches and logs: in the project, or the user's if the project is installed."""
-        if self.root == INSTALLED:
+        """The directory of caches and logs: in the checkout of this package or a project that is trusted by name.
+
+        Other projects use the user's. One that was copied from elsewhere may bring a cache with a base image, which
+        all projects would use then.
+        """
+        if self.root == INSTALLED or not self.may_run_code():
             return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shoal"
         return self.root / ".cache" / "shoal"
 

@@ -16,7 +16,7 @@ FRAMEWORKS = {"torch", "tensorflow"}
 DIRECTORIES = ("images", "toolkit", "library", "rehearsal")
 LAYERS: dict[str, tuple[str, ...]] = {
     "shoal": (
-        "errors",
+        "errors trust",
         "matrix",
         "network docker_client layers",
         "sources",

@@ -399,12 +399,12 @@ def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())
 
 
-def _start_docker(site: Site) -> str:
-    """Start Docker with scripts/engine.sh, which may install it; return a sentence about the result.
+def _start_docker(_site: Site) -> str:
+    """Start Docker with the scripts/engine.sh of this package, which may install it; return a sentence about it.
 
     The script prints to standard error, and may take any time.
     """
-    script = site.project.part("scripts/engine.sh")
+    script = project.find_shipped().root / "scripts" / "engine.sh"  # a project's own file may be anything
     result = subprocess.run(
         [script], stdout=sys.stderr, check=False
     )  # without a timeout: apt-get must not be interrupted

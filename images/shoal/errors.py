@@ -180,7 +180,7 @@ def convert_os_error(error: OSError) -> ShoalError | None:
         return DiskError(f"{place}{reason}. Fix: free space (df shows which disk is full), or choose another path")
     if error.filename is None:
         return None
-    fix = _FIXES.get(error.errno or 0)
+    fix = None if " Fix: " in reason else _FIXES.get(error.errno or 0)
     return FileError(f"{error.filename}: {reason}{f'. Fix: {fix}' if fix else ''}")
 
 

@@ -23,6 +23,7 @@ import pytest
 
 from shoal.matrix.project import Project
 
+from ..trusting import trust_directories
 from .buildkit_stream import field, log, stamp, trace, vertex
 from .command import shoal_command
 
@@ -133,11 +134,12 @@ def fake() -> Iterator[FakeEngine]:
 
 
 @pytest.fixture
-def checkout(tmp_path: Path, project: Project) -> Path:
-    """A project of two images, one of them with a child and that with another."""
+def checkout(tmp_path: Path, project: Project, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A project of two images, one of them with a child and that with another. It is trusted, as it has packages."""
+    trust_directories(monkeypatch, tmp_path / "settings", tmp_path)
     (tmp_path / "buildspec.yml").write_text(BUILDSPEC)
     for room in ("library", "rehearsal", "toolkit"):
-        (tmp_path / room).symlink_to(project.root / room)
+        shutil.copytree(project.root / room, tmp_path / room, ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "dockerfiles").mkdir()
     (tmp_path / "dockerfiles" / "versions.yml").write_text(VERSIONS)
     for name in ("one", "two", "child", "grandchild"):

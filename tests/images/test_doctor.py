@@ -189,6 +189,7 @@ def test_the_base_image(site: Site, fake: FakeEngine, tmp_path: Path, monkeypatc
     """From best to worst: in Docker, in a registry, kept from an earlier build, bootstrapped, none of these."""
     shutil.copytree(site.project.templates, tmp_path / "dockerfiles")
     shutil.copy(site.project.buildspec, tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     site = replace(site, start=tmp_path)
     first, second = site.matrix.systems()
 
@@ -496,20 +497,31 @@ def test_the_command_exits_10_and_prints_only_json(fake: FakeEngine, project: Pr
     assert fake.made == []
 
 
-def test_fix_starts_docker_with_the_script(tmp_path: Path, fake: FakeEngine) -> None:
-    """The script of this checkout, which links the fake's socket."""
-    (tmp_path / "buildspec.yml").write_text("images: []\n")
-    (tmp_path / "scripts").mkdir()
-    script = tmp_path / "scripts" / "engine.sh"
-    script.write_text(f"#!/bin/sh\necho engine: starting\nln -s {fake.address.removeprefix('unix://')} docker.sock\n")
+def write_engine_script(root: Path) -> Path:
+    """Write a project with a script that leaves a file beside the project's, and return that file."""
+    (root / "buildspec.yml").write_text("images: []\n")
+    (root / "scripts").mkdir()
+    script = root / "scripts" / "engine.sh"
+    script.write_text(f"#!/bin/sh\ntouch {root}/ran\n")
     script.chmod(0o755)
-    host = f"unix://{tmp_path / 'docker.sock'}"
-    assert "✗ docker" in run([], tmp_path, DOCKER_HOST=host).stdout
-    result = run(["--fix"], tmp_path, DOCKER_HOST=host)
-    assert "✓ docker" in result.stdout
-    assert "engine: starting" in result.stderr
-    assert "shoal: --fix: docker: started it with scripts/engine.sh" in result.stderr
-    assert result.returncode == 10  # the buildspec is still wrong
+    return root / "ran"
+
+
+def test_fix_starts_docker_with_the_shipped_script(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    ran = write_engine_script(tmp_path)
+    monkeypatch.setattr(doctor.project, "find_shipped", lambda: Project(tmp_path))
+    assert doctor.apply_fixes(doctor.Site(tmp_path), [doctor.Finding("docker", "failed", "no answer")])
+    assert "shoal: --fix: docker: started it with scripts/engine.sh" in capfd.readouterr().err
+    assert ran.exists()
+
+
+def test_fix_does_not_run_the_script_of_a_project(tmp_path: Path) -> None:
+    ran = write_engine_script(tmp_path)
+    result = run(["--fix"], tmp_path, DOCKER_HOST="unix:///nonexistent/docker.sock")
+    assert "shoal: --fix: docker: scripts/engine.sh could not start it" in result.stderr
+    assert not ran.exists()
 
 
 def test_fix_leaves_the_docker_of_docker_host_alone(tmp_path: Path) -> None:

@@ -194,7 +194,7 @@ def test_lines_of_a_log_are_chosen(tmp_path: Path) -> None:
 
 def test_following_ends_with_the_job(tmp_path: Path) -> None:
     log = JobLog(path=tmp_path / LOG)
-    with running.mark_running(tmp_path):
+    with running.mark_running(tmp_path, "digits"):
         lines = read_lines(tmp_path, LineFilter(), follow=True)
         threading.Timer(0.1, log.add, ("algo-1", "first")).start()
         assert next(lines) == "algo-1 | first"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -26,9 +25,6 @@ REMEMBERED = ".cache/shoal/unchanged.json"
 def known(fake: FakeEngine, checkout: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A checkout of which `build one-*` is remembered."""
     monkeypatch.setenv("DOCKER_HOST", fake.address)
-    library = (checkout / "toolkit").resolve()
-    (checkout / "toolkit").unlink()
-    shutil.copytree(library, checkout / "toolkit")
     fake.images[ONE] = {}
     noop_cache.save_answer(asked(checkout), ["✓ one"], {tag: noop_cache._ask_docker(tag)[1] for tag in (ONE, DEBIAN)})
     return checkout

@@ -27,6 +27,7 @@ from shoal.matrix.spec import BuildSpec
 from shoal.sources import packages
 
 from ..repeats import SEED, SOAK, times
+from ..trusting import trust_directories
 
 pytestmark = pytest.mark.xdist_group("build")  # its images have one tag
 SHOAL = Path(sys.executable).with_name("shoal")
@@ -43,8 +44,9 @@ releases:
 
 
 @pytest.fixture
-def probe(project: Project, tmp_path: Path) -> Iterator[Path]:
+def probe(project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A project whose only image is built from the template that the test writes."""
+    trust_directories(monkeypatch, tmp_path / "settings", tmp_path, project.root / ".cache")
     (tmp_path / "buildspec.yml").write_text(SPEC)
     for room in ("library", "rehearsal", "toolkit"):
         shutil.copytree(project.root / room, tmp_path / room, ignore=shutil.ignore_patterns("__pycache__"))
@@ -242,11 +244,12 @@ def wait_until(condition: object, seconds: float = 60) -> bool:
 
 
 @pytest.fixture
-def copied(project: Project, tmp_path: Path) -> Path:
+def copied(project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A copy of what images are built from, as another clone would have it, in which pytorch is named again.
 
     So an image has the steps of the real one and a tag of its own: tests beside this one go on with theirs.
     """
+    trust_directories(monkeypatch, tmp_path / "settings", tmp_path, project.root / ".cache")
     for name in ("library", "rehearsal", "toolkit", "dockerfiles"):
         shutil.copytree(project.root / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(project.buildspec, tmp_path)

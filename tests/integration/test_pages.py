@@ -16,6 +16,7 @@ from shoal.matrix.spec import BuildSpec
 
 from ..docs.blocks import PAGES, Block, find_blocks
 from ..docs.shell_blocks import copy_repository, directory_of, run_blocks
+from ..trusting import trust_directories
 from .conftest import ROOT
 
 IMAGE, OWN_IMAGE = "my-training", "pages-by-test"
@@ -26,13 +27,15 @@ pytestmark = [pytest.mark.xdist_group("pages"), pytest.mark.long]
 
 
 @pytest.fixture(scope="module")
-def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def copy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The repository, of which `make` takes the virtual environment as it is, and the digits."""
     subprocess.run(["make", "setup"], cwd=ROOT, check=True)
     root = tmp_path_factory.mktemp("pages") / "shoal"
     copy_repository(root)
     subprocess.run([".venv/bin/python", "examples/digits/prepare.py", ".cache/digits"], cwd=root, check=True)
-    return root
+    with pytest.MonkeyPatch.context() as patch:  # `shoal` is not installed from the copy
+        trust_directories(patch, root.parent / "settings", root)
+        yield root
 
 
 @pytest.fixture

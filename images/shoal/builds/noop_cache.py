@@ -14,6 +14,8 @@ import socket
 import sys
 import time
 
+from shoal import trust
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -107,8 +109,13 @@ def save_answer(command: BuildCommand, lines: Iterable[str], images: Mapping[str
 
 
 def _load_answers(command: BuildCommand) -> dict[str, Any]:
-    """Return the answers for this state of the inputs; none if the file is missing, damaged or about another state."""
+    """Return the answers for this state of the inputs.
+
+    There are none if the file is missing, damaged, about another state, or if others can write to it.
+    """
     try:
+        if trust.find_stranger(command.file):
+            return {}
         with open(command.file, encoding="utf-8") as file:
             document = json.load(file)
         return dict(document["answers"]) if document["state"] == command.state else {}
@@ -133,10 +140,15 @@ def _files(root: str) -> Iterator[tuple[str, os.stat_result]]:
 
 
 def _walk(path: str) -> Iterator[tuple[str, os.stat_result]]:
-    """Yield the files under a directory without `__pycache__`, or the one file. Raises OSError if it is missing."""
+    """Yield the files under a directory without `__pycache__`, or the one file.
+
+    Raises OSError if it is missing, or a link to a directory, which may be any: the builder decides about it.
+    """
     if not os.path.isdir(path):
         yield path, os.stat(path)
         return
+    if os.path.islink(path):
+        raise OSError(f"{path}: a link to a directory")
     for entry in sorted(os.scandir(path), key=lambda entry: entry.name):
         if entry.name != "__pycache__":
             yield from _walk(entry.path) if entry.is_dir() else [(entry.path, entry.stat())]

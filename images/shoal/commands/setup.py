@@ -7,8 +7,9 @@ from typing import Annotated
 
 import typer
 
-from shoal import doctor, scaffold
+from shoal import doctor, scaffold, trust
 from shoal.commands.common import SET_UP, AsJson, app, open_project, print_json, print_line, print_written
+from shoal.errors import UsageError
 
 
 @app.command("doctor", rich_help_panel=SET_UP, epilog="More: docs/install.md")
@@ -72,3 +73,20 @@ def write_definitions(
         print_json(written)
     else:
         print_written(written)
+
+
+@app.command("trust", rich_help_panel=SET_UP, epilog="More: docs/security.md")
+def trust_directory(
+    directory: Annotated[Path, typer.Argument(help="Directory of a project or a job, or one with several.")],
+) -> None:
+    """Trust a directory that others own or can write to: commands then build, run and stop what its files say.
+
+    A job that was moved or copied here can be continued once its own directory is named.
+
+    To end the trust, remove the line from the file that the command prints.
+
+    Example: shoal trust /src
+    """
+    if not directory.is_dir() or "\n" in str(directory.resolve()):
+        raise UsageError(f"{directory}: no such directory, or its name has a line break. Fix: name an existing one")
+    print_line(f"trusted: {directory.resolve()}, in {trust.add_trusted(directory)}")

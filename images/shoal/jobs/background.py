@@ -24,7 +24,7 @@ class Background:
 
     def open_log(self, path: Path) -> None:
         """Send standard output to a file from now on. Only its owner can read it."""
-        self.log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        self.log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
         sys.stdout.flush()
         os.dup2(self.log, 1)
 

@@ -13,11 +13,13 @@ import os
 import shutil
 import socket
 import stat
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
+from shoal import trust
 from shoal.docker_client import archive
 from shoal.errors import UsageError
 
@@ -25,6 +27,8 @@ MARK = ".shoal-job.json"
 """The file in the directory that names its job. The job itself does not see it."""
 CONTENT = "checkpoints"
 """The name of the directory in /opt/ml, and in the scratch directory of `replace`."""
+_FOUND = "found files"
+"""The key in the mark of a directory with files that were there before its first job."""
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux
 
 
@@ -56,6 +60,10 @@ class CheckpointDirectory:
 
         Yields a new scratch directory on the same disk. The body makes the new content there, as `CONTENT`. The
         scratch directory is removed. A crash at any moment leaves the old content or the new one.
+
+        Files that were in the directory before its first job stay beside it, with a line on standard error.
+
+        Raises `UsageError` if the directory's mark does not name the job any longer.
         """
         scratch = _sibling(self.path, "new")
         shutil.rmtree(scratch, ignore_errors=True)
@@ -65,13 +73,37 @@ class CheckpointDirectory:
             content = scratch / CONTENT
             _write_mark(content, self.job)
             _flush(content)
-            _exchange(content, self.path)
+            mark = _read_mark(self.path / MARK, str(self.path))
+            if mark["job"] != self.job:
+                raise UsageError(
+                    f"{self.path}: became the directory of the job {mark['job']} meanwhile, and nothing was changed."
+                    " Fix: name another directory with --checkpoints"
+                )
+            if mark.get(_FOUND):
+                self._keep_found(content)
+            else:
+                _exchange(content, self.path)
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
 
+    def _keep_found(self, content: Path) -> None:
+        """Put the content in the directory's place, and keep the directory itself, with files of the user, beside it.
+
+        Prints a line.
+        """
+        kept = self.path.with_name(f"{self.path.name}.before-{self.job}")
+        self.path.rename(kept)
+        try:
+            content.rename(self.path)
+        except BaseException:
+            kept.rename(self.path)
+            raise
+        (kept / MARK).unlink()
+        print(f"shoal: the files that were in {self.path} before the job are in {kept}", file=sys.stderr)
+
 
 @contextlib.contextmanager
-def open_directory(path: Path, job: str, option: str) -> Iterator[CheckpointDirectory]:
+def open_directory(path: Path, job: str, option: str, *, can_claim: bool = True) -> Iterator[CheckpointDirectory]:
     """Lock a directory for this command and mark it with a job. It is created if it is missing.
 
     The lock ends with the process, also if it is killed. The rest of an earlier command that was killed is removed.
@@ -80,9 +112,11 @@ def open_directory(path: Path, job: str, option: str) -> Iterator[CheckpointDire
         path: The directory.
         job: The name of the job.
         option: The option and its value, for messages.
+        can_claim: Whether the job may take a directory with files that no job has marked.
 
     Raises:
-        UsageError: If another command uses it, it belongs to another job, or it cannot be replaced as a whole.
+        UsageError: If another command uses it, it belongs to another job, or it cannot be replaced as a whole. Also if
+            it has files but no mark, and `can_claim` is false.
     """
     path = path.resolve()
     _check_place(path, option)
@@ -90,12 +124,17 @@ def open_directory(path: Path, job: str, option: str) -> Iterator[CheckpointDire
     with _lock(path, job, option) as lock:
         shutil.rmtree(_sibling(path, "new"), ignore_errors=True)
         old = _sibling(path, "old")
-        if old.exists() and not path.exists():  # killed between the two steps of `_exchange`
+        if _has_own_mark(old) and not path.exists():  # killed between the two steps of `_exchange`
             old.rename(path)
         shutil.rmtree(old, ignore_errors=True)
         path.mkdir(exist_ok=True)
-        _check_owner(path, job, option)
-        _write_mark(path, job)
+        is_found = _check_owner(path, job, option)
+        if is_found and not can_claim and not os.path.lexists(path / MARK):
+            raise UsageError(
+                f"{option}: {path} has files, but no {MARK} that names the job, so they may not be its checkpoints, and"
+                " nothing was changed. Fix: move them to another directory"
+            )
+        _write_mark(path, job, is_found)
         yield CheckpointDirectory(path, job, lock)
 
 
@@ -129,7 +168,7 @@ def _lock(path: Path, job: str, option: str) -> Iterator[int]:
     place = _sibling(path, "lock")
     with contextlib.ExitStack() as stack:
         while True:
-            file = stack.enter_context(place.open("a+"))
+            file = stack.enter_context(os.fdopen(trust.open_own(place, os.O_RDWR | os.O_CREAT), "r+"))
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -171,46 +210,61 @@ def _describe_use(path: Path, holder: str, job: str, option: str) -> str:
     return f"{option}: {path} is used by {user} ({where}). Fix: wait for its end, or name another directory"
 
 
-def _check_owner(path: Path, job: str, option: str) -> None:
-    """Raise `UsageError` if a directory, one above it or one in it has the checkpoints of another job."""
-    marks = [parent / MARK for parent in path.parents if (parent / MARK).exists()]
+def _check_owner(path: Path, job: str, option: str) -> bool:
+    """Return whether a directory has files that were there before its first job.
+
+    Raises `UsageError` if it, one above it or one in it has the checkpoints of another job.
+    """
+    marks = [parent / MARK for parent in path.parents if _has_own_mark(parent)]
     marks += [mark for mark in path.rglob(MARK) if mark.parent != path]
     for mark in marks:
         raise UsageError(
             f"{option}: {mark.parent} has the checkpoints of a job ({MARK}), and a job replaces its directory as a"
             " whole. Fix: name a directory that is not above or below it"
         )
-    mark = path / MARK
-    if not mark.exists():
-        return
-    owner = _read_mark(mark, option)
-    if owner != job and any(path.name != MARK for path in path.iterdir()):
+    has_files = any(each.name != MARK for each in path.iterdir())
+    if not os.path.lexists(path / MARK):
+        return has_files
+    found = _read_mark(path / MARK, option)
+    owner = found["job"]
+    if owner != job and has_files:
         raise UsageError(
             f"{option}: {path} has the checkpoints of the job {owner}, and nothing was changed. Fix: to continue that"
             f" job, use --resume {owner}, or --resume with its --name; for a new job, name another directory. To start"
             f" a new job from these checkpoints, copy the directory, and remove {MARK} from the copy"
         )
+    return has_files and bool(found.get(_FOUND))
 
 
-def _read_mark(mark: Path, option: str) -> str:
-    """Return the name of the job in a mark. Raises `UsageError` if it has none."""
+def _has_own_mark(directory: Path) -> bool:
+    """Return whether a directory has a mark that this user wrote. Anybody can write one to /tmp."""
     try:
-        return str(json.loads(mark.read_text())["job"])
-    except (ValueError, TypeError, KeyError) as error:
+        return (directory / MARK).lstat().st_uid in trust.own_ids()
+    except OSError:
+        return False
+
+
+def _read_mark(mark: Path, option: str) -> dict[str, Any]:
+    """Return a mark, with the job's name. Raises `UsageError` if it names no job, or is not a file of this user."""
+    try:
+        with os.fdopen(trust.open_own(mark, os.O_RDONLY)) as file:
+            found = json.load(file)
+        return {**found, "job": str(found["job"])}
+    except (OSError, ValueError, TypeError, KeyError) as error:
         raise UsageError(
-            f"{option}: {mark} does not name a job, so its owner is unknown, and nothing was changed. Fix: remove that"
-            " file if the checkpoints are yours"
+            f"{option}: {mark} does not name a job, or is not your file, so its owner is unknown, and nothing was"
+            " changed. Fix: remove that file if the checkpoints are yours"
         ) from error
 
 
-def _write_mark(directory: Path, job: str) -> None:
-    """Write the mark, unless it is right already."""
-    text = json.dumps({"job": job}) + "\n"
-    mark = directory / MARK
-    if not mark.is_file() or mark.read_text(errors="replace") != text:
-        partial = directory / f"{MARK}.new"
-        partial.write_text(text)
-        partial.replace(mark)
+def _write_mark(directory: Path, job: str, is_found: bool = False) -> None:
+    """Write the mark, and in it whether the directory has files that were there before its first job."""
+    text = json.dumps({"job": job, _FOUND: True} if is_found else {"job": job}) + "\n"
+    partial = directory / f"{MARK}.new"
+    partial.unlink(missing_ok=True)
+    with os.fdopen(trust.open_own(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "w") as file:
+        file.write(text)
+    partial.replace(directory / MARK)
 
 
 def copy_tree(source: Path, target: Path, link: bool = False) -> None:

@@ -13,9 +13,8 @@ from shoal import docker_client
 from shoal.docker_client import containers, terminal
 from shoal.errors import DockerError, UsageError, did_you_mean
 from shoal.jobs import gpus, local_processes
-from shoal.jobs.job import RESOURCE_CONFIG
 from shoal.jobs.known_jobs import KnownJob
-from shoal.jobs.record import LOCAL
+from shoal.jobs.record import LOCAL, list_host_trees
 from shoal.jobs.volumes import Volume
 
 SHELL = ["sh", "-c", "command -v bash >/dev/null && exec bash || exec sh"]
@@ -68,11 +67,11 @@ def choose_host(job: str, host: str | None, names: Sequence[str]) -> str:
 
 def _run_in_local_host(found: KnownJob, host: str | None, command: Sequence[str]) -> int:
     """Run a command as a process of this machine, with the variables of a host's `train`, and return its exit code."""
-    trees = {path.parents[2].name: path.parents[2] for path in sorted(found.directory.glob(f"*/{RESOURCE_CONFIG}"))}
+    trees = {tree.name: tree for tree in list_host_trees(found.directory)}
     if not trees:
         raise DockerError(f"{found.name}: no host has started. Fix: try again")
     tree = trees[choose_host(found.name, host, list(trees))]
-    processes = local_processes.list_processes(tree)
+    processes = local_processes.list_descendants(tree, found.record.pid)
     if not processes:
         raise DockerError(f"{found.name}: {tree.name} has no process. Fix: try again when the host has started")
     environment = local_processes.read_environment(processes[0])

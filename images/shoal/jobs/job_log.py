@@ -128,7 +128,7 @@ class JobLog:
             return
         try:
             if self._file is None:
-                flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+                flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
                 self._file = os.fdopen(os.open(self.path, flags, 0o600), "w", buffering=1)
             self._file.write(line + "\n")
         except OSError as error:  # a full disk must not end the job

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import time
 from dataclasses import dataclass
@@ -110,12 +111,16 @@ def list_jobs() -> list[KnownJob]:
     found = []
     for directory in running.list_directories():
         with contextlib.suppress(UsageError, OSError):  # another version's, another user's, or removed meanwhile
-            found.append(read_job(directory))
+            job = read_job(directory)
+            running.check_own(directory, job.identity, job.name)
+            found.append(job)
     return sorted(found, key=lambda each: (not each.is_running, -each.record.started))
 
 
 def find_job(name: str) -> KnownJob:
     """Return the job with a name, or in a directory. Of several: a running one, that in ./jobs, the newest.
+
+    One in ./jobs or another directory may be somebody else's, and is only to be read: `running.check_own`.
 
     Raises `UsageError` with similar names if there is none.
     """
@@ -136,8 +141,9 @@ def find_job(name: str) -> KnownJob:
 
 
 def find_running_job(name: str) -> KnownJob:
-    """Return the running job with a name, or in a directory. Raises `UsageError` if there is none."""
+    """Return the running job of this user with a name, or in a directory. Raises `UsageError` if there is none."""
     found = find_job(name)
+    running.check_own(found.directory, found.identity, name)
     if found.is_running:
         return found
     fix = f"shoal stop {name} ends its hosts" if found.state == LOST else "`shoal ps` lists running jobs"
@@ -157,7 +163,7 @@ def check_name(name: str, output: Path) -> None:
                 f"--name {name}: in use by a job that is {each.state} ({each.directory}). Fix: choose another name, or"
                 f" shoal stop {each.directory}"
             )
-    if (output / name).exists():
+    if os.path.lexists(output / name):
         raise UsageError(
             f"--name {name}: in use, {output / name} exists. Fix: choose another name, remove that directory, or if"
             f" that job has not succeeded, continue it: shoal run --resume {name}"

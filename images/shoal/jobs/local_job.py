@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import shutil
 import socket
 import sys
 from dataclasses import replace
@@ -17,7 +16,7 @@ from shoal.errors import DockerError, UsageError
 from shoal.jobs import checkpoints, distribution, gpu_usage, gpus, job, restarts, usage
 from shoal.jobs.live_view import View
 from shoal.jobs.local_hosts import LocalHosts
-from shoal.jobs.record import OpenJob, collect_tree, remove_checkpoints
+from shoal.jobs.record import OpenJob, collect_tree, remove_tree
 from shoal.jobs.watch import STOP_SECONDS, Watch
 from shoal.matrix import project
 
@@ -59,8 +58,8 @@ def run_job_locally(opened: OpenJob, view: View) -> job.JobResult:
             collect_tree(shared, opened.checkpoints)
             opened.update(uncollected=False)  # before they are removed
         for tree in hosts.trees.values():
-            remove_checkpoints(tree)
-            shutil.rmtree(tree / "code")
+            remove_tree(tree / checkpoints.CONTENT)
+            remove_tree(tree / "code")
     result = job.read_result(opened.name, watch.exit_codes(), opened.directory, hosts.trees)
     return replace(result, restarts=[*watch.restarts, *result.restarts])
 
@@ -69,7 +68,7 @@ def _create_hosts(opened: OpenJob, view: View) -> LocalHosts:
     """Make the tree of each host, and return hosts that are ready to start. They share one directory of checkpoints."""
     train = Path(sys.executable).with_name("train")
     if not train.exists():
-        toolkit = project.find(Path.cwd()).part("toolkit")
+        toolkit = project.find_shipped().root / "toolkit"
         raise DockerError(
             f"`train` is not installed next to {sys.executable}. Fix: {sys.executable} -m pip install {toolkit}"
         )

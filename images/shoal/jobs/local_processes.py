@@ -1,4 +1,8 @@
-"""Finds the processes of a job's host without Docker, in all processes of this machine, by their environment."""
+"""Finds processes of this user's jobs, and signals them.
+
+The command of a job is named by its number, and by its start and the boot of the machine: a number is used again. The
+processes of a host without Docker are found by their environment, among all of this machine.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +13,13 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
+from shoal import trust
 from shoal.jobs.watch import STOP_SECONDS
 
 BASE = "SAGEMAKER_BASE_DIR"
 """The variable with the tree of a host. All of its processes inherit it."""
+_START = 19
+"""The place of a process's start in /proc/PID/stat after its name: field 22 of proc(5)."""
 _MARGIN = 5
 _PAUSE = 0.2
 
@@ -26,17 +33,70 @@ def read_environment(pid: int) -> dict[str, str]:
 
 
 def list_processes(tree: Path) -> list[int]:
-    """Return the processes of the host with a tree; first those that none of them has started, such as `train`."""
+    """Return the processes of the host with a tree; first those that none of them has started, such as `train`.
+
+    Processes of other users are left out: they can have any environment.
+    """
     numbers = sorted(int(path.name) for path in Path("/proc").iterdir() if path.name.isdecimal())
-    found = [pid for pid in numbers if read_environment(pid).get(BASE) == str(tree)]
+    found = [pid for pid in numbers if read_environment(pid).get(BASE) == str(tree) and _is_own(pid)]
     return sorted(found, key=lambda pid: _read_parent(pid) in found)
+
+
+def list_descendants(tree: Path, ancestor: int) -> list[int]:
+    """Return the processes of the host with a tree that a process has started, in the same order.
+
+    A program with the setuid bit, which another user can start with any environment, is not among them.
+    """
+    return [pid for pid in list_processes(tree) if ancestor in _list_ancestors(pid)]
+
+
+def _list_ancestors(pid: int) -> list[int]:
+    """Return the parent of a process, the parent of that, and so on."""
+    found = []
+    while (pid := _read_parent(pid)) and pid not in found:
+        found.append(pid)
+    return found
+
+
+def _is_own(pid: int) -> bool:
+    """Return whether a process is this user's, by its real and its effective user. One that has ended is not."""
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        users = next(line for line in lines if line.startswith("Uid:")).split()[1:]
+        return {*map(int, users)} <= trust.own_ids()
+    return False
 
 
 def _read_parent(pid: int) -> int:
     """Return the parent of a process; 0 if it has ended."""
+    return int((_read_status(pid) or ["", "0"])[1])
+
+
+def _read_status(pid: int) -> list[str]:
+    """Return the fields of /proc/PID/stat after the name; none if the process has ended."""
     with contextlib.suppress(OSError):
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    return 0
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return []
+
+
+def describe_start(pid: int) -> str:
+    """Return the boot of the machine and the start of a process, in ticks after it; empty if it has ended."""
+    with contextlib.suppress(OSError, IndexError):
+        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {_read_status(pid)[_START]}"
+    return ""
+
+
+def is_alive(pid: int, start: str) -> bool:
+    """Return whether a process is this user's and the one with a start, and not another with its number."""
+    return bool(start) and describe_start(pid) == start and _is_own(pid)
+
+
+def send_signal(pid: int, start: str, number: signal.Signals) -> bool:
+    """Send a signal to a process of this user, and return whether it is the one with a start. Others get none."""
+    if not is_alive(pid, start):
+        return False
+    _kill(pid, number)
+    return True
 
 
 def stop_processes(trees: Iterable[Path]) -> None:

@@ -13,8 +13,9 @@ from typing import Any
 
 import pydantic
 
+from shoal import trust
 from shoal.errors import UsageError, did_you_mean
-from shoal.jobs import checkpoints, job, running
+from shoal.jobs import checkpoints, job, local_processes, running
 from shoal.jobs.job_log import JobLog
 
 RECORD = "request.json"
@@ -50,6 +51,8 @@ class JobRecord:
     """When it ended; None if it still runs, or its command was killed."""
     pid: int = 0
     """The process of the command that runs it."""
+    process_start: str = ""
+    """The start of that process, as `local_processes.describe_start` returns it: numbers are used again."""
 
 
 _RECORDS = pydantic.TypeAdapter(JobRecord)
@@ -90,7 +93,7 @@ class OpenJob:
 
 
 def read_record(output: Path, name: str) -> JobRecord:
-    """Return the record of a job. Raises `UsageError` if the output directory has no such job."""
+    """Return the record of a job. Raises `UsageError` if the output directory has no such job of this user."""
     path = output / name / RECORD
     if Path(name).name != name or not path.is_file():
         known = [found.parent.name for found in output.glob(f"*/{RECORD}")]
@@ -99,7 +102,9 @@ def read_record(output: Path, name: str) -> JobRecord:
             f"--resume {name}: {problem}.{did_you_mean(name, known)} Fix: use the name of a directory in {output}, or"
             " --output with the directory of your jobs"
         )
-    return load_record(path, f"--resume {name}")
+    found = load_record(path, f"--resume {name}")
+    running.check_own(path.parent, found.identity or name, f"--resume {name}")
+    return found
 
 
 def load_record(path: Path, option: str) -> JobRecord:
@@ -126,7 +131,8 @@ def _write_record(directory: Path, record: JobRecord) -> None:
     )
     content = _RECORDS.dump_json(replace(record, request=absolute), indent=2)
     partial = directory / f"{RECORD}.new"
-    with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+    partial.unlink(missing_ok=True)
+    with os.fdopen(trust.open_own(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
         file.write(content)
     partial.replace(directory / RECORD)
 
@@ -159,12 +165,14 @@ def open_job(record: JobRecord, resumed: str | None, name: str | None = None) ->
         directory = job.make_job_directory(request, name)
         option = f"--checkpoints {request.checkpoints}"
     has_checkpoints = False
-    place, owner = request.checkpoints or directory / checkpoints.CONTENT, record.identity or name
+    place, owner = find_checkpoints(request, directory), record.identity or name
+    pid = os.getpid()
     try:
-        with checkpoints.open_directory(place, owner, option) as opened, running.mark_running(directory):
+        with checkpoints.open_directory(place, owner, option) as opened, running.mark_running(directory, owner):
             if resumed is not None:
                 record = _prepare_resume(directory, record, opened)
-            record = replace(record, state=RUNNING, started=time.time(), ended=None, pid=os.getpid())
+            start = local_processes.describe_start(pid)
+            record = replace(record, state=RUNNING, started=time.time(), ended=None, pid=pid, process_start=start)
             log = JobLog(path=directory / LOG)
             result = OpenJob(name, directory, record, opened, resumed is not None, log)
             try:
@@ -207,6 +215,17 @@ def _prepare_resume(directory: Path, record: JobRecord, opened: checkpoints.Chec
     return replace(record, exit_code=None, uncollected=is_uncollected)
 
 
+def find_checkpoints(request: job.JobRequest, directory: Path) -> Path:
+    """Return the directory of a job's checkpoints. Raises `UsageError` if the one in its own directory is a link."""
+    own = directory / checkpoints.CONTENT
+    if request.checkpoints is None and own.is_symlink():
+        raise UsageError(
+            f"{own}: is a link, and the job replaces its checkpoints as a whole. Fix: remove it, and name the directory"
+            " with --checkpoints"
+        )
+    return request.checkpoints or own
+
+
 def collect_tree(tree: Path, directory: checkpoints.CheckpointDirectory) -> None:
     """Replace the checkpoints of a job by those in its tree, which stay there too, as hard links if possible."""
     with directory.replace() as scratch:
@@ -214,19 +233,29 @@ def collect_tree(tree: Path, directory: checkpoints.CheckpointDirectory) -> None
         checkpoints.copy_tree(tree / checkpoints.CONTENT, scratch / checkpoints.CONTENT, link=True)
 
 
+def list_host_trees(directory: Path) -> list[Path]:
+    """Return the trees of the hosts of a job without Docker. Links are left out: they may lead anywhere."""
+    return [tree for tree in _list_trees(directory) if (tree / job.RESOURCE_CONFIG).is_file()]
+
+
 def find_trees(directory: Path) -> list[Path]:
     """Return the tree with the checkpoints of a job without Docker that was killed; none for another job."""
-    found = (path for path in directory.glob(f"[!.]*/{checkpoints.CONTENT}") if path.is_dir() and not path.is_symlink())
-    return [path.parent for path in found]
+    places = [tree / checkpoints.CONTENT for tree in _list_trees(directory)]
+    return [place.parent for place in places if place.is_dir() and not place.is_symlink()]
 
 
-def remove_checkpoints(tree: Path) -> None:
-    """Remove the checkpoints in a host's tree, or the link to those in the tree of the first host."""
-    place = tree / checkpoints.CONTENT
-    if place.is_symlink():
-        place.unlink()
+def _list_trees(directory: Path) -> list[Path]:
+    """Return the directories of hosts in a job's directory, by name."""
+    found = (path for path in directory.iterdir() if path.is_dir() and not path.is_symlink())
+    return sorted(path for path in found if not path.name.startswith((".", _EARLIER, checkpoints.CONTENT)))
+
+
+def remove_tree(path: Path) -> None:
+    """Remove a directory with all that is in it. Of a link, remove only the link."""
+    if path.is_symlink():
+        path.unlink()
     else:
-        shutil.rmtree(place, ignore_errors=True)
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _move_results(directory: Path) -> None:
@@ -235,7 +264,7 @@ def _move_results(directory: Path) -> None:
     target = directory / f"{_EARLIER}{number}"
     target.mkdir()
     for tree in find_trees(directory):
-        remove_checkpoints(tree)
+        remove_tree(tree / checkpoints.CONTENT)
     for path in list(directory.iterdir()):
         if not path.name.startswith((_EARLIER, ".")) and path.name not in (RECORD, checkpoints.CONTENT):
             path.rename(target / path.name)

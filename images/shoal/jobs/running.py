@@ -1,7 +1,9 @@
 """Marks a job's directory while a command runs the job, and remembers the directories of all jobs of this user.
 
 The mark is a locked file, so it ends with the command, also if that is killed. The directories are remembered as links
-in $XDG_STATE_HOME/shoal/jobs, by default ~/.local/state/shoal/jobs, one directory for each machine.
+in $XDG_STATE_HOME/shoal/jobs, by default ~/.local/state/shoal/jobs, one directory for each machine. A link's name is
+made of the directory and the identity of its job. Only a job with a link counts as this user's: a record says what is
+mounted, replaced and ended, and anybody can write one.
 """
 
 from __future__ import annotations
@@ -9,55 +11,76 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import math
 import os
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from shoal import trust
 from shoal.errors import UsageError
 
 MARK = ".running"
 _PATIENCE = 2.0
 """Seconds in which other commands that look at the mark give it free again."""
+_GRACE = 10.0
+"""Seconds in which the system gives the mark of a process free that has ended."""
+_PAUSE = 0.02
 
 
 @contextlib.contextmanager
-def mark_running(directory: Path) -> Iterator[None]:
+def mark_running(directory: Path, identity: str) -> Iterator[None]:
     """Mark a job's directory as one that this process runs, and remember it. The mark is removed at the end.
 
     The caller has locked the job's checkpoints. Raises `UsageError` if another command runs the job with others.
     """
     mark = directory / MARK
-    with mark.open("a") as file:
+    with os.fdopen(trust.open_own(mark, os.O_WRONLY | os.O_CREAT), "w") as file:
         until = time.monotonic() + _PATIENCE
         while not _try_lock(file.fileno(), fcntl.LOCK_EX):
             if time.monotonic() > until:
                 raise UsageError(
                     f"{directory.name}: another command runs this job. Fix: shoal stop {directory}, or wait for its end"
                 )
-            time.sleep(0.01)
+            time.sleep(_PAUSE)
         try:
-            _remember(directory)
+            _remember(directory, identity)
             yield
         finally:
             mark.unlink(missing_ok=True)
 
 
 def is_running(directory: Path) -> bool:
-    """Return whether a command runs the job with this directory."""
+    """Return whether a command of this user runs the job with this directory."""
     try:
-        with (directory / MARK).open() as file:
+        with os.fdopen(trust.open_own(directory / MARK, os.O_RDONLY)) as file:
             return not _try_lock(file.fileno(), fcntl.LOCK_SH)
     except OSError:
         return False
 
 
-def wait_for_end(directory: Path) -> None:
-    """Wait until no command runs the job with this directory."""
-    with contextlib.suppress(FileNotFoundError), (directory / MARK).open() as file:
-        fcntl.flock(file, fcntl.LOCK_SH)
+def wait_for_end(directory: Path, is_alive: Callable[[], bool] = lambda: True) -> None:
+    """Wait until no command runs the job with this directory.
+
+    Args:
+        directory: The job's directory.
+        is_alive: Returns whether the process of the job's command exists.
+
+    Raises:
+        UsageError: If that process has ended, and the mark stays locked for some seconds.
+    """
+    until = math.inf
+    while is_running(directory):
+        if is_alive():
+            until = math.inf
+        elif time.monotonic() > (until := min(until, time.monotonic() + _GRACE)):
+            raise UsageError(
+                f"{directory.name}: its command has ended, but another process has locked {directory / MARK}. Fix: end"
+                f" the process that `fuser {directory / MARK}` shows"
+            )
+        time.sleep(_PAUSE)
 
 
 def _try_lock(descriptor: int, kind: int) -> bool:
@@ -70,33 +93,78 @@ def _try_lock(descriptor: int, kind: int) -> bool:
 
 
 def _state_directory() -> Path:
-    """Return the directory of links, which may be missing. Machines may share a home directory."""
-    base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-    return Path(base, "shoal", "jobs", socket.gethostname())
+    """Return the directory with a directory of links for each machine, which may be missing.
+
+    Machines may share a home directory.
+    """
+    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state", "shoal", "jobs")
 
 
-def _remember(directory: Path) -> None:
-    """Make a link to a job's directory. If that fails, print a warning: other commands need the directory's path."""
-    links = _state_directory()
-    link = links / hashlib.sha256(os.fsencode(directory)).hexdigest()[:16]
+def _link_name(directory: Path, identity: str) -> str:
+    return hashlib.sha256(os.fsencode(directory) + b"\0" + os.fsencode(identity)).hexdigest()[:32]
+
+
+def _remember(directory: Path, identity: str) -> None:
+    """Make a link to a job's directory. Print a warning if other commands will not take the job for this user's."""
+    links = _state_directory() / socket.gethostname()
+    link = links / _link_name(directory, identity)
+    fix = f"Fix: shoal trust {directory}"
     try:
-        links.mkdir(parents=True, exist_ok=True)
+        links.mkdir(mode=0o700, parents=True, exist_ok=True)
         with contextlib.suppress(FileExistsError):
             link.symlink_to(directory)
+        problem = trust.find_stranger(directory) or trust.find_stranger(links)
     except OSError as error:
-        print(
-            f"shoal: warning: {link} cannot be written ({error.strerror}), so `shoal ps` does not list this job",
-            file=sys.stderr,
-        )
+        problem, fix = f"{link} cannot be written ({error.strerror})", f"{fix}, or set XDG_STATE_HOME"
+    if problem:
+        print(f"shoal: warning: {problem}, so `shoal ps` and `shoal stop` refuse this job. {fix}", file=sys.stderr)
 
 
 def list_directories() -> list[Path]:
     """Return the directories of this user's jobs on this machine. Links to those that were removed are removed too."""
     found = []
     with contextlib.suppress(FileNotFoundError):
-        for link in list(_state_directory().iterdir()):
+        for link in list((_state_directory() / socket.gethostname()).iterdir()):
             if link.is_dir():
                 found.append(link.readlink())
             else:
                 link.unlink(missing_ok=True)
     return found
+
+
+def check_own(directory: Path, identity: str, option: str) -> None:
+    """Raise `UsageError` unless the job in a directory is this user's.
+
+    This user's list of jobs must have it with its identity, and nobody else may be able to change its files. A list of
+    another machine with the same home directory counts too. If the user has named the job's directory with `shoal
+    trust`, it is accepted without both.
+
+    Args:
+        directory: The job's directory.
+        identity: The label of the job's objects in Docker, from its record.
+        option: The option or the job's name, for messages.
+    """
+    place, named = directory.resolve(), trust.read_trusted()
+    if str(place) in named:
+        return
+    if problem := _find_problem(place, identity, named):
+        raise UsageError(
+            f"{option}: {place} is not a job of yours: {problem}. The record of a job says what is run, mounted,"
+            " replaced and ended, so nothing was done. Fix: if it is yours, such as one that you have moved or copied"
+            f" here: shoal trust {place}"
+        )
+
+
+def _find_problem(directory: Path, identity: str, named: set[str]) -> str | None:
+    """Return why a job does not count as this user's, in words; None if it does."""
+    if not trust.is_inside(directory, named):
+        if words := trust.find_stranger(directory):
+            return words
+        for entry in os.scandir(directory):
+            if words := trust.describe_stranger(entry.path, entry.stat(follow_symlinks=False)):
+                return words
+    state = _state_directory()
+    links = state.glob(f"*/{_link_name(directory, identity)}")
+    if any(link.is_symlink() and trust.find_stranger(link.parent) is None for link in links):
+        return None
+    return f"your list of jobs ({state}) does not have it"

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import signal
 import time
 from dataclasses import replace
 from io import BytesIO
-from pathlib import Path
 
 import docker
 from docker.models.containers import Container
@@ -23,7 +21,16 @@ from shoal.jobs.docker_hosts import DockerHosts, stop_containers
 from shoal.jobs.docker_job import collect
 from shoal.jobs.known_jobs import LOST, KnownJob, read_job
 from shoal.jobs.live_view import PlainView
-from shoal.jobs.record import LOCAL, STOPPED, OpenJob, collect_tree, find_trees, remove_checkpoints
+from shoal.jobs.record import (
+    LOCAL,
+    STOPPED,
+    OpenJob,
+    collect_tree,
+    find_checkpoints,
+    find_trees,
+    list_host_trees,
+    remove_tree,
+)
 
 
 def stop_job(found: KnownJob, console: Console) -> KnownJob:
@@ -35,21 +42,22 @@ def stop_job(found: KnownJob, console: Console) -> KnownJob:
     A job that has ended stays as it is.
 
     Raises:
-        UsageError: If the job's command is not visible here, or a lost job's checkpoints are used by another command.
+        UsageError: If the job is not this user's, or its command is not visible here. For a lost job, also if its
+            checkpoints are used by another command or not marked as the job's.
         DockerError: If Docker does not answer.
     """
+    running.check_own(found.directory, found.identity, found.name)
+    process = found.record.pid, found.record.process_start
     if found.state == LOST:
         _stop_lost(found, console)
     elif found.is_running:
-        try:
-            os.kill(found.record.pid, signal.SIGTERM)
-        except ProcessLookupError:  # it has just ended, or belongs to another container
-            if running.is_running(found.directory):
-                raise UsageError(
-                    f"{found.name}: runs in a process that is not visible here ({found.record.pid}), such as one of"
-                    " another container or machine. Fix: run this command there"
-                ) from None
-        running.wait_for_end(found.directory)
+        is_signalled = local_processes.send_signal(*process, signal.SIGTERM)
+        if not is_signalled and running.is_running(found.directory):  # otherwise it has just ended
+            raise UsageError(
+                f"{found.name}: runs in a process that is not visible here ({found.record.pid}), such as one of"
+                " another container or machine. Fix: run this command there"
+            )
+        running.wait_for_end(found.directory, lambda: local_processes.is_alive(*process))
     try:
         return read_job(found.directory)
     except FileNotFoundError:  # of a new job, which ended before its hosts started
@@ -61,14 +69,15 @@ def stop_job(found: KnownJob, console: Console) -> KnownJob:
 def _stop_lost(found: KnownJob, console: Console) -> None:
     """Stop the hosts of a lost job, collect their files, and remove its objects from Docker."""
     if found.record.engine == LOCAL:
-        local_processes.stop_processes(_list_trees(found.directory))  # they hold the lock of the checkpoints
-    place = found.record.request.checkpoints or found.directory / checkpoints.CONTENT
+        local_processes.stop_processes(list_host_trees(found.directory))  # they hold the lock of the checkpoints
+    place = find_checkpoints(found.record.request, found.directory)
     with (
-        checkpoints.open_directory(place, found.identity, found.name) as directory,
-        running.mark_running(found.directory),
+        checkpoints.open_directory(place, found.identity, found.name, can_claim=False) as directory,
+        running.mark_running(found.directory, found.identity),
     ):
         opened = OpenJob(found.name, found.directory, found.record, directory, resumed=True)
-        opened.update(pid=os.getpid())  # so that another `shoal stop` reaches this one
+        pid = os.getpid()  # so that another `shoal stop` reaches this one
+        opened.update(pid=pid, process_start=local_processes.describe_start(pid))
         if found.record.engine == LOCAL:
             _end_local_job(opened)
         else:
@@ -107,7 +116,7 @@ def _end_docker_job(opened: OpenJob, console: Console) -> None:
             by_name=found,
         )
         for host in found:
-            shutil.rmtree(opened.directory / host, ignore_errors=True)  # of a command that was killed while it copied
+            remove_tree(opened.directory / host)  # of a command that was killed while it copied
         trees = collect(hosts, opened)
         exit_codes = {host: _read_exit_code(each) for host, each in found.items()}
         result = job.read_result(opened.name, exit_codes, opened.directory, trees)
@@ -132,18 +141,13 @@ def _read_exit_code(container: Container) -> int:
 
 def _end_local_job(opened: OpenJob) -> None:
     """Collect the checkpoints of a job that has no process now, pack its results, and remove the copy of its code."""
-    trees = {tree.name: tree for tree in _list_trees(opened.directory)}
+    trees = {tree.name: tree for tree in list_host_trees(opened.directory)}
     if opened.record.uncollected:  # otherwise no host has started, and its tree may be half filled
         for tree in find_trees(opened.directory):
             collect_tree(tree, opened.checkpoints)
     opened.update(uncollected=False)
     for tree in trees.values():
-        remove_checkpoints(tree)
-        shutil.rmtree(tree / "code", ignore_errors=True)
+        remove_tree(tree / checkpoints.CONTENT)
+        remove_tree(tree / "code")
     if trees:
         job.read_result(opened.name, {}, opened.directory, trees)
-
-
-def _list_trees(directory: Path) -> list[Path]:
-    """Return the trees of the hosts of a job without Docker."""
-    return [path.parents[2] for path in sorted(directory.glob(f"*/{job.RESOURCE_CONFIG}"))]

@@ -5,11 +5,15 @@ It is a checkout, a directory that `shoal init` has written, or the definitions 
 
 from __future__ import annotations
 
+import contextlib
 import os
+import stat
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from shoal.errors import UsageError
+from shoal import trust
+from shoal.errors import SpecError, UsageError
 from shoal.matrix.spec import ImageSpec
 
 LAYERS = ("cuda", "framework", "mpi", "aws")
@@ -18,9 +22,13 @@ CHILD_LAYERS = ("framework",)
 """The pip layers of an image that extends another: it installs only what the other does not have."""
 
 
+_PARTS = ("buildspec.yml", "dockerfiles", "library", "rehearsal", "toolkit", ".gitignore", ".cache/shoal")
+"""The files and directories of a project that commands read, write or remove."""
 _PACKAGE = Path(__file__).resolve().parents[1]
 INSTALLED = _PACKAGE / "definitions"
 """The image definitions in a wheel of this package. A checkout does not have this directory."""
+_OWN_ROOTS = (INSTALLED, _PACKAGE.parents[1])
+"""The projects that this package is installed from, so that their code runs already."""
 
 
 @dataclass(frozen=True)
@@ -40,15 +48,36 @@ class Project:
 
     @property
     def cache(self) -> Path:
-        """The directory of caches and logs: in the project, or the user's if the project is installed."""
-        if self.root == INSTALLED:
+        """The directory of caches and logs: in the checkout of this package or a project that is trusted by name.
+
+        Other projects use the user's. One that was copied from elsewhere may bring a cache with a base image, which
+        all projects would use then.
+        """
+        if self.root == INSTALLED or not self.may_run_code():
             return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shoal"
         return self.root / ".cache" / "shoal"
 
     def part(self, name: str) -> Path:
-        """Return a file or directory such as `toolkit`: the project's own, or else the one that `shoal` comes with."""
+        """Return a package such as `toolkit`: the project's own, or else the one that `shoal` comes with.
+
+        Raises `SpecError` if it is the project's own and may not run code here: to build a package runs its backend.
+        """
         own = self.root / name
-        return own if own.exists() else find_shipped().root / name
+        if not own.exists():
+            return find_shipped().root / name
+        if not self.may_run_code():
+            raise SpecError(
+                f"{own}: to build this package runs code of its pyproject.toml on this machine. Fix: remove it, so that"
+                f" images get the one that comes with shoal, or if you trust it: shoal trust {self.root}"
+            )
+        return own
+
+    def may_run_code(self) -> bool:
+        """Return whether code of the project may run on this machine: it is this checkout, or trusted by name.
+
+        A project that was copied from elsewhere may have files of others, though they belong to this user.
+        """
+        return self.root.resolve() in _OWN_ROOTS or trust.is_inside(self.root, trust.read_trusted())
 
     def schema(self, name: str) -> Path:
         return self.templates / "schema" / f"{name}.json"
@@ -65,13 +94,16 @@ class Project:
 def find(start: Path) -> Project:
     """Return the project that contains `start`, or else the definitions that this package comes with.
 
-    Raises `UsageError` if there is neither.
+    Raises `UsageError` if there is neither, and `SpecError` if others can change the project's files.
     """
     return _find_above(start) or find_shipped()
 
 
 def find_editable(start: Path) -> Project:
-    """Return the project that contains `start`, for a command that writes to it. Raises `UsageError` without one."""
+    """Return the project that contains `start`, for a command that writes to it.
+
+    Raises `UsageError` without one, and `SpecError` if others can change its files.
+    """
     if found := _find_above(start):
         return found
     raise UsageError(
@@ -85,7 +117,7 @@ def find_shipped() -> Project:
 
     Raises `UsageError` if there is neither.
     """
-    for root in (INSTALLED, _PACKAGE.parents[1]):
+    for root in _OWN_ROOTS:
         if (root / "buildspec.yml").is_file():
             return Project(root)
     raise UsageError(
@@ -94,8 +126,45 @@ def find_shipped() -> Project:
 
 
 def _find_above(start: Path) -> Project | None:
-    """Return the project in the nearest directory with a buildspec.yml: `start`, or one above it."""
+    """Return the project in the nearest directory with a buildspec.yml: `start`, or one above it.
+
+    Raises `SpecError` if others can change its files, or one of its links leaves it.
+    """
     for directory in (start, *start.parents):
         if (directory / "buildspec.yml").is_file():
+            if directory.resolve() not in _OWN_ROOTS:
+                _check_trust(directory)
             return Project(directory)
     return None
+
+
+def _check_trust(root: Path) -> None:
+    """Raise `SpecError` if others can change the files of a project, or one of its links leaves it."""
+    if words := trust.find_stranger(root):
+        raise _refuse(root, words, root)
+    named = trust.read_trusted()
+    inside = named | {str(root.resolve())}
+    is_named = trust.is_inside(root, named)
+    for name in (".cache", *_PARTS):
+        for path, status in _walk(str(root / name), deep=name != ".cache"):
+            if stat.S_ISLNK(status.st_mode) and not trust.is_inside(path, inside):
+                raise _refuse(root, f"the link {path} leaves the project", Path(path).resolve())
+            if not is_named and (words := trust.describe_stranger(path, status)):
+                raise _refuse(root, words, root)
+
+
+def _refuse(root: Path, words: str, directory: Path) -> SpecError:
+    return SpecError(
+        f"{root}: this directory has a buildspec.yml, which decides what commands run here, but {words}. Fix: work in"
+        f" another directory, or if you trust all that is in it: shoal trust {directory}"
+    )
+
+
+def _walk(path: str, *, deep: bool) -> Iterator[tuple[str, os.stat_result]]:
+    """Yield a file, if it exists, with its status, and if `deep`, all below it. No link is followed."""
+    with contextlib.suppress(FileNotFoundError):  # another command may remove files of the cache meanwhile
+        status = os.lstat(path)
+        yield path, status
+        if deep and stat.S_ISDIR(status.st_mode):
+            for entry in os.scandir(path):
+                yield from _walk(entry.path, deep=True)

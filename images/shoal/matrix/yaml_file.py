@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import re
+import stat
 import typing
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -15,6 +18,8 @@ from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from shoal.errors import SpecError, did_you_mean
 
 Location = tuple[str | int, ...]
+_MOST_BYTES, _MOST_VALUES, _MOST_LEVELS = 128 * 1024, 20_000, 100
+"""Limits of a file: its size, its values if aliases are replaced, and open brackets. Our largest one has 3 KB."""
 
 
 class Model(pydantic.BaseModel):
@@ -63,9 +68,22 @@ def read_yaml(path: Path, model: type[M]) -> tuple[M, Document]:
 
 
 def _parse(path: Path) -> Any:
-    """Return the content of a YAML file, with line numbers. Raises `SpecError` if it can't be read or is not YAML."""
+    """Return the content of a YAML file, with line numbers.
+
+    Raises `SpecError` if it can't be read, is not YAML, or is larger than a file that people write.
+    """
     try:
-        return YAML(typ="rt").load(path.read_text(encoding="utf-8"))
+        text = _read_limited(path)
+        if _measure_depth(text) > _MOST_LEVELS:  # the parser takes seconds for it
+            raise RecursionError
+        data = YAML(typ="rt").load(text.decode())
+        if _count_values(data, {}) > _MOST_VALUES:
+            raise SpecError(
+                f"{path}: aliases make it larger than {_MOST_VALUES} values. Fix: use fewer aliases (*NAME)"
+            )
+        return data
+    except RecursionError as error:
+        raise SpecError(f"{path}: nested too deeply, or an alias contains itself. Fix: use fewer levels") from error
     except OSError as error:
         fix = "restore it, or write new definitions with `shoal init DIRECTORY`"
         raise SpecError(f"{path}: cannot be read: {error.strerror}. Fix: {fix}") from error
@@ -73,8 +91,43 @@ def _parse(path: Path) -> Any:
         mark = error.problem_mark or error.context_mark
         line = mark.line + 1 if mark else 1
         raise SpecError(f"{path}:{line}: not YAML: {error.problem}") from error
-    except (YAMLError, UnicodeDecodeError) as error:
+    except (YAMLError, ValueError) as error:
         raise SpecError(f"{path}: not YAML in UTF-8: {error}") from error
+
+
+def _read_limited(path: Path) -> bytes:
+    """Return the content of a file. Raises `SpecError` if it is too large or no regular file, and OSError."""
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:  # a pipe must not be waited for
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise SpecError(f"{path}: not a regular file. Fix: replace it by a YAML file")
+        text = file.read(_MOST_BYTES + 1)
+    if len(text) > _MOST_BYTES:
+        raise SpecError(f"{path}: larger than {_MOST_BYTES} bytes. Fix: remove entries that are not needed")
+    return text
+
+
+def _measure_depth(text: bytes) -> int:
+    """Return how many brackets of a text are open at the same time."""
+    depth = deepest = 0
+    for letter in re.findall(rb"[\[\]{}]", text):
+        depth += 1 if letter in b"[{" else -1
+        deepest = max(deepest, depth)
+    return deepest
+
+
+def _count_values(data: Any, known: dict[int, int]) -> int:
+    """Return the number of values in a document in which each alias is replaced by its value.
+
+    Args:
+        data: The document, or a part of it.
+        known: The numbers of parts, by identity. They are extended.
+    """
+    if not isinstance(data, (dict, list)):
+        return 1
+    if id(data) not in known:
+        parts = [*data.keys(), *data.values()] if isinstance(data, dict) else data
+        known[id(data)] = 1 + sum(_count_values(part, known) for part in parts)
+    return known[id(data)]
 
 
 def _explain(document: Document, model: type[Model], problem: Any) -> str:
@@ -87,7 +140,7 @@ def _explain(document: Document, model: type[Model], problem: Any) -> str:
     elif problem["type"] == "missing":
         message = "required, but missing"
     elif location:
-        message = f"{message}; found {problem['input']!r}"
+        message = f"{message}; found {repr(problem['input'])[:200]}"
     return document.locate(location, message)
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from packaging.requirements import Requirement
+from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
 from shoal.errors import SpecError
@@ -142,6 +142,7 @@ def _resolve(requirements: Iterable[str], python_version: str, index: str | None
     here = (platform.system(), platform.machine())
     if here != ("Linux", "x86_64"):  # pip evaluates markers for the machine that it runs on
         raise SpecError(f"locking needs Linux and x86_64; this is {' '.join(here)}")
+    requirements = [_check_requirement(line) for line in requirements]
     command = [*_pip(python_version), "install", "--dry-run", "--ignore-installed", "--quiet", "--report", "-"]
     command += [*target_options(python_version), "--target=unused", *options]
     result = subprocess.run([*command, *requirements], capture_output=True, text=True, check=False)
@@ -151,6 +152,16 @@ def _resolve(requirements: Iterable[str], python_version: str, index: str | None
     if result.returncode:
         raise SpecError(f"pip cannot resolve {' '.join(requirements)}:\n{result.stderr.strip()}")
     return sorted(map(_make_pin, json.loads(result.stdout)["install"]), key=lambda pin: pin.name)
+
+
+def _check_requirement(text: str) -> str:
+    """Return a requirement. Raises `SpecError` for an option or an address of a package, which pip would build here."""
+    try:
+        if Requirement(text).url is None:
+            return text
+    except InvalidRequirement:
+        pass
+    raise SpecError(f"{text}: expected a package's name and versions. Fix: for example torch==2.13.0")
 
 
 def _pip(python_version: str) -> list[str]:

@@ -6,6 +6,7 @@ Title and version are in the templates. docs/decisions/labels.md
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,6 +20,13 @@ INPUTS = ("buildspec.yml", "dockerfiles", "images", "library", "rehearsal", "too
 """The paths that images are made from, or by."""
 REVISION = "revision"
 """The file with the commit of installed image definitions. A checkout does not have it."""
+_HARMLESS = re.compile(
+    r"(?:advice|branch|color|commit|gc|init|maintenance|pull|push|rebase|submodule|tag|user)\..+"
+    r"|remote\..+\.(?:fetch|prune|pushurl|tagopt|url)"
+    r"|core\.(?:autocrlf|bare|eol|filemode|ignorecase|logallrefupdates|precomposeunicode|repositoryformatversion"
+    r"|sharedrepository|symlinks)|extensions\.(?:objectformat|refstorage)"
+)
+"""The keys of a repository's configuration that make git run no program, in small letters."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +39,17 @@ class Provenance:
 
 def read_provenance(project: Project) -> Provenance:
     """Return the provenance, from git and the packages' pyproject.toml."""
-    return Provenance(find_revision(project.root), _declared_source(project.root))
+    is_safe = project.may_run_code() or _has_harmless_configuration(project.root)
+    return Provenance(find_revision(project.root) if is_safe else "", _declared_source(project.root))
+
+
+def _has_harmless_configuration(root: Path) -> bool:
+    """Return whether git runs no program that the configuration in a repository names, such as a file monitor.
+
+    A repository that was unpacked from an archive may have any configuration.
+    """
+    keys = _git(root, "config", "--local", "--no-includes", "--list", "--name-only") or ""
+    return all(map(_HARMLESS.fullmatch, keys.lower().split("\n"))) if keys else False
 
 
 def find_revision(root: Path) -> str:
@@ -43,7 +61,10 @@ def find_revision(root: Path) -> str:
     """
     if (recorded := root / REVISION).is_file():
         return recorded.read_text().strip()
-    if _git(root, "status", "--porcelain", "--untracked-files=normal", "--", *INPUTS) != "":
+    if (
+        _git(root, "status", "--porcelain", "--untracked-files=normal", "--ignore-submodules=dirty", "--", *INPUTS)
+        != ""
+    ):
         return ""
     commit, *parents = (_git(root, "log", "-1", "--format=%H %P", "--", *INPUTS) or "").split() or [""]
     is_cut = not parents and _git(root, "rev-parse", "--is-shallow-repository") != "false"

@@ -10,10 +10,12 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import jinja2
+import jinja2.exceptions
 import jinja2.meta
+import jinja2.sandbox
 
 from shoal.errors import SpecError
 from shoal.matrix import yaml_file
@@ -41,7 +43,7 @@ def read_steps(project: Project, image: ImageSpec, *, bytecode: bool = False) ->
     name = f"{image.framework}.j2"
     collector = StepCollector()
     variables = {
-        "image": image,
+        "image": _describe(image),
         "system_packages": SYSTEM_PACKAGES,
         "site_packages": f"/{packages.site_packages(image.python_version)}",
         "compiled": packages.COMPILED["library"],
@@ -55,8 +57,13 @@ def read_steps(project: Project, image: ImageSpec, *, bytecode: bool = False) ->
         raise SpecError(f"{project.templates}: no template {error.name}; there are: {known}") from error
     except jinja2.TemplateSyntaxError as error:
         raise SpecError(f"{error.filename}:{error.lineno}: {error.message}") from error
-    except (jinja2.UndefinedError, TypeError) as error:
-        raise SpecError(f"{project.templates / name}: {error}") from error
+    except SpecError:
+        raise
+    except jinja2.exceptions.SecurityError as error:
+        fix = "use only the image's values and the functions of macros.j2"
+        raise SpecError(f"{project.templates / name}: not allowed in a template: {error}. Fix: {fix}") from error
+    except Exception as error:  # a template can raise any: it divides by zero, or calls itself without an end
+        raise SpecError(f"{project.templates / name}: {error or type(error).__name__}") from error
     if rest.strip():
         where = f"{project.templates / name}: {rest.strip()[:60]!r}"
         raise SpecError(where + " is outside of a step. Fix: put it between {% call step('NAME') %} and {% endcall %}")
@@ -91,9 +98,9 @@ def read_templates(project: Project, image: ImageSpec) -> dict[str, bytes]:
     found: dict[str, bytes] = {}
     while wanted:
         name = wanted.pop()
-        if name not in found and (path := project.templates / name).exists():
-            found[name] = path.read_bytes()
-            wanted += _referenced(project, found[name].decode()) if name != _DROPPED else []
+        if name not in found and (source := _load_template(project, name)) is not None:
+            found[name] = source.encode()
+            wanted += _referenced(project, source) if name != _DROPPED else []
     return found
 
 
@@ -105,15 +112,46 @@ def _referenced(project: Project, source: str) -> list[str]:
 
 @functools.cache
 def _environment(project: Project) -> jinja2.Environment:
-    """Return a Jinja environment for the project's templates, in which an unknown variable is an error."""
-    return jinja2.Environment(
-        loader=jinja2.FileSystemLoader(project.templates),
+    """Return a Jinja environment for the project's templates, in which an unknown variable is an error.
+
+    Templates of others must not run code, so they get no attribute that leads to Python's insides.
+    """
+    return jinja2.sandbox.ImmutableSandboxedEnvironment(
+        loader=jinja2.FunctionLoader(functools.partial(_load_source, project)),
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
         autoescape=False,
     )
+
+
+def _describe(image: ImageSpec) -> dict[str, Any]:
+    """Return the values of an image for templates: its methods, such as pydantic's, can read files and run code."""
+    properties = [name for name, value in vars(ImageSpec).items() if isinstance(value, property)]
+    return image.model_dump() | {name: getattr(image, name) for name in properties}
+
+
+def _load_source(project: Project, name: str) -> tuple[str, str, None] | None:
+    """Return the source and the path of a template, as Jinja's loaders do; None if there is none."""
+    source = _load_template(project, name)
+    return None if source is None else (source, str(project.templates / name), None)
+
+
+def _load_template(project: Project, name: str) -> str | None:
+    """Return the text of a file in dockerfiles/; None if it does not exist.
+
+    Raises `SpecError` if its name or a link leaves the directory, or it is not UTF-8.
+    """
+    path = project.templates / name
+    if not path.resolve().is_relative_to(project.templates.resolve()):
+        raise SpecError(f"{path}: leaves {project.templates}. Fix: copy the file into that directory")
+    if not path.is_file():
+        return None
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise SpecError(f"{path}: not UTF-8: {error}") from error
 
 
 def render_all(project: Project, images: Iterable[ImageSpec]) -> dict[Path, str]:

@@ -1,0 +1,194 @@
+"""The owner of a file: the one rule about files that other users of this machine may have written.
+
+A file is trusted if this user or root owns it, and nobody else can change it or put another in its place. That holds
+for every directory and link on the way to it. Directories that the user has named with `shoal trust` are trusted too.
+
+Imports from the standard library load in a few milliseconds, because every `shoal build` reads this module.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_GROUP_AND_ALL = stat.S_IWGRP | stat.S_IWOTH
+_MOST_LINKS = 40
+_private_groups: dict[tuple[int, int], bool] = {}
+"""Whether a user is alone in a group, as looked up before."""
+
+
+def own_ids() -> set[int]:
+    """Return the users that own this user's files: this one, root, and for root under sudo, who called sudo."""
+    found = {os.geteuid(), 0}
+    caller = os.environ.get("SUDO_UID", "")
+    return found | {int(caller)} if os.geteuid() == 0 and caller.isascii() and caller.isdecimal() else found
+
+
+def find_stranger(path: str | os.PathLike[str]) -> str | None:
+    """Return who else can change a file or directory, in words; None if it is trusted.
+
+    Raises OSError if it does not exist.
+    """
+    return None if is_inside(path, read_trusted()) else _find_on_way(path)
+
+
+def _find_on_way(path: str | os.PathLike[str]) -> str | None:
+    """Return who else can change a file or put another in its place, in words; None: nobody."""
+    last = os.path.realpath(path)
+    for place, status in _walk_to(os.path.abspath(path)):
+        # In a sticky directory such as /tmp, others can't replace a file that is not theirs.
+        is_passed = place != last and stat.S_ISDIR(status.st_mode) and bool(status.st_mode & stat.S_ISVTX)
+        if words := describe_stranger(place, status, is_passed=is_passed):
+            return words
+    return None
+
+
+def describe_stranger(place: str, status: os.stat_result, *, is_passed: bool = False) -> str | None:
+    """Return who else than this user can change a file by its owner and mode, in words; None: nobody.
+
+    Args:
+        place: The file. Directories above it are not looked at.
+        status: Its status, of the link itself if it is one.
+        is_passed: Whether it is a sticky directory, and only entries that others do not own matter.
+    """
+    if status.st_uid not in own_ids():
+        return f"{place} belongs to {_name_user(status.st_uid)}"
+    if stat.S_ISLNK(status.st_mode) or is_passed or not status.st_mode & _GROUP_AND_ALL:
+        return None
+    if status.st_mode & stat.S_IWOTH:
+        return f"every user can write to {place}"
+    if _has_access_list(place) or not _is_private_group(status.st_uid, status.st_gid):
+        return f"the group {_name_group(status.st_gid)} can write to {place}"
+    return None
+
+
+def is_inside(path: str | os.PathLike[str], directories: set[str]) -> bool:
+    """Return whether a path is one of these directories, or in one of them, after all links are followed."""
+    place = os.path.realpath(path)
+    return any(place == each or place.startswith(each.rstrip("/") + "/") for each in directories)
+
+
+def open_own(path: str | os.PathLike[str], flags: int, named: set[str] | None = None) -> int:
+    """Open a regular file of this user, and return its descriptor. O_CREAT leaves it readable to its owner only.
+
+    Raises OSError (EPERM) if it is a link, has further hard links, is not a regular file, or belongs to another user.
+
+    Args:
+        path: The file.
+        flags: As for `os.open`. O_TRUNC would act before the look at the file.
+        named: The directories in which other users' files are accepted; None: as named with `shoal trust`.
+    """
+    try:
+        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
+        status = os.fstat(descriptor)
+        is_plain = stat.S_ISREG(status.st_mode) and status.st_nlink <= 1
+        if is_plain and (status.st_uid in own_ids() or is_inside(path, read_trusted() if named is None else named)):
+            if flags & os.O_CREAT and status.st_uid == os.geteuid():
+                os.fchmod(descriptor, 0o600)
+            return descriptor
+        os.close(descriptor)
+    except OSError as error:
+        import errno
+
+        if error.errno not in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
+            raise
+    fix = f"remove it, or if it is yours: shoal trust {os.path.realpath(os.path.dirname(path))}"
+    raise PermissionError(1, f"a link, a special file, or a file of another user. Fix: {fix}", os.fspath(path))
+
+
+def _walk_to(path: str) -> Iterator[tuple[str, os.stat_result]]:
+    """Yield each directory and link on the way to an absolute path, and the file itself, with their status."""
+    place, rest, links = "/", [each for each in reversed(path.split("/")) if each], 0
+    yield place, os.lstat(place)
+    while rest:
+        name = rest.pop()
+        if name == "..":
+            place = os.path.dirname(place)
+            continue
+        here = os.path.join(place, name)
+        status = os.lstat(here)
+        yield here, status
+        if not stat.S_ISLNK(status.st_mode):
+            place = here
+            continue
+        links += 1
+        if links > _MOST_LINKS:
+            raise OSError(40, "Too many levels of symbolic links", path)
+        target = os.readlink(here)
+        place = "/" if target.startswith("/") else place
+        rest += [each for each in reversed(target.split("/")) if each not in ("", ".")]
+
+
+def _has_access_list(place: str) -> bool:
+    """Return whether a file has an access list. The mode of its group is then the one of others, too."""
+    try:
+        return "system.posix_acl_access" in os.listxattr(place, follow_symlinks=False)
+    except OSError:  # a file system without them
+        return False
+
+
+def _is_private_group(user: int, group: int) -> bool:
+    """Return whether a user is the only one in a group, except root."""
+    if (user, group) not in _private_groups:
+        import grp
+        import pwd
+
+        try:
+            owner, entry = pwd.getpwuid(user), grp.getgrgid(group)
+            members = {*entry.gr_mem, *(each.pw_name for each in pwd.getpwall() if each.pw_gid == group)}
+            _private_groups[user, group] = owner.pw_gid == group and members <= {owner.pw_name, "root"}
+        except KeyError:  # no entry: unknown members
+            _private_groups[user, group] = False
+    return _private_groups[user, group]
+
+
+def _name_user(number: int) -> str:
+    import pwd
+
+    try:
+        return f"the user {pwd.getpwuid(number).pw_name} ({number})"
+    except KeyError:
+        return f"the user {number}"
+
+
+def _name_group(number: int) -> str:
+    import grp
+
+    try:
+        return grp.getgrgid(number).gr_name
+    except KeyError:
+        return str(number)
+
+
+def trusted_file() -> str:
+    """Return the path of the list that `shoal trust` writes: one directory on each line."""
+    base = os.environ.get("XDG_CONFIG_HOME") or os.path.join(os.path.expanduser("~"), ".config")
+    return os.path.join(base, "shoal", "trusted")
+
+
+def read_trusted() -> set[str]:
+    """Return the directories that the user has named with `shoal trust`; none if others can write to the list."""
+    path = trusted_file()
+    try:
+        if _find_on_way(path):
+            return set()
+        descriptor = open_own(path, os.O_RDONLY, set())
+    except OSError:
+        return set()
+    with os.fdopen(descriptor, encoding="utf-8", errors="surrogateescape") as file:
+        return {line for line in file.read().split("\n") if line.startswith("/")}
+
+
+def add_trusted(directory: str | os.PathLike[str]) -> str:
+    """Add a directory to the list, and return the list's path. Raises OSError if it cannot be written."""
+    place, path = os.path.realpath(directory), trusted_file()
+    if place in read_trusted():
+        return path
+    os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+    with os.fdopen(open_own(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "a", errors="surrogateescape") as file:
+        file.write(f"{place}\n")
+    return path

@@ -23,6 +23,7 @@ from shoal.commands.common import app
 from shoal.deploy import manifest
 from shoal.deploy.request import Kind, KubernetesRequest, Storage, suggest_name
 from shoal.errors import UsageError
+from shoal.jobs.source_files import Selection
 
 from .. import kubelet
 
@@ -343,14 +344,14 @@ def test_the_source_is_packed_alike_each_time(source: Path) -> None:
 
 def test_manifests_of_earlier_jobs_are_not_packed(source: Path) -> None:
     """They have secrets. Other YAML files are code."""
-    packed = manifest.pack_source(source)
+    packed = manifest.pack_source(Selection(source))
     for name in ("other.yaml", "lib/no-suffix"):
         words = ["deploy", "kubernetes", IMAGE, str(source / "train.py"), "-o", str(source / name)]
         assert CliRunner().invoke(app, words, catch_exceptions=False).exit_code == 0
         assert "job-secret" in (source / name).read_text()
-    assert manifest.pack_source(source) == packed
+    assert manifest.pack_source(Selection(source)) == packed
     (source / "my-digits-2.yaml").write_text("# Job, written by me\n")
-    assert manifest.pack_source(source) != packed
+    assert manifest.pack_source(Selection(source)) != packed
 
 
 def test_the_configuration_is_the_contract(source: Path) -> None:

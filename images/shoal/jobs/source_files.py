@@ -87,7 +87,7 @@ class Selection:
 
     def fail(self, name: str, problem: str) -> UsageError:
         """Return an error about a file in the directory."""
-        return UsageError(strip_controls(f"--source {self.directory}: {name}: {problem}"))
+        return UsageError(_clean(f"--source {self.directory}: {name}: {problem}"))
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ def check_directory(selection: Selection) -> None:
     if directory.is_symlink() and not selection.follow_links:
         real = os.path.realpath(directory)
         raise UsageError(
-            strip_controls(
+            _clean(
                 f"--source {directory}: a link to {real}. Fix: name {real} itself if that is the code, or add"
                 " --follow-links"
             )
@@ -338,7 +338,7 @@ def list_source(selection: Selection) -> list[SourceFile]:
     for each in files:
         if each.left_out and f"{selection.script}/".startswith(f"{each.name}/"):
             raise UsageError(
-                strip_controls(
+                _clean(
                     f"--entry-point {selection.entry_point}: {each.name} is left out ({each.left_out}). Fix: move the"
                     f" script out of it, or --include {each.name}"
                 )
@@ -401,7 +401,7 @@ def describe_source(selection: Selection, files: Sequence[SourceFile]) -> list[s
     for pattern in selection.include:
         if not any(matches(pattern, each.name) for each in files):
             notes.append(f"--include {pattern}: no such file in {selection.directory}")
-    return [strip_controls(note) for note in notes]
+    return [_clean(note) for note in notes]
 
 
 def _join_names(names: Sequence[str]) -> str:
@@ -417,8 +417,13 @@ def list_rows(files: Iterable[SourceFile]) -> list[tuple[str, str, str]]:
         if each.left_out or each.is_packed:
             size = str(each.size) if stat.S_ISREG(each.mode) else ""
             reason = f"left out: {each.detail or each.left_out}" if each.left_out else each.link and f"-> {each.link}"
-            rows.append((strip_controls(each.name), size, strip_controls(reason)))
+            rows.append((_clean(each.name), size, _clean(reason)))
     return rows
+
+
+def _clean(text: str) -> str:
+    """Return a text with the name of a file without control characters. A line end would forge a line of ours."""
+    return strip_controls(text).replace("\n", "\N{REPLACEMENT CHARACTER}")
 
 
 def _format_size(size: int) -> str:

@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from shoal.commands import deploy
 from shoal.commands.common import app
 from shoal.deploy import manifest
-from shoal.deploy.request import Kind, KubernetesRequest, Storage, suggest_name
+from shoal.deploy.request import Kind, KubernetesRequest, SecretReference, Storage, suggest_name
 from shoal.errors import UsageError
 from shoal.jobs.source_files import Selection
 
@@ -261,6 +261,43 @@ def test_exit_codes_decide_what_happens_next(source: Path) -> None:
     job_set = build(make_request(source, kind=Kind.jobset, retries=2))["JobSet"]["spec"]
     assert job_set["failurePolicy"]["maxRestarts"] == 2
     assert job_set["replicatedJobs"][0]["template"]["spec"]["backoffLimit"] == 0
+
+
+@pytest.mark.parametrize("kind", Kind)
+def test_secrets_of_the_cluster_are_references(source: Path, kind: Kind) -> None:
+    secrets = tuple(map(SecretReference.parse, ("HF_TOKEN=tokens/hugging-face,type=env", "KEY=keys")))
+    request = make_request(
+        source, kind=kind, secrets=secrets, environment={"A": "1", "B": "t@ken"}, taken=frozenset("B")
+    )
+    objects = manifest.build_objects(request)
+    assert {each["kind"]: find_errors(each, VERSIONS[-1]) for each in objects if find_errors(each, VERSIONS[-1])} == {}
+    environment = next(each for each in objects if each["metadata"]["name"] == "digits-environment")
+    assert (environment["kind"], environment["stringData"]) == ("Secret", {"B": "t@ken"})
+    text = manifest.format_manifest(request, objects)
+    assert text.count("t@ken") == 1, "not in a pod, which more users can read"
+    assert "It contains secrets" in text
+    for pod in find_pods(objects):
+        found = variables(pod)
+        assert found["A"] == "1"
+        assert found["B"] == {"secretKeyRef": {"name": "digits-environment", "key": "B"}}
+        assert found["HF_TOKEN"] == {"secretKeyRef": {"name": "tokens", "key": "hugging-face"}}
+        assert (found["KEY_FILE"], found.get("KEY")) == ("/run/secrets/KEY", None)
+        mounts = {each["mountPath"]: each for each in pod["containers"][0]["volumeMounts"]}
+        assert mounts["/run/secrets/KEY"] == {
+            "name": "secret-1",
+            "mountPath": "/run/secrets/KEY",
+            "subPath": "KEY",
+            "readOnly": True,
+        }
+        volume = next(each for each in pod["volumes"] if each["name"] == "secret-0")
+        items = [{"key": "hugging-face", "path": "HF_TOKEN"}]
+        assert volume["secret"] == {"secretName": "tokens", "defaultMode": 0o400, "items": items}
+
+
+@pytest.mark.parametrize("text", ["HF_TOKEN", "HF_TOKEN=", "HF_TOKEN=UPPER/x", "HF_TOKEN=a/b/c", "A.B=c", "SM_A=b"])
+def test_wrong_references_are_errors(text: str) -> None:
+    with pytest.raises(UsageError, match=r"--secret .* Fix: |--secret .* Example: "):
+        SecretReference.parse(text)
 
 
 @pytest.mark.parametrize("kind", Kind)

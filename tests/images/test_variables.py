@@ -48,7 +48,7 @@ def find(directory: Path, value: str) -> list[Path]:
 
 
 def test_values_of_a_job_without_docker_stay_in_no_file(here: Path) -> None:
-    """Neither record, log, report, plan nor result has them. A resumed job takes them again, and names a missing one."""
+    """Neither record, log, report, plan nor result has them. A resumed job takes them again or names one."""
     (here / "token").write_text(VALUE + "\n")
     (here / "vars").write_text(f"FROM_FILE={VALUE}2\n")
     words = ["--local", "--name", "j", "-e", "PLAIN", "--env-file", "vars", "--secret", "MY_TOKEN=token,type=env"]
@@ -224,4 +224,3 @@ def test_a_request_has_no_value_of_a_secret(here: Path, monkeypatch: pytest.Monk
     request = JobRequest(Path("code"), "train.py", secrets=(Secret("MY_TOKEN"),))
     request.check()
     assert VALUE not in repr(request)
-

@@ -361,7 +361,7 @@ def _container_settings(request: job.JobRequest, name: str, identity: str, netwo
 
 
 def _find_user(container: Container) -> int:
-    """Return the number of the user as whom a container runs. Root if its image has no such user."""
+    """Return the number of the user of a container. Root if its image has no such user."""
     user = str(container.attrs["Config"].get("User") or "0").partition(":")[0]
     if user.isdecimal():
         return int(user)

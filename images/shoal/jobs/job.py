@@ -402,7 +402,7 @@ def write_tree(root: Path, request: JobRequest, job_name: str, mode: int = 0o600
 
 
 def write_private(path: Path, content: bytes, mode: int = 0o600) -> None:
-    """Write a new file, which at no moment has other permissions than those of `mode`."""
+    """Write a new file, which at no moment has more permissions than `mode`."""
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
         file.write(content)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fnmatch
+import functools
 import os
 import re
 import shutil
@@ -63,6 +63,8 @@ SECRET_RULES = (
     SecretRule("*", r"\A# Job [^\n]*, written by `shoal deploy kubernetes`"),  # it has the secret of its job
 )
 """What is left out. Public keys (*.pub) are not, and neither is the script itself."""
+_BY_NAME = tuple(rule.pattern for rule in SECRET_RULES if not rule.content)
+_BY_CONTENT = tuple(rule for rule in SECRET_RULES if rule.content)
 
 
 @dataclass(frozen=True)
@@ -124,12 +126,19 @@ def matches(pattern: str, name: str) -> bool:
             it. With a slash at its end it is about all files in such a directory.
         name: The file's path, relative to the source.
     """
-    pattern, name = pattern.lower().removeprefix("./"), name.lower()
-    if pattern.endswith("/"):
-        pattern += "*"
-    elif "/" not in pattern:
-        name = name.rpartition("/")[2]
-    return fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(name, f"*/{pattern}")
+    return bool(_compile_pattern(pattern).match(f"/{name.lower()}"))
+
+
+@functools.cache
+def _compile_pattern(*patterns: str) -> re.Pattern[str]:
+    """Return the expression for patterns, for a path in lower case after a slash."""
+    expressions = []
+    for pattern in patterns:
+        plain = pattern.lower().removeprefix("./")
+        star = ".*" if "/" in plain else "[^/]*"
+        expression = "".join({"*": star, "?": "[^/]"}.get(letter, re.escape(letter)) for letter in plain)
+        expressions.append(expression + (".*" if plain.endswith("/") else ""))
+    return re.compile(rf"(?:.*/)(?:{'|'.join(expressions)})\Z", re.DOTALL)
 
 
 def read_source(selection: Selection) -> Iterator[SourceFile]:
@@ -262,11 +271,11 @@ def _find_secret_rule(selection: Selection, names: Sequence[str], beginning: byt
     asked = any(matches(pattern, name) for pattern in selection.include for name in names)
     if asked or names[0] == selection.script or names[-1].endswith(".pub"):
         return _KEPT
+    if any(_compile_pattern(*_BY_NAME).match(f"/{name.lower()}") for name in names):
+        return _SECRET
     text = beginning.decode("latin-1")
-    for rule in SECRET_RULES:
-        if any(matches(rule.pattern, name) for name in names) and re.search(rule.content, text, re.DOTALL):
-            return _SECRET
-    return _KEPT
+    rules = (rule for rule in _BY_CONTENT if any(matches(rule.pattern, name) for name in names))
+    return _SECRET if any(re.search(rule.content, text, re.DOTALL) for rule in rules) else _KEPT
 
 
 def _leaves(source: Path, name: str, target: str) -> bool:

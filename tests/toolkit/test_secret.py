@@ -68,7 +68,7 @@ def test_a_file_without_a_secret_is_an_error_and_nobody_can_prove_it(
 
 
 def test_variables_are_set_from_files_of_secrets(tmp_path: Path) -> None:
-    """Their content is masked from now on, whatever their names are."""
+    """Their content is masked from now on, under any name."""
     (tmp_path / "plain").write_text("un-guessable\n\n")
     environ = {"SHOAL_SECRET_VARIABLES": "PLAIN", "PLAIN_FILE": str(tmp_path / "plain")}
     _, problem = take_settings(environ)

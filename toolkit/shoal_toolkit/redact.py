@@ -100,7 +100,7 @@ def learn_secrets(variables: Mapping[str, str]) -> None:
 
 
 def learn_values(values: Iterable[str]) -> None:
-    """Remembers secrets, whatever their names are, so that `mask_text` masks distinctive ones everywhere."""
+    """Remembers secrets of any name, so that `mask_text` masks distinctive ones everywhere."""
     found = {*_known, *values}
     written = {json.dumps(value)[1:-1] for value in found}
     _known[:] = sorted(filter(_is_distinctive, found | written), key=len, reverse=True)

@@ -100,7 +100,7 @@ _PLAN_HELP = "--mp-parameters JSON, --devices N, --memory GIB, --optimizer sgd|m
 
 
 _SECRET_HELP = (
-    "Secret for every host, in the file /run/secrets/NAME. It comes from this environment's variable NAME, or from FILE."
+    "Secret for every host, in the file /run/secrets/NAME. It comes from this environment's variable NAME or FILE."
     " With ,type=env at the end it is also the variable NAME of the script. Repeatable."
 )
 _VISIBLE_FIX = "-e {name} or --secret {name} with a variable of your environment, or --env-file FILE"

@@ -1,8 +1,8 @@
 """The files of a job's source directory: which of them reach the hosts, and how they are read.
 
-`shoal run`, with Docker and without, and `shoal deploy kubernetes` read the source here. What is beside a script may be
-from somebody else. So each name is opened relative to its directory and without following a link, and a link that is
-put in the place of a file meanwhile is an error. A link that stays in the directory stays a link.
+`shoal run`, with Docker and without, and `shoal deploy kubernetes` read the source here. Files beside a script may be
+from somebody else. So each name is opened relative to its directory, without following a link. A file that is exchanged
+for a link meanwhile is an error. A link that stays in the directory stays a link.
 """
 
 from __future__ import annotations
@@ -338,7 +338,7 @@ def _convert_error(selection: Selection, name: str, error: OSError) -> UsageErro
 
 
 def list_source(selection: Selection) -> list[SourceFile]:
-    """Return what `read_source` yields, without open files.
+    """Return the files, links and directories of `read_source`, closed.
 
     Raises:
         UsageError: As `read_source`, and if the script is in a directory that is left out.
@@ -392,7 +392,7 @@ def _copy_file(source: SourceFile, place: Path) -> None:
 
 
 def describe_source(selection: Selection, files: Sequence[SourceFile]) -> list[str]:
-    """Return notes for the user: what may be missing on the hosts, and whether the source has data."""
+    """Return notes for the user: files that the hosts may miss, and whether the source has data."""
     notes = []
     if secrets := [each.name for each in files if each.left_out == _SECRET]:
         notes.append(
@@ -420,7 +420,7 @@ def _join_names(names: Sequence[str]) -> str:
 
 
 def list_rows(files: Iterable[SourceFile]) -> list[tuple[str, str, str]]:
-    """Return a row for each file, link and whatever is left out: path, size in bytes, and what happens to it."""
+    """Return a row for each file, link and left out directory: path, size in bytes, and target or reason."""
     rows = []
     for each in files:
         if each.left_out or each.is_packed:
@@ -431,7 +431,7 @@ def list_rows(files: Iterable[SourceFile]) -> list[tuple[str, str, str]]:
 
 
 def _clean(text: str) -> str:
-    """Return a text with the name of a file without control characters. A line end would forge a line of ours."""
+    """Return a text with the name of a file without control characters. A line end could forge a message."""
     return strip_controls(text).replace("\n", "\N{REPLACEMENT CHARACTER}")
 
 

@@ -26,6 +26,7 @@ from shoal.jobs import job, source_files
 from shoal.jobs.source_files import SECRET_RULES, Selection, copy_source, describe_source, list_source, matches
 
 NOBODY = 65534
+assert deploy  # it adds its command to the application
 PRIVATE_KEY = "-----BEGIN OPENSSH PRIVATE KEY-----\nb3BlbnNzaC1rZXktdjEAAAAA\n"
 
 
@@ -83,6 +84,32 @@ def test_links_inside_the_source_stay_links(
     found = read(select(source), tmp_path)
     assert {name: str((found / name).readlink()) for name in links} == links
     assert list_names(found) == {"train.py", "lib/data.txt", *links}
+
+
+def test_a_link_that_trains_archive_reader_refuses_is_made_simpler(source: Path, tmp_path: Path) -> None:
+    links = {"lib/a": "../lib/../train.py", "lib/b": "./../lib/data.txt", "c": "lib/../lib/d", "lib/d": "data.txt"}
+    for name, target in links.items():
+        (source / name).symlink_to(target)
+    (tmp_path / "sent.tar.gz").write_bytes(manifest.pack_source(select(source)))
+    pod = tmp_path / "pod"
+    pod.mkdir()
+    unpack = "import sys; from shoal_toolkit.sidecars.unpack import *; extract(*sys.argv[1:], Limits(2**20))"
+    words: list[str | Path] = [sys.executable, "-c", unpack, tmp_path / "sent.tar.gz", pod]
+    subprocess.run(words, check=True)
+    found = {name: str((pod / name).readlink()) for name in links}
+    assert found == {"lib/a": "../train.py", "lib/b": "../lib/data.txt", "c": "lib/data.txt", "lib/d": "data.txt"}
+
+
+def test_a_link_to_what_is_left_out_is_noted(source: Path) -> None:
+    """Otherwise the script would find nothing there, and nobody would know why."""
+    (source / "jobs" / "first").mkdir(parents=True)
+    (source / "jobs" / "first" / "model.pt").touch()
+    (source / "init.pt").symlink_to("jobs/first/model.pt")
+    selection = select(source, elsewhere=(source / "jobs",))
+    (note,) = describe_source(selection, list_source(selection))
+    assert note.startswith(
+        "init.pt: a link to jobs/first/model.pt, but jobs is left out (results or checkpoints of jobs)."
+    )
 
 
 @pytest.mark.parametrize(
@@ -198,7 +225,7 @@ def test_a_link_that_is_exchanged_while_files_are_read_is_not_followed(
 
     for name in ("lib/data.txt", "lib"):
         with monkeypatch.context() as patched:
-            patched.setattr(source_files.os, "open", exchange)
+            patched.setattr(os, "open", exchange)
             with pytest.raises(UsageError, match=rf"{name}: cannot be read|lib: cannot be read"):
                 copy_source(select(source), tmp_path / f"copy-{Path(name).name}")
         if (source / "lib").is_symlink():
@@ -265,6 +292,7 @@ SECRETS = {
 }
 PUBLIC = {
     "id_rsa.pub": "ssh-rsa AAAA",
+    ".env.example": "KEY=",
     "ca.pem": "-----BEGIN CERTIFICATE-----",
     "config.json": '{"private_key_bits": 2048}',
     "environment.yml": "",
@@ -409,7 +437,7 @@ def test_files_are_listed_and_nothing_starts(source: Path, monkeypatch: pytest.M
     (source / "env" / "pyvenv.cfg").touch()
     monkeypatch.chdir(source.parent)
     monkeypatch.setattr(jobs, "open_job", None)
-    monkeypatch.setattr(deploy.manifest, "write_manifest", None)
+    monkeypatch.setattr(manifest, "write_manifest", None)
     before = set(source.parent.iterdir())
     ended = CliRunner().invoke(app, [*words, "code/train.py", "--list-files"])
     assert ended.exit_code == 0, ended.output

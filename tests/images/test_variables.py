@@ -207,11 +207,15 @@ def test_values_that_look_like_secrets(name: str, value: str, expected: bool) ->
 def test_secrets_on_the_command_line_are_warned_of(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jobs, "open_job", None)
     words = ["-e", "HF_TOKEN=abc", "-e", "PATH", "--hyperparameter", "password=x", "--hyperparameter", "lr=0.1"]
+    words += ["--", "--api-key", "x", "--epochs", "3", "--db-password=y", "--token"]
     shown = CliRunner().invoke(app, ["run", "any:1", "code/train.py", "--local", *words]).stderr
     assert [line.split(":")[:3] for line in shown.splitlines()] == [
         ["shoal", " warning", " --env HF_TOKEN"],
         ["shoal", " warning", " --hyperparameter password"],
+        ["shoal", " warning", " argument --api-key"],
+        ["shoal", " warning", " argument --db-password"],
     ]
+    assert "let the script read a variable: -e API_KEY or --secret API_KEY" in shown
     assert "Fix: -e HF_TOKEN or --secret HF_TOKEN with a variable of your environment, or --env-file FILE" in shown
     words = ["-e", "HF_TOKEN=abc", "-o", "job.yaml"]
     shown = CliRunner().invoke(app, ["deploy", "kubernetes", "me/any:1", "code/train.py", *words]).stderr

@@ -262,7 +262,7 @@ def test_secrets_are_files_and_variables_that_docker_does_not_show(
             lines.append(line)
             if "secrets are there taken" in line:
                 hosts = client.containers.list(filters={"label": "shoal.job", "name": source.name})
-                shown = [client.api.inspect_container(each.id) for each in hosts]
+                shown = [client.api.inspect_container(str(each.id)) for each in hosts]
                 assert shown
                 assert "planted" not in json.dumps(shown)
     assert process.returncode == 0, "".join(lines)

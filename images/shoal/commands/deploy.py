@@ -179,7 +179,7 @@ def deploy_kubernetes(options: KubernetesOptions) -> None:
     if options.list_files:
         print_source(request.selection)
         return
-    warn_of_visible_secrets(options.env, request.hyperparameters, _VISIBLE_FIX)
+    warn_of_visible_secrets(options.env, request.hyperparameters, options.arguments, _VISIBLE_FIX)
     if isinstance(request.source, Path):
         print_source_notes(request.selection)
     text = manifest.format_manifest(request, manifest.build_objects(request))

@@ -320,7 +320,8 @@ def run_job(options: RunOptions) -> None:
     if options.list_files:
         print_source(record.request.selection, options.as_json)
         return
-    warn_of_visible_secrets(options.env, parse_pairs("--hyperparameter", options.hyperparameter), _VISIBLE_FIX)
+    given = parse_pairs("--hyperparameter", options.hyperparameter)
+    warn_of_visible_secrets(options.env, given, options.arguments, _VISIBLE_FIX)
     if record.request.source is None:
         _check_image_has_script(resolve_tag(record.image), record.request)
     else:

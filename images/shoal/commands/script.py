@@ -135,12 +135,18 @@ def print_source_notes(selection: Selection) -> None:
         print(f"shoal: {note}", file=sys.stderr)
 
 
-def warn_of_visible_secrets(env: list[str] | None, hyperparameters: Mapping[str, str], fix: str) -> None:
+def warn_of_visible_secrets(
+    env: list[str] | None, hyperparameters: Mapping[str, str], arguments: list[str] | None, fix: str
+) -> None:
     """Print a warning for each value on the command line that looks like a secret."""
+    words = arguments or []
+    pairs = [word.partition("=") for word in words]
+    options = {name: value if equals else after for (name, equals, value), after in zip(pairs, [*words[1:], ""])}
     variables = {name: value for name, equals, value in (word.partition("=") for word in env or ()) if equals}
     other = "let the script read a variable: " + fix
     for warning in (
         *describe_visible_secrets("--env", variables, fix),
         *describe_visible_secrets("--hyperparameter", hyperparameters, other),
+        *describe_visible_secrets("argument", {k: v for k, v in options.items() if k.startswith("-")}, other),
     ):
         print(f"shoal: {warning}", file=sys.stderr)

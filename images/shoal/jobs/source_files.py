@@ -54,6 +54,7 @@ SECRET_RULES = (
     *map(SecretRule, ("id_rsa*", "id_dsa*", "id_ecdsa*", "id_ed25519*", "*.key", "*.p12", "*.pfx", "*.jks", "*.kdbx")),
     *map(SecretRule, (".ssh/", ".aws/", ".azure/", ".gnupg/", ".kube/", ".config/gcloud/", ".config/gh/")),
     *map(SecretRule, (".docker/config.json", ".huggingface/", ".cache/huggingface/token", ".streamlit/secrets.toml")),
+    *map(SecretRule, (".vault-token", ".databrickscfg", ".s3cfg", ".boto", "rclone.conf", ".*_history")),
     *map(SecretRule, ("kaggle.json", "credentials.json", "client_secret*.json", "kubeconfig", "*.kubeconfig")),
     *map(SecretRule, ("secrets.yml", "secrets.yaml", "secrets.json", "secrets.toml", "terraform.tfstate*")),
     SecretRule("*.pem", _PRIVATE_KEY),
@@ -62,7 +63,8 @@ SECRET_RULES = (
     SecretRule("request.json", r'"engine"\s*:.*"request"\s*:'),  # of a job: it has the values of --env
     SecretRule("*", r"\A# Job [^\n]*, written by `shoal deploy kubernetes`"),  # it has the secret of its job
 )
-"""What is left out. Public keys (*.pub) are not, and neither is the script itself."""
+"""What is left out. The script itself is not, and neither is `_PUBLIC`."""
+_PUBLIC = ("*.pub", ".env.example", ".env.sample", ".env.template", ".env.dist")
 _BY_NAME = tuple(rule.pattern for rule in SECRET_RULES if not rule.content)
 _BY_CONTENT = tuple(rule for rule in SECRET_RULES if rule.content)
 
@@ -105,6 +107,8 @@ class SourceFile:
     """When it was changed, in seconds since 1970."""
     link: str = ""
     """The target of a link, which stays a link."""
+    leads_to: str = ""
+    """The path to which it leads in the end, relative to the source; empty for a link to nothing or itself."""
     left_out: str = ""
     """Why it is left out; empty: it is packed. Then the files in a directory are not listed."""
     detail: str = ""
@@ -200,8 +204,11 @@ def _read_entry(selection: Selection, directory: _Directory, base: str) -> Itera
     if is_link:
         target = os.readlink(base, dir_fd=directory.descriptor)
         # In a directory to which a link has led, a relative target is relative to another place.
-        if not directory.real and not _leaves(selection.directory, name, target):
-            yield SourceFile(name, status.st_mode, link=target, left_out=_find_secret_rule(selection, [name], b""))
+        end = None if directory.real else _resolve(selection.directory, name, target)
+        if end is not None:
+            reason = _find_secret_rule(selection, [name], b"")
+            link = _simplify_link(name, target, end)
+            yield SourceFile(name, status.st_mode, link=link, leads_to=end, left_out=reason)
             return
         if not selection.follow_links:
             raise selection.fail(
@@ -269,7 +276,7 @@ def _find_directory_rule(
 def _find_secret_rule(selection: Selection, names: Sequence[str], beginning: bytes) -> str:
     """Return why a file is left out; empty if it is not. `names`: its path, and its real one behind a link."""
     asked = any(matches(pattern, name) for pattern in selection.include for name in names)
-    if asked or names[0] == selection.script or names[-1].endswith(".pub"):
+    if asked or names[0] == selection.script or _compile_pattern(*_PUBLIC).match(f"/{names[-1].lower()}"):
         return _KEPT
     if any(_compile_pattern(*_BY_NAME).match(f"/{name.lower()}") for name in names):
         return _SECRET
@@ -278,21 +285,22 @@ def _find_secret_rule(selection: Selection, names: Sequence[str], beginning: byt
     return _SECRET if any(re.search(rule.content, text, re.DOTALL) for rule in rules) else _KEPT
 
 
-def _leaves(source: Path, name: str, target: str) -> bool:
-    """Return whether a link at a path in the source leads out of it, also through other links or only in between.
+def _resolve(source: Path, name: str, target: str) -> str | None:
+    """Return the path in the source to which a link leads, also through other links; empty for a loop.
 
-    The answer decides whether the link stays one. No file is opened through it.
+    None if it leads out of the source, or only in between. The answer decides whether the link stays one. No file is
+    opened through it.
     """
     place = name.split("/")[:-1]
     steps = [target]
     for _ in range(2 * _MAX_LINKS):  # each link leaves the rest of a path for later
         path = steps.pop()
         if path.startswith("/"):
-            return True
+            return None
         parts = [part for part in path.split("/") if part not in ("", ".")]
         for index, part in enumerate(parts):
             if part == ".." and not place:
-                return True
+                return None
             if part == "..":
                 place.pop()
             else:
@@ -302,8 +310,14 @@ def _leaves(source: Path, name: str, target: str) -> bool:
                     place.pop()
                     break
         if not steps:
-            return False
-    return False  # a loop
+            return "/".join(place)
+    return ""
+
+
+def _simplify_link(name: str, target: str, end: str) -> str:
+    """Return a target without `..` after other names, which `train` does not accept in an archive."""
+    climbs_later = ".." in target.lstrip("./").split("/")
+    return os.path.relpath(end, Path(name).parent) if end and climbs_later else target
 
 
 @contextlib.contextmanager
@@ -344,14 +358,13 @@ def list_source(selection: Selection) -> list[SourceFile]:
         UsageError: As `read_source`, and if the script is in a directory that is left out.
     """
     files = [replace(each, descriptor=-1) for each in read_source(selection)]
-    for each in files:
-        if each.left_out and f"{selection.script}/".startswith(f"{each.name}/"):
-            raise UsageError(
-                _clean(
-                    f"--entry-point {selection.entry_point}: {each.name} is left out ({each.left_out}). Fix: move the"
-                    f" script out of it, or --include {each.name}"
-                )
+    if lost := _find_left_out(files, selection.script):
+        raise UsageError(
+            _clean(
+                f"--entry-point {selection.entry_point}: {lost.name} is left out ({lost.left_out}). Fix: move the"
+                f" script out of it, or --include {lost.name}"
             )
+        )
     return files
 
 
@@ -407,10 +420,21 @@ def describe_source(selection: Selection, files: Sequence[SourceFile]) -> list[s
             f"--source {selection.directory}: {_format_size(size)} in {len(packed)} files are copied to each host."
             " --channel NAME=DIR mounts data instead"
         )
+    for each in packed:
+        if each.leads_to and (lost := _find_left_out(files, each.leads_to)):
+            notes.append(
+                f"{each.name}: a link to {each.link}, but {lost.name} is left out ({lost.left_out}). Fix: copy the file"
+                f" in its place, or --include {lost.name}"
+            )
     for pattern in selection.include:
         if not any(matches(pattern, each.name) for each in files):
             notes.append(f"--include {pattern}: no such file in {selection.directory}")
     return [_clean(note) for note in notes]
+
+
+def _find_left_out(files: Sequence[SourceFile], name: str) -> SourceFile | None:
+    """Return the file or directory that is left out, and has a path in it; None if there is none."""
+    return next((each for each in files if each.left_out and f"{name}/".startswith(f"{each.name}/")), None)
 
 
 def _join_names(names: Sequence[str]) -> str:

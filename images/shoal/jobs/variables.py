@@ -231,13 +231,14 @@ def describe_visible_secrets(option: str, pairs: Mapping[str, str], alternatives
     Args:
         option: The option that has the values.
         pairs: Its names and values.
-        alternatives: Other ways to pass a value, with {name} for its name.
+        alternatives: Other ways to pass a value, with {name} for the name of a variable.
     """
     for name, value in pairs.items():
         if looks_secret(name, value):
+            variable = re.sub(r"\W", "_", name.lstrip("-")).upper() if option != "--env" else name
             yield (
                 f"warning: {option} {name}: looks like a secret. Every user of this machine can see it in the list of"
-                f" processes, and it stays in your shell's history. Fix: {alternatives.format(name=name)}"
+                f" processes, and it stays in your shell's history. Fix: {alternatives.format(name=variable)}"
             )
 
 

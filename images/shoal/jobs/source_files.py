@@ -316,7 +316,7 @@ def _resolve(source: Path, name: str, target: str) -> str | None:
 
 def _simplify_link(name: str, target: str, end: str) -> str:
     """Return a target without `..` after other names, which `train` does not accept in an archive."""
-    climbs_later = ".." in target.lstrip("./").split("/")
+    climbs_later = ".." in re.sub(r"\A(\.\./+)+", "", target).split("/")
     return os.path.relpath(end, Path(name).parent) if end and climbs_later else target
 
 

@@ -185,7 +185,7 @@ def test_a_job_that_cannot_be_set_up_leaves_nothing(
     client: docker.DockerClient, pytorch: str, source: Path, tmp_path: Path
 ) -> None:
     (source / "train.py").write_text("")
-    (source / "dangling").symlink_to("nowhere")
+    (source / "dangling").symlink_to("/nowhere")
     arguments = command(pytorch, source, tmp_path / "jobs", "--hosts", "2")
     result = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.returncode == 2

@@ -231,7 +231,7 @@ def check_source(selection: Selection) -> None:
             f"--entry-point {selection.entry_point}: not in --source {source}. Fix: a path relative to the source, or"
             " --source with a directory above the script"
         )
-    if script and not os.path.lexists(source / script):
+    if script and not (source / script).exists():
         names = sorted(path.name for path in source.iterdir())
         hint = did_you_mean(script, names)
         raise UsageError(

@@ -137,6 +137,8 @@ def test_secrets_are_files_of_the_containers_user_only(
         assert files["run/secrets/KEY"] == b"\0from a file\n"
     assert {engine.modes[f"run/secrets/{name}"] for name in ("HF_TOKEN", "KEY")} == {(0o400, 1000)}
     assert engine.modes[SECRET_PATH] == (0o400, 1000), "the job's own secret too"
+    named = create(replace(request_, secrets=given), user="nobody:\x1b")
+    assert named.modes[SECRET_PATH] == (0o400, 0)
     environment = engine.made["job-algo-1"]["environment"]
     assert environment["KEY_FILE"] == "/run/secrets/KEY"
     assert environment["SHOAL_SECRET_VARIABLES"] == "HF_TOKEN"

@@ -23,11 +23,18 @@ from shoal.commands.common import app
 from shoal.deploy import manifest
 from shoal.errors import UsageError
 from shoal.jobs import job, source_files
+from shoal.jobs.record import LOCAL, JobRecord, open_job
 from shoal.jobs.source_files import SECRET_RULES, Selection, copy_source, describe_source, list_source, matches
 
 NOBODY = 65534
 assert deploy  # it adds its command to the application
 PRIVATE_KEY = "-----BEGIN OPENSSH PRIVATE KEY-----\nb3BlbnNzaC1rZXktdjEAAAAA\n"
+
+
+@pytest.fixture(autouse=True)
+def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine without jobs."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
 
 
 @pytest.fixture
@@ -107,9 +114,7 @@ def test_a_link_to_what_is_left_out_is_noted(source: Path) -> None:
     (source / "init.pt").symlink_to("jobs/first/model.pt")
     selection = select(source, elsewhere=(source / "jobs",))
     (note,) = describe_source(selection, list_source(selection))
-    assert note.startswith(
-        "init.pt: a link to jobs/first/model.pt, but jobs is left out (results or checkpoints of jobs)."
-    )
+    assert note.startswith("links to files that are left out of the job: init.pt -> jobs/first/model.pt. Fix: ")
 
 
 @pytest.mark.parametrize(
@@ -322,6 +327,17 @@ def test_each_rule_is_tested() -> None:
             assert any(matches(rule.pattern, name) for name in SECRETS), rule.pattern
 
 
+def test_jobs_of_another_output_directory_are_left_out(source: Path, tmp_path: Path) -> None:
+    """Their hyperparameters and logs may have secrets, not only their record."""
+    request = job.JobRequest(source, "train.py", hyperparameters={"password": "x"}, output=source / "old")
+    with open_job(JobRecord("any:1", LOCAL, request), None, "first") as opened:
+        job.write_tree(opened.directory / "algo-1", request, "first")
+        opened.log.add("algo-1", "password x")
+    assert (source / "old" / "first" / "request.json").exists()
+    now = replace(request, output=tmp_path / "jobs")
+    assert list_names(copy(now.selection, tmp_path)) == {"train.py", "lib/data.txt"}
+
+
 def test_files_are_included_by_name_path_and_directory(source: Path) -> None:
     for name in (".env", "a/.env", ".aws/credentials", ".aws/config", "env/pyvenv.cfg", "env/bin.py"):
         (source / name).parent.mkdir(exist_ok=True)
@@ -419,7 +435,7 @@ def test_a_file_that_grows_is_copied_as_it_was(source: Path, tmp_path: Path) -> 
     for each in source_files.read_source(select(source)):
         if each.name == "grows.log":
             (source / "grows.log").write_text("x" * 1000)
-            source_files._copy_file(each, tmp_path / "copied")
+            source_files.copy_file(each, tmp_path / "copied")
     assert (tmp_path / "copied").stat().st_size == 10
 
 

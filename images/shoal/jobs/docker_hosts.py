@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import queue
+import re
 import tarfile
 import threading
 from collections.abc import Iterable, Iterator, Mapping
@@ -361,21 +362,9 @@ def _container_settings(request: job.JobRequest, name: str, identity: str, netwo
 
 
 def _find_user(container: Container) -> int:
-    """Return the number of the user of a container. Root if its image has no such user."""
+    """Return the number of the user of a container; 0 if its image names the user by a word."""
     user = str(container.attrs["Config"].get("User") or "0").partition(":")[0]
-    if user.isdecimal():
-        return int(user)
-    with (
-        contextlib.suppress(docker.errors.NotFound),
-        containers.read_archive(container, "/etc/passwd") as packed,
-        tarfile.open(fileobj=packed) as archived,
-    ):
-        content = archived.extractfile("passwd")
-        for line in content or ():
-            name, _, number, *_ = line.decode(errors="replace").split(":")
-            if name == user:
-                return int(number)
-    return 0
+    return int(user) if re.fullmatch("[0-9]{1,10}", user) else 0
 
 
 def _start_log_reader(container_id: str, host: str, view: View, log: JobLog) -> threading.Thread:

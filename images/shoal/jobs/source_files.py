@@ -34,7 +34,10 @@ _NAMED = 8
 """How many files a note names."""
 _CHUNK = 2**20
 _KEPT, _SECRET, _SKIPPED = "", "may hold a secret", "is not a file"
+_RESULTS = "results or checkpoints of jobs"
 _IGNORED = {"__pycache__": "bytecode", ".git": "the history of git"}
+_MARKED = ((("pyvenv.cfg",), "a virtual environment"), (("request.json", "log.jsonl"), _RESULTS))
+"""Directories that are left out, by files in them. Logs and hyperparameters of a job may have secrets."""
 _KINDS = {stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
 
 
@@ -261,15 +264,17 @@ def _find_directory_rule(
     if _identify(status) in parent.above:
         return "a link to a directory around it"
     if any(_is_directory(place, status) for place in selection.elsewhere):
-        return "results or checkpoints of jobs"
+        return _RESULTS
     if any(matches(pattern, name) for pattern in selection.include for name in names):
         return _KEPT
     for name in names:
         if reason := _IGNORED.get(name.rpartition("/")[2]):
             return reason
-    with contextlib.suppress(FileNotFoundError):
-        os.stat("pyvenv.cfg", dir_fd=descriptor, follow_symlinks=False)
-        return "a virtual environment"
+    for marks, reason in _MARKED:
+        with contextlib.suppress(FileNotFoundError):
+            for mark in marks:
+                os.stat(mark, dir_fd=descriptor, follow_symlinks=False)
+            return reason
     return _KEPT
 
 
@@ -358,7 +363,7 @@ def list_source(selection: Selection) -> list[SourceFile]:
         UsageError: As `read_source`, and if the script is in a directory that is left out.
     """
     files = [replace(each, descriptor=-1) for each in read_source(selection)]
-    if lost := _find_left_out(files, selection.script):
+    if lost := _find_around((each for each in files if each.left_out), selection.script):
         raise UsageError(
             _clean(
                 f"--entry-point {selection.entry_point}: {lost.name} is left out ({lost.left_out}). Fix: move the"
@@ -390,10 +395,10 @@ def copy_source(selection: Selection, target: Path) -> None:
         elif stat.S_ISDIR(each.mode):
             place.mkdir()
         else:
-            _copy_file(each, place)
+            copy_file(each, place)
 
 
-def _copy_file(source: SourceFile, place: Path) -> None:
+def copy_file(source: SourceFile, place: Path) -> None:
     """Copy an open file, as long as it was when it was opened. Bits such as setuid are dropped."""
     rest = source.size
     with os.fdopen(os.open(place, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as out:
@@ -420,21 +425,21 @@ def describe_source(selection: Selection, files: Sequence[SourceFile]) -> list[s
             f"--source {selection.directory}: {_format_size(size)} in {len(packed)} files are copied to each host."
             " --channel NAME=DIR mounts data instead"
         )
-    for each in packed:
-        if each.leads_to and (lost := _find_left_out(files, each.leads_to)):
-            notes.append(
-                f"{each.name}: a link to {each.link}, but {lost.name} is left out ({lost.left_out}). Fix: copy the file"
-                f" in its place, or --include {lost.name}"
-            )
+    left_out = [each for each in files if each.left_out]
+    if lost := [each for each in packed if each.leads_to and _find_around(left_out, each.leads_to)]:
+        notes.append(
+            "links to files that are left out of the job:"
+            f" {_join_names([f'{each.name} -> {each.link}' for each in lost])}. Fix: copy the files in their place"
+        )
     for pattern in selection.include:
         if not any(matches(pattern, each.name) for each in files):
             notes.append(f"--include {pattern}: no such file in {selection.directory}")
     return [_clean(note) for note in notes]
 
 
-def _find_left_out(files: Sequence[SourceFile], name: str) -> SourceFile | None:
-    """Return the file or directory that is left out, and has a path in it; None if there is none."""
-    return next((each for each in files if each.left_out and f"{name}/".startswith(f"{each.name}/")), None)
+def _find_around(files: Iterable[SourceFile], name: str) -> SourceFile | None:
+    """Return the file with a path, or the directory around it; None if there is none."""
+    return next((each for each in files if f"{name}/".startswith(f"{each.name}/")), None)
 
 
 def _join_names(names: Sequence[str]) -> str:

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import tarfile
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -371,11 +372,15 @@ def test_the_script_is_never_left_out_silently(source: Path) -> None:
         list_source(select(source, entry_point="bad/train.py"))
 
 
-def test_unreadable_files_are_errors_with_a_fix(source: Path, tmp_path: Path) -> None:
-    """As another user than root, who reads everything."""
+def test_unreadable_files_are_errors_with_a_fix() -> None:
+    """As another user than root, who reads everything, and outside pytest's directory, which that user cannot enter."""
+    with tempfile.TemporaryDirectory() as directory:
+        check_unreadable_file(Path(directory))
+
+
+def check_unreadable_file(source: Path) -> None:
+    source.chmod(0o755)
     (source / "closed.txt").touch(mode=0o000)
-    for path in (tmp_path, *tmp_path.parents[:3]):
-        path.chmod(path.stat().st_mode | 0o055)
     program = (
         "import os, sys; from pathlib import Path; from shoal.jobs.source_files import *\n"
         f"if not os.geteuid(): os.setgid({NOBODY}); os.setuid({NOBODY})\n"

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -96,8 +99,19 @@ def test_a_detached_job_gets_its_secrets_but_no_process_shows_them(here: Path) -
     assert find(here / "jobs", VALUE) == []
 
 
-def test_other_users_cannot_read_a_job(here: Path) -> None:
+@pytest.fixture
+def open_to_others(here: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The same outside pytest's directory, which other users cannot enter."""
+    with tempfile.TemporaryDirectory() as directory:
+        Path(directory).chmod(0o755)
+        shutil.copytree(here / "code", Path(directory, "code"))
+        monkeypatch.chdir(directory)
+        yield Path(directory)
+
+
+def test_other_users_cannot_read_a_job(open_to_others: Path) -> None:
     """With the usual umask of 022, while it runs: hyperparameters, variables, secrets, code and results."""
+    here = open_to_others
     (here / "code" / "train.py").write_text(
         "import os, pathlib, sys\n"
         "pathlib.Path(os.environ['SM_MODEL_DIR'], 'model.pt').write_text('weights')\n"
@@ -107,8 +121,6 @@ def test_other_users_cannot_read_a_job(here: Path) -> None:
         "    seen += [name for name in names if os.access(os.path.join(directory, name), os.R_OK)]\n"
         "print('seen', seen)\n"
     )
-    for path in (here, *here.parents[:3]):
-        path.chmod(path.stat().st_mode | 0o055)
     words = ["any:1", "code/train.py", "--local", "--name", "j", "--hyperparameter", "a=b", "-e", "MY_TOKEN=x"]
     command = f'umask 022 && exec "{SHOAL}" run {" ".join(words)} -- "{here / "jobs"}"'
     ended = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False)

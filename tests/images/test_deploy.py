@@ -21,8 +21,9 @@ from typer.testing import CliRunner
 from shoal.commands import deploy
 from shoal.commands.common import app
 from shoal.deploy import manifest
-from shoal.deploy.request import Kind, KubernetesRequest, Storage, suggest_name
+from shoal.deploy.request import Kind, KubernetesRequest, SecretReference, Storage, suggest_name
 from shoal.errors import UsageError
+from shoal.jobs.source_files import Selection
 
 from .. import kubelet
 
@@ -263,6 +264,43 @@ def test_exit_codes_decide_what_happens_next(source: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", Kind)
+def test_secrets_of_the_cluster_are_references(source: Path, kind: Kind) -> None:
+    secrets = tuple(map(SecretReference.parse, ("HF_TOKEN=tokens/hugging-face,type=env", "KEY=keys")))
+    request = make_request(
+        source, kind=kind, secrets=secrets, environment={"A": "1", "B": "t@ken"}, taken=frozenset("B")
+    )
+    objects = manifest.build_objects(request)
+    assert {each["kind"]: find_errors(each, VERSIONS[-1]) for each in objects if find_errors(each, VERSIONS[-1])} == {}
+    environment = next(each for each in objects if each["metadata"]["name"] == "digits-environment")
+    assert (environment["kind"], environment["stringData"]) == ("Secret", {"B": "t@ken"})
+    text = manifest.format_manifest(request, objects)
+    assert text.count("t@ken") == 1, "not in a pod, which more users can read"
+    assert "It contains secrets" in text
+    for pod in find_pods(objects):
+        found = variables(pod)
+        assert found["A"] == "1"
+        assert found["B"] == {"secretKeyRef": {"name": "digits-environment", "key": "B"}}
+        assert found["HF_TOKEN"] == {"secretKeyRef": {"name": "tokens", "key": "hugging-face"}}
+        assert (found["KEY_FILE"], found.get("KEY")) == ("/run/secrets/KEY", None)
+        mounts = {each["mountPath"]: each for each in pod["containers"][0]["volumeMounts"]}
+        assert mounts["/run/secrets/KEY"] == {
+            "name": "secret-1",
+            "mountPath": "/run/secrets/KEY",
+            "subPath": "KEY",
+            "readOnly": True,
+        }
+        volume = next(each for each in pod["volumes"] if each["name"] == "secret-0")
+        items = [{"key": "hugging-face", "path": "HF_TOKEN"}]
+        assert volume["secret"] == {"secretName": "tokens", "defaultMode": 0o400, "items": items}
+
+
+@pytest.mark.parametrize("text", ["HF_TOKEN", "HF_TOKEN=", "HF_TOKEN=UPPER/x", "HF_TOKEN=a/b/c", "A.B=c", "SM_A=b"])
+def test_wrong_references_are_errors(text: str) -> None:
+    with pytest.raises(UsageError, match=r"--secret .* Fix: |--secret .* Example: "):
+        SecretReference.parse(text)
+
+
+@pytest.mark.parametrize("kind", Kind)
 def test_pods_know_how_often_they_were_made_again_if_the_controller_tells(kind: Kind) -> None:
     """JobSets have a label with that number, and a TrainJob makes a JobSet."""
     found = variables(next(find_pods(build(make_request(None, kind=kind, hosts=2)))))
@@ -343,14 +381,14 @@ def test_the_source_is_packed_alike_each_time(source: Path) -> None:
 
 def test_manifests_of_earlier_jobs_are_not_packed(source: Path) -> None:
     """They have secrets. Other YAML files are code."""
-    packed = manifest.pack_source(source)
+    packed = manifest.pack_source(Selection(source))
     for name in ("other.yaml", "lib/no-suffix"):
         words = ["deploy", "kubernetes", IMAGE, str(source / "train.py"), "-o", str(source / name)]
         assert CliRunner().invoke(app, words, catch_exceptions=False).exit_code == 0
         assert "job-secret" in (source / name).read_text()
-    assert manifest.pack_source(source) == packed
+    assert manifest.pack_source(Selection(source)) == packed
     (source / "my-digits-2.yaml").write_text("# Job, written by me\n")
-    assert manifest.pack_source(source) != packed
+    assert manifest.pack_source(Selection(source)) != packed
 
 
 def test_the_configuration_is_the_contract(source: Path) -> None:

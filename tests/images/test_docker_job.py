@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import tarfile
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,7 @@ from shoal.jobs.job import SECRET, SECRET_FILE, JobRequest
 from shoal.jobs.live_view import PlainView
 from shoal.jobs.local_hosts import LocalHosts
 from shoal.jobs.record import LOCAL, JobRecord, open_job
+from shoal.jobs.variables import Secret
 from shoal.jobs.volumes import Volume
 from shoal.jobs.watch import HostExit
 
@@ -29,7 +31,9 @@ class FakeEngine:
 
     volumes = SimpleNamespace(create=lambda name, labels: None)
 
-    def __init__(self) -> None:
+    def __init__(self, user: str = "") -> None:
+        self.user = user
+        self.modes: dict[str, tuple[int, int]] = {}
         self.api = SimpleNamespace(create_endpoint_config=lambda aliases: {"Aliases": aliases})
         self.networks = SimpleNamespace(get=self._no_network, create=self._network)
         self.containers = SimpleNamespace(create=self._create)
@@ -55,9 +59,16 @@ class FakeEngine:
         def put_archive(_: str, content: Any) -> None:
             stream = io.BytesIO(content if isinstance(content, bytes) else content.read())
             with tarfile.open(fileobj=stream) as packed:
-                files.update({entry.name: file.read() for entry in packed if (file := packed.extractfile(entry))})
+                for entry in packed:
+                    self.modes[entry.name] = (entry.mode, entry.uid)
+                    if file := packed.extractfile(entry) if entry.isfile() else None:
+                        files[entry.name] = file.read()
 
-        return SimpleNamespace(put_archive=put_archive, remove=lambda **_: self.removed.append(settings["name"]))
+        return SimpleNamespace(
+            put_archive=put_archive,
+            remove=lambda **_: self.removed.append(settings["name"]),
+            attrs={"Config": {"User": self.user}},
+        )
 
 
 @pytest.fixture
@@ -66,8 +77,8 @@ def request_(tmp_path: Path) -> JobRequest:
     return JobRequest(source=tmp_path, entry_point="train.py", hosts=2, output=tmp_path / "jobs")
 
 
-def create(request: JobRequest) -> FakeEngine:
-    client = FakeEngine()
+def create(request: JobRequest, user: str = "") -> FakeEngine:
+    client = FakeEngine(user)
     with create_hosts(client, request):
         return client
 
@@ -112,6 +123,26 @@ def test_hosts_share_a_secret_that_settings_do_not_show(request_: JobRequest) ->
     shown = json.dumps(list(first.made.values()), default=str)
     assert secrets[0].decode() not in shown
     assert f'"{SECRET_FILE}": "/{SECRET_PATH}"' in shown
+
+
+def test_secrets_are_files_of_the_containers_user_only(
+    request_: JobRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "from-the-environment")
+    (tmp_path / "key").write_bytes(b"\0from a file\n")
+    given = (Secret("HF_TOKEN", is_variable=True), Secret("KEY", tmp_path / "key"))
+    engine = create(replace(request_, secrets=given), user="1000:100")
+    for files in engine.files.values():
+        assert files["run/secrets/HF_TOKEN"] == b"from-the-environment"
+        assert files["run/secrets/KEY"] == b"\0from a file\n"
+    assert {engine.modes[f"run/secrets/{name}"] for name in ("HF_TOKEN", "KEY")} == {(0o400, 1000)}
+    assert engine.modes[SECRET_PATH] == (0o400, 1000), "the job's own secret too"
+    named = create(replace(request_, secrets=given), user="nobody:\x1b")
+    assert named.modes[SECRET_PATH] == (0o400, 0)
+    environment = engine.made["job-algo-1"]["environment"]
+    assert environment["KEY_FILE"] == "/run/secrets/KEY"
+    assert environment["SHOAL_SECRET_VARIABLES"] == "HF_TOKEN"
+    assert "from" not in str({name: str(settings) for name, settings in engine.made.items()}), "docker inspect shows it"
 
 
 def test_secret_of_the_user_is_used(request_: JobRequest) -> None:

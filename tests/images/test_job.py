@@ -218,12 +218,6 @@ def test_output_directory_is_created_before_training(request_: job.JobRequest) -
         job.make_job_directory(replace(request_, output=Path("/proc/nope")), "j")
 
 
-def test_source_that_cannot_be_copied_is_an_error(request_: job.JobRequest, tmp_path: Path) -> None:
-    (tmp_path / "digits" / "dangling").symlink_to("nowhere")
-    with pytest.raises(UsageError, match=r"cannot be copied: .*dangling"):
-        job.write_tree(tmp_path / "ml", request_, "j")
-
-
 def test_odd_archive_entries_do_not_affect_other_files(tmp_path: Path) -> None:
     source = tmp_path / "model"
     source.mkdir()

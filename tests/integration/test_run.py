@@ -185,7 +185,7 @@ def test_a_job_that_cannot_be_set_up_leaves_nothing(
     client: docker.DockerClient, pytorch: str, source: Path, tmp_path: Path
 ) -> None:
     (source / "train.py").write_text("")
-    (source / "dangling").symlink_to("nowhere")
+    (source / "dangling").symlink_to("/nowhere")
     arguments = command(pytorch, source, tmp_path / "jobs", "--hosts", "2")
     result = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.returncode == 2
@@ -233,6 +233,60 @@ def test_the_secret_is_in_no_log(matrix: BuildSpec, source: Path, tmp_path: Path
     assert "planted" not in result.stdout + result.stderr
     for path in (path for path in (tmp_path / "jobs").rglob("*") if path.is_file()):
         assert b"planted" not in path.read_bytes(), path
+
+
+def test_secrets_are_files_and_variables_that_docker_does_not_show(
+    client: docker.DockerClient, matrix: BuildSpec, source: Path, tmp_path: Path
+) -> None:
+    """A file of mode 0400, and a variable if asked. Neither inspect nor what stays has them."""
+    (source / "train.py").write_text(
+        "import os, pathlib, time\n"
+        "for name in ('HF_TOKEN', 'KEY'):\n"
+        "    file = pathlib.Path('/run/secrets', name)\n"
+        "    assert os.environ[name + '_FILE'] == str(file) and file.stat().st_mode & 0o7777 == 0o400, name\n"
+        "    assert file.parent.stat().st_mode & 0o022 == 0\n"
+        "assert pathlib.Path('/run/secrets/KEY').read_text() == 'planted' + '-in-a-file\\n'\n"
+        "assert os.environ['HF_TOKEN'] == 'planted' + '-variable' and 'KEY' not in os.environ\n"
+        "print('secrets are there', os.environ['TAKEN'], flush=True)\n"
+        "time.sleep(5)\n"
+    )
+    (tmp_path / "key").write_text("planted-in-a-file\n")
+    options = ["--secret", "HF_TOKEN,type=env", "--secret", f"KEY={tmp_path / 'key'}", "-e", "TAKEN", "--hosts", "2"]
+    image = matrix.select("pytorch-*-cpu-*-debian12").tag
+    words = command(image, source, tmp_path / "jobs", *options)
+    env = {**os.environ, "HF_TOKEN": "planted-variable", "TAKEN": "taken"}
+    with subprocess.Popen(words, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        lines = []
+        for line in process.stdout:
+            lines.append(line)
+            if "secrets are there taken" in line:
+                hosts = client.containers.list(filters={"label": "shoal.job", "name": source.name})
+                shown = [client.api.inspect_container(str(each.id)) for each in hosts]
+                assert shown
+                assert "planted" not in json.dumps(shown)
+    assert process.returncode == 0, "".join(lines)
+    assert sum("secrets are there taken" in line for line in lines) == 2
+    for path in (path for path in (tmp_path / "jobs").rglob("*") if path.is_file()):
+        assert b"planted" not in path.read_bytes(), path
+        assert path.name != "request.json" or b'"taken": "taken"' not in path.read_bytes()
+
+
+def test_links_stay_links_in_a_container_and_secrets_stay_here(pytorch: str, source: Path, tmp_path: Path) -> None:
+    (source / "train.py").write_text(
+        "import os\nprint('has', os.readlink('latest'), open('latest').read(), os.path.exists('.env'), flush=True)\n"
+    )
+    (source / "data.txt").write_text("data")
+    (source / "latest").symlink_to("data.txt")
+    (source / ".env").write_text("KEY=x")
+    words = command(pytorch, source, tmp_path / "jobs")
+    result = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert "has data.txt data False" in result.stdout, result.stdout + result.stderr
+    assert "left out of the job, as they may hold secrets: .env. To include one: --include .env" in result.stderr
+    (source / "passwords").symlink_to("/etc/shadow")
+    result = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 2
+    assert "passwords: a link to /etc/shadow, outside the source. Fix: " in result.stderr
 
 
 def test_a_killed_script_gives_137(pytorch: str, source: Path, tmp_path: Path) -> None:

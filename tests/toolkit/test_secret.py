@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from shoal_toolkit import redact
 from shoal_toolkit.job.settings import take_settings, warn_without_secret
 
 from . import loopback
@@ -64,6 +65,37 @@ def test_a_file_without_a_secret_is_an_error_and_nobody_can_prove_it(
     assert problem is not None
     assert says in str(problem)
     assert len(settings.secret) == 32, "an empty one would let everybody in"
+
+
+def test_variables_are_set_from_files_of_secrets(tmp_path: Path) -> None:
+    """Their content is masked from now on, under any name."""
+    (tmp_path / "plain").write_text("un-guessable\n\n")
+    environ = {"SHOAL_SECRET_VARIABLES": "PLAIN", "PLAIN_FILE": str(tmp_path / "plain")}
+    _, problem = take_settings(environ)
+    assert problem is None
+    assert environ == {"PLAIN": "un-guessable\n", "PLAIN_FILE": str(tmp_path / "plain")}
+    assert redact.mask_text("it is un-guessable\n") == "it is ******"
+
+
+def test_a_secret_without_a_file_is_an_error(tmp_path: Path) -> None:
+    for more in ({}, {"PLAIN_FILE": str(tmp_path / "missing")}):
+        _, problem = take_settings({"SHOAL_SECRET_VARIABLES": "PLAIN", **more})
+        assert "the file of the secret PLAIN, cannot be read: No such file or directory" in str(problem)
+
+
+def test_nothing_that_train_writes_has_the_value_of_a_secret_variable(tree: Tree, run: Run, tmp_path: Path) -> None:
+    (tmp_path / "plain").write_text("un-guessable\n")
+    tree.script("import os, sys\nprint(os.environ['PLAIN'])\nraise ValueError(os.environ['PLAIN'])")
+    given = {
+        "SHOAL_SECRET_VARIABLES": "PLAIN",
+        "PLAIN_FILE": str(tmp_path / "plain"),
+        "SHOAL_REPORTED_VARIABLES": "PLAIN",
+    }
+    done = run(**given, SAGEMAKER_PROGRAM="train.py")
+    assert done.out == "un-guessable\n"
+    explained = [run("--explain", *more, **given).out for more in ((), ("--json",))]
+    said = [line for line in done.err.splitlines() if line.startswith("train: ")]
+    assert "un-guessable" not in "\n".join([*said, tree.failure, (tree.output / "job.json").read_text(), *explained])
 
 
 def test_only_a_job_of_several_hosts_without_a_secret_is_warned() -> None:

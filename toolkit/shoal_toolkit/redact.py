@@ -89,13 +89,19 @@ def is_secret(name: str, value: str) -> bool:
 
 def learn_secrets(variables: Mapping[str, str]) -> None:
     """Remembers the secrets in variables and their JSON, so that `mask_text` masks distinctive ones everywhere."""
-    found = set(_known)
+    found: set[str] = set()
     for name, value in variables.items():
         if is_secret(name, value):
             found.add(value)
         elif _may_name_secret(value):
             pairs = ((_pair_name(pair), pair[_value_group(pair)]) for pair in _pairs().finditer(value))
             found.update(value for name, value in pairs if is_secret(name, value))
+    learn_values(found)
+
+
+def learn_values(values: Iterable[str]) -> None:
+    """Remembers secrets of any name, so that `mask_text` masks distinctive ones everywhere."""
+    found = {*_known, *values}
     written = {json.dumps(value)[1:-1] for value in found}
     _known[:] = sorted(filter(_is_distinctive, found | written), key=len, reverse=True)
 

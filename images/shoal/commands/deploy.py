@@ -19,12 +19,26 @@ from shoal.commands.common import (
     resolve_tag,
     takes_fields_of,
 )
-from shoal.commands.script import Arguments, Script, ScriptCommand, split_script
+from shoal.commands.script import (
+    Arguments,
+    Env,
+    EnvFile,
+    FollowLinks,
+    Include,
+    ListFiles,
+    Script,
+    ScriptCommand,
+    print_source,
+    print_source_notes,
+    split_script,
+    warn_of_visible_secrets,
+)
 from shoal.deploy import manifest
-from shoal.deploy.request import Kind, KubernetesRequest, Storage, suggest_name
+from shoal.deploy.request import Kind, KubernetesRequest, SecretReference, Storage, suggest_name
 from shoal.errors import UsageError
 from shoal.jobs.distribution import parse_distribution
 from shoal.jobs.job import SHM_SIZE
+from shoal.jobs.variables import read_environment
 
 deploy = typer.Typer(help="Write files that run a job on a cluster.", no_args_is_help=True)
 app.add_typer(deploy, name="deploy", rich_help_panel=RUN)
@@ -34,6 +48,11 @@ _KIND_HELP = (
     "job: part of Kubernetes. Others need a controller: jobset JobSet, trainjob Kubeflow Trainer, mpijob MPI Operator."
 )
 _SOURCE_HELP = "Code of at most 1 MiB. Default: the directory of SCRIPT; without SCRIPT, the code is in the image."
+_SECRET_HELP = (
+    "Key of a Secret in the cluster (default: NAME), as the file /run/secrets/NAME. With ,type=env at the end it is"
+    " also the variable NAME. Repeatable."
+)
+_VISIBLE_FIX = "--secret {name}=SECRET, or --env {name} with a variable of your environment, or --env-file FILE"
 _STORAGE = "CLAIM[/DIR]|/DIR"
 _RESULTS_HELP = "Storage that keeps models, output and checkpoints: a PersistentVolumeClaim, or a directory of nodes."
 
@@ -67,9 +86,14 @@ class KubernetesOptions:
     distribution: Annotated[
         str, typer.Option(metavar="JSON", help="The distribution argument of a SageMaker estimator.")
     ] = "{}"
-    env: Annotated[
-        list[str] | None, typer.Option(metavar="KEY=VALUE", help="Environment variable for every host. Repeatable.")
+    env: Env = None
+    env_file: EnvFile = None
+    secret: Annotated[
+        list[str] | None, typer.Option("--secret", metavar="NAME=SECRET[/KEY][,type=env]", help=_SECRET_HELP)
     ] = None
+    include: Include = None
+    follow_links: FollowLinks = False
+    list_files: ListFiles = False
     shm_size: Annotated[str, typer.Option(help="Size of /dev/shm per host, such as 512m or 2g.")] = SHM_SIZE
     memory: Annotated[str | None, typer.Option(help="Memory per host, such as 8g. Default: no limit.")] = None
     cpus: Annotated[str | None, typer.Option(help="Cores per host, such as 4 or 500m. Default: no limit.")] = None
@@ -97,6 +121,7 @@ class KubernetesOptions:
         image = f"{self.registry.rstrip('/')}/{tag}" if self.registry else tag
         source, entry_point = self._read_script()
         channels = parse_pairs("--channel", self.channel)
+        environment, taken = read_environment(self.env, self.env_file)
         request = KubernetesRequest(
             kind=self.kind,
             name=self.name if self.name is not None else suggest_name(source, image),
@@ -112,7 +137,11 @@ class KubernetesOptions:
             results=Storage.parse("--results", self.results) if self.results is not None else None,
             hyperparameters=parse_pairs("--hyperparameter", self.hyperparameter),
             distribution=parse_distribution(self.distribution),
-            environment=parse_pairs("--env", self.env),
+            environment=environment,
+            taken=frozenset(taken),
+            secrets=tuple(map(SecretReference.parse, self.secret or ())),
+            include=tuple(self.include or ()),
+            follow_links=self.follow_links,
             shm_size=self.shm_size,
             memory=self.memory,
             cpus=self.cpus,
@@ -147,6 +176,12 @@ def deploy_kubernetes(options: KubernetesOptions) -> None:
     Example: shoal deploy kubernetes pytorch examples/digits/train.py --hosts 2 --results models -- --epochs 3
     """
     request = options.to_request()
+    if options.list_files:
+        print_source(request.selection)
+        return
+    warn_of_visible_secrets(options.env, request.hyperparameters, options.arguments, _VISIBLE_FIX)
+    if isinstance(request.source, Path):
+        print_source_notes(request.selection)
     text = manifest.format_manifest(request, manifest.build_objects(request))
     for note in request.list_notes():
         typer.echo(f"shoal: {note}", err=True)

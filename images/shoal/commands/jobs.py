@@ -41,7 +41,20 @@ from shoal.commands.common import (
     resolve_tag,
     takes_fields_of,
 )
-from shoal.commands.script import Arguments, Script, ScriptCommand, split_script
+from shoal.commands.script import (
+    Arguments,
+    Env,
+    EnvFile,
+    FollowLinks,
+    Include,
+    ListFiles,
+    Script,
+    ScriptCommand,
+    print_source,
+    print_source_notes,
+    split_script,
+    warn_of_visible_secrets,
+)
 from shoal.docker_client import images as docker_images
 from shoal.errors import ImageError, UsageError
 from shoal.jobs import background, docker_job, known_jobs, live_view, local_job, metric_definitions, model_plan, summary
@@ -50,6 +63,7 @@ from shoal.jobs.job import JobRequest, JobResult
 from shoal.jobs.known_jobs import KnownJob, read_job
 from shoal.jobs.live_view import View
 from shoal.jobs.record import DOCKER, FAILED, LOCAL, OUTPUT, STOPPED, JobRecord, OpenJob, open_job, read_record
+from shoal.jobs.variables import parse_secrets, read_environment, restore_environment
 from shoal.jobs.volumes import Volume
 from shoal.report import timeline
 from shoal.report.job_page import render_comparison_page
@@ -85,7 +99,12 @@ _UNKNOWN_OPTIONS = {"ignore_unknown_options": True}
 _PLAN_HELP = "--mp-parameters JSON, --devices N, --memory GIB, --optimizer sgd|momentum|adam."
 
 
-_EXTENDED = ("channels", "hyperparameters", "environment")
+_SECRET_HELP = (
+    "Secret for every host, in the file /run/secrets/NAME. It comes from this environment's variable NAME or FILE."
+    " With ,type=env at the end it is also the variable NAME of the script. Repeatable."
+)
+_VISIBLE_FIX = "-e {name} or --secret {name} with a variable of your environment, or --env-file FILE"
+_EXTENDED = ("channels", "hyperparameters", "environment", "taken")
 """Fields of a resumed job that are extended by those that are given again, name by name."""
 
 
@@ -133,10 +152,14 @@ class RunOptions:
     distribution: Annotated[
         str | None, typer.Option(metavar="JSON", help="The distribution argument of a SageMaker estimator.")
     ] = None
-    env: Annotated[
-        list[str] | None,
-        typer.Option("--env", "-e", metavar="KEY=VALUE", help="Environment variable for every host. Repeatable."),
+    env: Env = None
+    env_file: EnvFile = None
+    secret: Annotated[
+        list[str] | None, typer.Option("--secret", metavar="NAME[=FILE][,type=env]", help=_SECRET_HELP)
     ] = None
+    include: Include = None
+    follow_links: FollowLinks = False
+    list_files: ListFiles = False
     jobs: Annotated[Path, typer.Option("--output", help="Directory in which to create the job's directory.")] = Path(
         "jobs"
     )
@@ -176,7 +199,7 @@ class RunOptions:
 
         The image may still be the name of a framework. Raises `UsageError`.
         """
-        given = {name: value for name, value in self._read_fields().items() if value not in (None, {})}
+        given = {name: value for name, value in self._read_fields().items() if value not in (None, {}, ())}
         engine = choose_engine(self.engine, self.local)
         if self.resume is None:
             if self.image is None:
@@ -191,8 +214,7 @@ class RunOptions:
             raise UsageError(f"--name {self.name}: a resumed job keeps its name, {self.resume}. Fix: leave out --name")
         else:
             earlier = read_record(self.jobs, self.resume)
-            extended = {name: {**getattr(earlier.request, name), **given[name]} for name in _EXTENDED if name in given}
-            request = dataclasses.replace(earlier.request, **{**given, **extended})
+            request = _extend_request(earlier.request, given, f"--resume {self.resume}")
             used = engine.value if engine else earlier.engine
             record = JobRecord(self.image or earlier.image, used, request, identity=earlier.identity)
         record.request.check()
@@ -207,6 +229,7 @@ class RunOptions:
     def _read_fields(self) -> dict[str, Any]:
         """Return the fields of a `JobRequest`; None or empty if the option is not given. Raises `UsageError`."""
         channels = parse_pairs("--channel", self.channel)
+        environment, taken = read_environment(self.env, self.env_file)
         source, entry_point = self.source, self.entry_point
         if self.script is not None:
             source, entry_point = split_script(self.script, source, entry_point)
@@ -219,7 +242,11 @@ class RunOptions:
             "channels": {name: Path(value) for name, value in channels.items()},
             "hyperparameters": self._read_hyperparameters(),
             "distribution": parse_distribution(self.distribution or "{}"),
-            "environment": parse_pairs("--env", self.env),
+            "environment": environment,
+            "taken": taken,
+            "secrets": parse_secrets(self.secret),
+            "include": tuple(self.include or ()),
+            "follow_links": self.follow_links or None,
             "output": self.jobs,
             "shm_size": self.shm_size,
             "memory": self.memory,
@@ -240,6 +267,22 @@ class RunOptions:
                 raise UsageError(f"--metric and --hyperparameter {name}: both define metrics. Fix: leave out one")
             found[name] = metric_definitions.encode_definitions(metrics)
         return found
+
+
+def _extend_request(earlier: JobRequest, given: dict[str, Any], option: str) -> JobRequest:
+    """Return the request of a resumed job with the fields that are given again.
+
+    Values that the record does not have are read again from where they came. Raises `UsageError` if one is missing.
+    """
+    extended = {name: {**getattr(earlier, name), **given[name]} for name in _EXTENDED if name in given}
+    request = dataclasses.replace(earlier, **{**given, **extended})
+    now = given.get("environment", {})
+    taken = {name: place for name, place in request.taken.items() if name not in now or name in given.get("taken", {})}
+    missing = {name: place for name, place in taken.items() if name not in now}
+    environment = {**request.environment, **restore_environment(missing, option)}
+    again = {secret.name for secret in given.get("secrets", ())}
+    secrets = (*(each for each in earlier.secrets if each.name not in again), *given.get("secrets", ()))
+    return dataclasses.replace(request, environment=environment, taken=taken, secrets=secrets)
 
 
 def _parse_hosts(text: str) -> dict[str, int]:
@@ -274,8 +317,15 @@ def run_job(options: RunOptions) -> None:
     Continue a job: shoal run --resume code-20260131-101500-3f2a1c
     """
     record = options.to_record()
+    if options.list_files:
+        print_source(record.request.selection, options.as_json)
+        return
+    given = parse_pairs("--hyperparameter", options.hyperparameter)
+    warn_of_visible_secrets(options.env, given, options.arguments, _VISIBLE_FIX)
     if record.request.source is None:
         _check_image_has_script(resolve_tag(record.image), record.request)
+    else:
+        print_source_notes(record.request.selection)
     progress = progress_console(options.as_json)
     build_seconds = None
     if options.build and record.engine == DOCKER:

@@ -3,20 +3,43 @@
 from __future__ import annotations
 
 import shlex
+import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer.core
 
+from shoal.commands.common import print_columns, print_json, print_line
 from shoal.errors import UsageError, did_you_mean
+from shoal.jobs.source_files import Selection, describe_source, list_rows, list_source
+from shoal.jobs.variables import describe_visible_secrets
 
 _SCRIPT_HELP = (
     "Path of the script, such as code/train.py. Its directory is copied to /opt/ml/code. Default: the script that the"
     " image names in SAGEMAKER_PROGRAM."
 )
+_FOLLOW_HELP = (
+    "Copy the targets of links that leave the source. Default: such links are an error, and others stay links."
+)
+_INCLUDE_HELP = (
+    "Also copy files that may hold secrets, such as .env, or that are left out for another reason. With * and ?; a"
+    " directory ends with a slash. Repeatable."
+)
+_ENV_HELP = (
+    "Environment variable for every host. NAME alone takes its value from this environment, and then no record has it."
+    " Repeatable."
+)
+_ENV_FILE_HELP = "File of variables for every host, one NAME=VALUE or NAME a line, as in docker run. Repeatable."
+_LIST_HELP = "Print the files that would be copied, with size, and those that are left out. Starts nothing."
 _ARGUMENTS_HELP = "Arguments for the script, unchanged, after its hyperparameters."
 Script = Annotated[Path | None, typer.Argument(metavar="SCRIPT", help=_SCRIPT_HELP)]
 Arguments = Annotated[list[str] | None, typer.Argument(metavar="-- ARGUMENT", help=_ARGUMENTS_HELP)]
+FollowLinks = Annotated[bool, typer.Option("--follow-links", help=_FOLLOW_HELP)]
+Include = Annotated[list[str] | None, typer.Option("--include", metavar="PATTERN", help=_INCLUDE_HELP)]
+Env = Annotated[list[str] | None, typer.Option("--env", "-e", metavar="NAME[=VALUE]", help=_ENV_HELP)]
+EnvFile = Annotated[list[Path] | None, typer.Option("--env-file", metavar="FILE", help=_ENV_FILE_HELP)]
+ListFiles = Annotated[bool, typer.Option("--list-files", help=_LIST_HELP)]
 _OF_ESTIMATORS = {
     "--instance-count": "--hosts",
     "--environment": "--env",
@@ -91,3 +114,39 @@ def split_script(script: Path, source: Path | None, entry_point: str | None) -> 
     if not place.is_relative_to(source.resolve()):
         raise UsageError(f"{script}: not in --source {source}. Fix: leave out --source, or name a directory above it")
     return source, str(place.relative_to(source.resolve()))
+
+
+def print_source(selection: Selection, as_json: bool = False) -> None:
+    """Print the files of a source that reach the hosts, and those that are left out. Raises `UsageError`."""
+    files = list_source(selection)
+    if as_json:
+        print_json(
+            [{"path": each.name, "bytes": each.size, "link": each.link, "left_out": each.left_out} for each in files]
+        )
+        return
+    packed = [each for each in files if each.is_packed]
+    print_columns(("path", "bytes", ""), *list_rows(files))
+    print_line(f"{len(packed)} files, {sum(each.size for each in packed)} bytes")
+
+
+def print_source_notes(selection: Selection) -> None:
+    """Print notes about a source: what is left out, and whether it is large. Raises `UsageError`."""
+    for note in describe_source(selection, list_source(selection)):
+        print(f"shoal: {note}", file=sys.stderr)
+
+
+def warn_of_visible_secrets(
+    env: list[str] | None, hyperparameters: Mapping[str, str], arguments: list[str] | None, fix: str
+) -> None:
+    """Print a warning for each value on the command line that looks like a secret."""
+    words = arguments or []
+    pairs = [word.partition("=") for word in words]
+    options = {name: value if equals else after for (name, equals, value), after in zip(pairs, [*words[1:], ""])}
+    variables = {name: value for name, equals, value in (word.partition("=") for word in env or ()) if equals}
+    other = "let the script read a variable: " + fix
+    for warning in (
+        *describe_visible_secrets("--env", variables, fix),
+        *describe_visible_secrets("--hyperparameter", hyperparameters, other),
+        *describe_visible_secrets("argument", {k: v for k, v in options.items() if k.startswith("-")}, other),
+    ):
+        print(f"shoal: {warning}", file=sys.stderr)

@@ -8,19 +8,22 @@ import io
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+import stat
+import tarfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from ruamel.yaml import YAML
 from ruamel.yaml.scalarstring import DoubleQuotedScalarString, LiteralScalarString
 
-from shoal.deploy.pod import ARCHIVE, SECRET_KEY, Object, has_secret, job_labels, name_object
+from shoal.deploy.pod import ARCHIVE, SECRET_KEY, Object, has_secret, job_labels, list_taken, name_object
 from shoal.deploy.request import KubernetesRequest, parse_network
 from shoal.deploy.workload import build_metadata, build_workload
 from shoal.docker_client import archive
 from shoal.errors import UsageError
-from shoal.jobs import job
+from shoal.jobs import job, source_files
+from shoal.jobs.source_files import Selection
 
 MAX_CONFIG_MAP = 2**20
 """The limit of Kubernetes for the data of one ConfigMap, in bytes."""
@@ -28,19 +31,19 @@ _MAX_SOURCE = 64 * 2**20
 """The limit for files that are packed at all, in bytes: larger ones are data, and would not fit."""
 _PLAIN = re.compile(r"[A-Za-z/][A-Za-z0-9._/-]*")
 _NOT_TEXT = frozenset({"y", "n", "yes", "no", "on", "off", "true", "false", "null", "none"})
+# A rule of `jobs.source_files` knows this line, as no job's code has the manifest of an earlier one.
 _HEAD = """\
 # Job {name}, written by `shoal deploy kubernetes`. {warning}
 # Use `kubectl create`: `kubectl apply` would copy the objects into an annotation, which is limited to 256 KiB.
 """
-_MARK = re.compile(rb"# Job [^\n]*, written by `shoal deploy kubernetes`")
-"""The beginning of each file of `format_manifest`."""
-_WARNING = "It contains the job's secret: do not commit it, and write a new one for each job."
+_WARNING = "It contains secrets of the job: do not commit it, and write a new one for each job."
 
 
 def build_objects(request: KubernetesRequest) -> list[Object]:
     """Return all objects of a job, in the order in which to create them: pods start last, as a policy may be refused.
 
     They contain a secret unless the environment names a file with it: SHOAL_JOB_SECRET there, otherwise a new one.
+    Variables of the user with values that are not on the command line are in another Secret.
 
     Args:
         request: The job, which the caller has checked.
@@ -52,6 +55,9 @@ def build_objects(request: KubernetesRequest) -> list[Object]:
     secret = job.make_secret(request.environment)
     if secret is not None:
         objects.append(_build_object(request, "Secret", "secret", stringData={SECRET_KEY: secret}, immutable=True))
+    if names := list_taken(request):
+        data = {name: request.environment[name] for name in names}
+        objects.append(_build_object(request, "Secret", "environment", stringData=data, immutable=True))
     return objects + build_workload(request)
 
 
@@ -77,7 +83,7 @@ def _build_config_map(request: KubernetesRequest) -> Object:
     size = sum(map(len, data.values()))
     binary: dict[str, str] = {}
     if isinstance(request.source, Path):
-        packed = pack_source(request.source, job.JobRequest.output)
+        packed = pack_source(request.selection)
         binary = {ARCHIVE: base64.b64encode(packed).decode()}
         size += len(packed)
     _check_config_map(request.source, size, MAX_CONFIG_MAP)
@@ -95,42 +101,28 @@ def _check_config_map(source: Path | str | None, size: int, limit: int) -> None:
         )
 
 
-def pack_source(directory: Path, *others: Path) -> bytes:
-    """Return a directory as .tar.gz: the same bytes for the same files.
-
-    What `job.leave_out(*others)` names is left out, and so is each manifest of an earlier job, which has its secret.
+def pack_source(selection: Selection) -> bytes:
+    """Return a source as .tar.gz: the same bytes for the same files.
 
     Raises:
         UsageError: If a file cannot be read, or they are too large.
     """
     packed = io.BytesIO()
-    try:
-        files = dict(_find_files(directory, job.leave_out(*others)))
-        _check_config_map(directory, sum(path.stat().st_size for path in files.values()), _MAX_SOURCE)
-        archive.write_tar(files, packed, lambda name: os.access(files[name], os.X_OK))
-    except OSError as error:
-        raise UsageError(f"--source {directory}: {error.filename} cannot be read: {error.strerror}") from error
+    size = 0
+    with tarfile.open(fileobj=packed, mode="w") as out:
+        for each in source_files.read_source(selection):
+            if not each.is_packed:
+                continue
+            size += each.size
+            _check_config_map(selection.directory, size, _MAX_SOURCE)
+            if each.link:
+                entry = tarfile.TarInfo(each.name)
+                entry.type, entry.linkname = tarfile.SYMTYPE, each.link
+                out.addfile(entry)
+            else:
+                with os.fdopen(os.dup(each.descriptor), "rb") as file:
+                    archive.add_file(out, each.name, file, mode=0o755 if each.mode & stat.S_IXUSR else 0o644)
     return gzip.compress(packed.getvalue(), mtime=0)
-
-
-def _find_files(directory: Path, ignore: Callable[[str, list[str]], set[str]]) -> Iterator[tuple[str, Path]]:
-    """Yield the relative and the whole path of each file but manifests. Raises OSError if something cannot be read."""
-
-    def on_error(error: OSError) -> None:
-        raise error
-
-    for parent, directories, names in os.walk(directory, onerror=on_error):
-        left_out = ignore(parent, [*directories, *names])
-        directories[:] = [name for name in directories if name not in left_out]
-        for path in (Path(parent, name) for name in names if name not in left_out):
-            if path.is_file() and not _is_manifest(path):
-                yield str(path.relative_to(directory)), path
-
-
-def _is_manifest(path: Path) -> bool:
-    """Return whether `format_manifest` has made a file, under any name."""
-    with path.open("rb") as file:
-        return bool(_MARK.match(file.readline(256)))
 
 
 def _build_network_policy(request: KubernetesRequest) -> Object:
@@ -164,7 +156,7 @@ def format_manifest(request: KubernetesRequest, objects: Sequence[Object]) -> st
     yaml.width = 2**30  # no line is folded
     yaml.indent(mapping=2, sequence=4, offset=2)
     text = io.StringIO()
-    text.write(_HEAD.format(name=request.name, warning=_WARNING if has_secret(request) else ""))
+    text.write(_HEAD.format(name=request.name, warning=_WARNING if has_secret(request) or request.taken else ""))
     for each in objects:
         text.write("---\n")
         yaml.dump(_quote(each), text)

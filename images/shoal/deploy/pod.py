@@ -11,6 +11,7 @@ from typing import Any
 
 from shoal.deploy.request import Kind, KubernetesRequest, Storage
 from shoal.jobs import gpus, job, restarts
+from shoal.jobs.variables import SECRETS
 
 CONFIG = "/opt/ml/input/config"
 ARCHIVE = "sourcedir.tar.gz"
@@ -102,10 +103,23 @@ def _build_environment(request: KubernetesRequest) -> list[Object]:
         values["SHOAL_HOSTS"] = list_hosts(request)
     if has_secret(request):
         values[job.SECRET_FILE] = f"{SECRET_DIRECTORY}/{SECRET_KEY}"
-    values |= {key: value for key, value in request.environment.items() if key != job.SECRET}
+    values |= {f"{each.name}_FILE": f"{SECRETS}/{each.name}" for each in request.secrets}
+    values |= {key: value for key, value in request.environment.items() if key not in {job.SECRET, *request.taken}}
     variables: list[Object] = [{"name": key, "value": _escape(value)} for key, value in values.items()]
+    variables += [_refer(key, name_object(request, "environment"), key) for key in list_taken(request)]
+    variables += [_refer(each.name, each.secret, each.key) for each in request.secrets if each.is_variable]
     fields = _find_fields(request).items()
     return variables + [{"name": key, "valueFrom": {"fieldRef": {"fieldPath": path}}} for key, path in fields]
+
+
+def list_taken(request: KubernetesRequest) -> list[str]:
+    """Return the variables of the user with values that are in a Secret of the file."""
+    return sorted(request.taken - {job.SECRET})
+
+
+def _refer(variable: str, secret: str, key: str) -> Object:
+    """Return a variable with the value of a key of a Secret."""
+    return {"name": variable, "valueFrom": {"secretKeyRef": {"name": secret, "key": key}}}
 
 
 def _escape(text: str) -> str:
@@ -158,6 +172,13 @@ def _list_mounts(request: KubernetesRequest) -> list[tuple[Object, Object]]:
     if has_secret(request):
         secret = {"secretName": name_object(request, "secret"), "defaultMode": 0o400}
         mounts.append(_mount({"name": "secret", "secret": secret}, SECRET_DIRECTORY, readOnly=True))
+    for number, each in enumerate(request.secrets):
+        items = [{"key": each.key, "path": each.name}]
+        secret = {"secretName": each.secret, "defaultMode": 0o400, "items": items}
+        # Only the file: the platform may mount others in this directory.
+        mount = _mount({"name": f"secret-{number}", "secret": secret}, f"{SECRETS}/{each.name}", subPath=each.name)
+        mount[1]["readOnly"] = True
+        mounts.append(mount)
     for number, (channel, storage) in enumerate(request.channels.items()):
         volume, inside = _build_volume(f"channel-{number}", storage)
         path = {"subPath": inside} if inside else {}

@@ -13,6 +13,8 @@ from typing import Any
 
 from shoal.errors import UsageError
 from shoal.jobs import distribution, job, restarts
+from shoal.jobs.source_files import Selection
+from shoal.jobs.variables import check_unique, split_secret
 
 MAX_USER = 2**31 - 1
 MAX_LABEL = 63
@@ -21,6 +23,7 @@ _NAME = re.compile(r"[a-z]([a-z0-9-]*[a-z0-9])?")
 _LABEL = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?")
 _SUBDOMAIN = re.compile(rf"(?=.{{1,253}}\Z){_LABEL.pattern}(\.{_LABEL.pattern})*")
 """A claim, or a service account: a subdomain of RFC 1123."""
+_KEY = re.compile(r"[A-Za-z0-9._-]{1,253}")
 _CPUS = re.compile(r"\d+(\.\d{1,3})?|\d+m")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _REQUIREMENTS = "requirements.txt"
@@ -79,6 +82,30 @@ class Storage:
 
 
 @dataclass(frozen=True)
+class SecretReference:
+    """A key of a Secret in the cluster, which pods have as the file /run/secrets/NAME, or as a variable."""
+
+    name: str
+    secret: str
+    """The name of the Secret."""
+    key: str
+    is_variable: bool
+
+    @classmethod
+    def parse(cls, text: str) -> SecretReference:
+        """Return the reference that `NAME=SECRET[/KEY][,type=env]` describes. Raises `UsageError`."""
+        _check_text("--secret", text)
+        name, place, is_variable = split_secret(text)
+        secret, _, key = place.partition("/")
+        if not (_SUBDOMAIN.fullmatch(secret) and _KEY.fullmatch(key or name)):
+            raise UsageError(
+                f"--secret {text}: expected NAME=SECRET or NAME=SECRET/KEY, with a Secret that `kubectl get secrets`"
+                " lists. Example: --secret HF_TOKEN=tokens/hugging-face"
+            )
+        return cls(name, secret, key or name, is_variable)
+
+
+@dataclass(frozen=True)
 class KubernetesRequest:
     """A job to describe for Kubernetes."""
 
@@ -103,6 +130,13 @@ class KubernetesRequest:
     distribution: Mapping[str, Any] = field(default_factory=dict)
     """The `distribution` argument of a SageMaker estimator."""
     environment: Mapping[str, str] = field(default_factory=dict)
+    taken: frozenset[str] = frozenset()
+    """The names of `environment` with values that are in a Secret, not in the pods."""
+    secrets: tuple[SecretReference, ...] = ()
+    include: tuple[str, ...] = ()
+    """Patterns of files in the source that would be left out."""
+    follow_links: bool = False
+    """Whether links out of the source are replaced by a copy of their target."""
     shm_size: str = job.SHM_SIZE
     memory: str | None = None
     cpus: str | None = None
@@ -157,6 +191,10 @@ class KubernetesRequest:
                 raise UsageError(f"--env {variable}: {_RESERVED[variable]}")
             _check_text(f"--env {variable}", value)
         job.check_secret(self.environment)
+        check_unique("--secret", [secret.name for secret in self.secrets])
+        for secret in self.secrets:
+            if secret.is_variable and secret.name in self.environment:
+                raise UsageError(f"--secret {secret.name} and --env {secret.name}: both set it. Fix: leave out one")
 
     def _check_names(self) -> None:
         """Raise `UsageError` if the name of the job or the namespace is not valid in DNS, or a host's is too long."""
@@ -199,13 +237,20 @@ class KubernetesRequest:
                     " addresses of S3, such as --egress 0.0.0.0/0"
                 )
         elif self.source is not None and self.entry_point:
-            job.check_source(self.source, self.entry_point)
+            job.check_source(self.selection)
             if (self.source / _REQUIREMENTS).exists() and (self.user or not self.egress):
                 raise UsageError(
                     f"--source {self.source}: `train` cannot install its {_REQUIREMENTS}: pods neither write to the"
                     " image's packages nor reach a package index. Fix: install them in an image (docs/recipes.md), or"
                     " --user 0 --egress CIDR of the index"
                 )
+
+    @property
+    def selection(self) -> Selection:
+        """The source directory, and the options about it. Raises `UsageError` if the job has none."""
+        if not isinstance(self.source, Path):
+            raise UsageError("SCRIPT: missing: the code is not on this machine. Fix: name SCRIPT, or --source DIR")
+        return Selection(self.source, self.entry_point, self.follow_links, self.include, (job.JobRequest.output,))
 
     @property
     def pod_prefix(self) -> str:

@@ -45,19 +45,22 @@ def write_tar(
                 add_file(archive, name, file, mode=0o755 if executable(name) else 0o644, time=time)
 
 
-def add_file(archive: tarfile.TarFile, name: str, file: IO[bytes], mode: int = 0o644, time: int = 0) -> None:
+def add_file(
+    archive: tarfile.TarFile, name: str, file: IO[bytes], mode: int = 0o644, time: int = 0, owner: int = 0
+) -> None:
     """Add a file, from its first byte to its last, to an archive."""
     entry = tarfile.TarInfo(name)
+    entry.uid = entry.gid = owner
     entry.mtime, entry.mode, entry.size = time, mode, file.seek(0, io.SEEK_END)
     file.seek(0)
     archive.addfile(entry, file)
 
 
-def pack_file(name: str, content: bytes, mode: int = 0o644) -> bytes:
-    """Return an archive of one file, which belongs to root."""
+def pack_file(name: str, content: bytes, mode: int = 0o644, owner: int = 0) -> bytes:
+    """Return an archive of one file, which belongs to root or another user and its group of the same number."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as archive:
-        add_file(archive, name, io.BytesIO(content), mode)
+        add_file(archive, name, io.BytesIO(content), mode, owner=owner)
     return buffer.getvalue()
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import queue
+import re
 import tarfile
 import threading
 from collections.abc import Iterable, Iterator, Mapping
@@ -28,7 +29,7 @@ from rich.console import Console
 from shoal import docker_client
 from shoal.docker_client import archive, containers
 from shoal.errors import DockerError, UsageError
-from shoal.jobs import checkpoints, gpus, job, restarts
+from shoal.jobs import checkpoints, gpus, job, restarts, variables
 from shoal.jobs.gpu_usage import GpuMeter, read_lines, smi_command
 from shoal.jobs.job_log import JobLog
 from shoal.jobs.live_view import View
@@ -64,6 +65,8 @@ class DockerHosts:
     """Keeps the lines of all hosts."""
     cpus: Mapping[str, str] = field(default_factory=dict)
     """The variable with the number of CPUs of each host, if they share the machine."""
+    secrets: Mapping[str, bytes] = field(default_factory=dict)
+    """The user's secrets, by name."""
     by_name: dict[str, Container] = field(default_factory=dict)
     arrivals: queue.SimpleQueue[Arrival] = field(default_factory=queue.SimpleQueue)
     """Containers that have ended."""
@@ -95,7 +98,7 @@ class DockerHosts:
             environment: More variables than the job's own.
         """
         settings = _container_settings(self.request, self.name, self.identity, self.network)
-        variables = {
+        merged = {
             **gpus.gpu_environment(self.devices[host]),
             **self.cpus,
             **settings["environment"],
@@ -105,7 +108,7 @@ class DockerHosts:
             "name": f"{self.name}-{host}",
             "networking_config": {self.network: self.client.api.create_endpoint_config(aliases=[host])},
             "device_requests": gpus.device_requests(self.devices[host]),
-            "environment": variables,
+            "environment": merged,
         }
         with containers.delay_interrupts():  # between the two, no container could give the files of the volume
             if earlier := self.by_name.get(host):
@@ -126,8 +129,13 @@ class DockerHosts:
         container.put_archive("/", self.tree)
         config = job.encode_resource_config(self.request.host_names, host)
         container.put_archive("/", archive.pack_file("opt/ml/" + job.RESOURCE_CONFIG, config))
+        files = {f"{variables.SECRETS[1:]}/{name}": content for name, content in self.secrets.items()}
         if self.secret:
-            container.put_archive("/", archive.pack_file(SECRET_PATH, self.secret.encode(), 0o600))
+            files[SECRET_PATH] = self.secret.encode()
+        if files:
+            owner = _find_user(container)
+            for path, content in files.items():
+                container.put_archive("/", archive.pack_file(path, content, 0o400, owner))
 
     def start(self, *hosts: str) -> None:
         """Start containers, and threads that print their logs and put their exits into `arrivals`."""
@@ -265,7 +273,7 @@ def create_hosts(
         client.volumes.create(volume_name(identity), labels={containers.JOB_LABEL: identity})
     with TemporaryFile() as tree:
         with TemporaryDirectory(prefix="shoal-job-") as scratch:
-            job.write_tree(Path(scratch), request, name)
+            job.write_tree(Path(scratch), request, name, mode=0o644)  # for any user of the image
             archive.pack_tree(Path(scratch), "opt/ml", tree)
         hosts = DockerHosts(
             client=client,
@@ -276,6 +284,7 @@ def create_hosts(
             view=view,
             tree=tree,
             secret=job.make_secret(request.environment),
+            secrets=variables.read_secrets(request.secrets),
             devices=dict(zip(request.host_names, devices)),
             network=str(network.name),
             log=log or JobLog(),
@@ -339,6 +348,7 @@ def _container_settings(request: job.JobRequest, name: str, identity: str, netwo
             **request.script_variables,
             job.SECRET_FILE: f"/{SECRET_PATH}",
             **job.MEMBERS_ONLY,
+            **variables.locate_secrets(request.secrets),
             **restarts.limit_variables(request.max_restarts, request.min_hosts),
             **own,
             "TRAINING_JOB_NAME": name,
@@ -350,6 +360,12 @@ def _container_settings(request: job.JobRequest, name: str, identity: str, netwo
         "mem_limit": request.memory,
         "nano_cpus": None if request.cpus is None else round(request.cpus * 1e9),
     }
+
+
+def _find_user(container: Container) -> int:
+    """Return the number of the user of a container; 0 if its image names the user by a word."""
+    user = str(container.attrs["Config"].get("User") or "0").partition(":")[0]
+    return int(user) if re.fullmatch("[0-9]{1,10}", user) else 0
 
 
 def _start_log_reader(container_id: str, host: str, view: View, log: JobLog) -> threading.Thread:

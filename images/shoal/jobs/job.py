@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import secrets
-import shutil
 import tarfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,9 @@ import docker.utils
 
 from shoal.docker_client import containers
 from shoal.errors import UsageError, did_you_mean
-from shoal.jobs import distribution, gpus, restarts
+from shoal.jobs import distribution, gpus, restarts, source_files
+from shoal.jobs.source_files import Selection
+from shoal.jobs.variables import Secret, check_secret_variables
 from shoal.jobs.volumes import Volume
 
 SECRET, SECRET_FILE = "SHOAL_JOB_SECRET", "SHOAL_JOB_SECRET_FILE"
@@ -55,6 +57,15 @@ class JobRequest:
     """The `distribution` argument of a SageMaker estimator."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables for every host."""
+    taken: Mapping[str, Path | None] = field(default_factory=dict)
+    """The names of `environment` with values that the record leaves out, each with its file of `--env-file`, or None:
+    from the environment of the command."""
+    secrets: tuple[Secret, ...] = ()
+    """Files with secrets for every host."""
+    include: tuple[str, ...] = ()
+    """Patterns of files in the source that would be left out."""
+    follow_links: bool = False
+    """Whether links out of the source are replaced by a copy of their target."""
     output: Path = Path("jobs")
     """The directory in which the job's own directory is made."""
     shm_size: str | None = None
@@ -77,7 +88,7 @@ class JobRequest:
     def check(self) -> None:
         """Raise `UsageError` if the job cannot run: a path, size, channel, GPU, secret or the distribution is wrong."""
         if self.source is not None and self.entry_point is not None:
-            check_source(self.source, self.entry_point)
+            check_source(self.selection)
         elif self.source is not None or self.entry_point is not None:
             missing = "--source" if self.source is None else "--entry-point"
             raise UsageError(f"{missing}: missing. Fix: give both, or SCRIPT instead of both")
@@ -98,6 +109,7 @@ class JobRequest:
         self._check_elastic()
         gpus.check_gpus_option(self.gpus, self.hosts)
         check_secret(self.environment)
+        check_secret_variables(self.secrets, self.environment)
         self.encode_hyperparameters("")
 
     def _check_checkpoints(self) -> None:
@@ -130,6 +142,14 @@ class JobRequest:
             )
 
     @property
+    def selection(self) -> Selection:
+        """The source, and the options about it. Raises `UsageError` if the job has no source."""
+        if self.source is None:
+            raise UsageError("SCRIPT: missing: the image has the code. Fix: shoal run IMAGE SCRIPT")
+        elsewhere = tuple(path for path in (self.output, self.checkpoints) if path)
+        return Selection(self.source, self.entry_point, self.follow_links, self.include, elsewhere)
+
+    @property
     def host_names(self) -> list[str]:
         """algo-1, algo-2 and so on, one for each host."""
         return [f"algo-{number}" for number in range(1, self.hosts + 1)]
@@ -140,7 +160,8 @@ class JobRequest:
 
         The first overrides an image's own `ENV SAGEMAKER_PROGRAM`. It is missing if the image has the code.
         """
-        reported = {REPORTED_VARIABLES: " ".join(self.environment)} if self.environment else {}
+        names = [name for name in self.environment if name not in self.taken]
+        reported = {REPORTED_VARIABLES: " ".join(names)} if names else {}
         if self.entry_point is None:
             return reported
         return {"SAGEMAKER_PROGRAM": self.entry_point, **reported}
@@ -198,17 +219,26 @@ class JobResult:
     """The seconds of `--build`; None if there was none."""
 
 
-def check_source(source: Path, entry_point: str) -> None:
+def check_source(selection: Selection) -> None:
     """Raise `UsageError` unless the directory exists and has the script. A module (`-m NAME`) is not looked for."""
+    source, script = selection.directory, selection.script
     check_no_address("--source", source)
     if not source.is_dir():
         problem = "not a directory" if source.exists() else "no such directory"
         raise UsageError(f"--source {source}: {problem}")
+    source_files.check_directory(selection)
     # `-m module`, and scripts that requirements install, can only be checked in the container.
-    if not entry_point.startswith("-m ") and not (source / entry_point).exists():
+    if script.startswith(("/", "../")):
+        raise UsageError(
+            f"--entry-point {selection.entry_point}: not in --source {source}. Fix: a path relative to the source, or"
+            " --source with a directory above the script"
+        )
+    if script and not (source / script).exists():
         names = sorted(path.name for path in source.iterdir())
-        hint = did_you_mean(entry_point, names)
-        raise UsageError(f"--entry-point {entry_point}: not in {source}.{hint} It contains: {', '.join(names)}")
+        hint = did_you_mean(script, names)
+        raise UsageError(
+            f"--entry-point {selection.entry_point}: not in {source}.{hint} It contains: {', '.join(names)}"
+        )
 
 
 def make_secret(environment: Mapping[str, str]) -> str | None:
@@ -334,40 +364,49 @@ def make_job_name(stem: str) -> str:
 
 
 def make_job_directory(request: JobRequest, name: str) -> Path:
-    """Create the directory for the job's files under `request.output`, and return it. Raises `UsageError`."""
+    """Create the directory for the job's files under `request.output`, and return it. Raises `UsageError`.
+
+    Only this user can enter it: the files of a job may have secrets.
+    """
     directory = (request.output / name).resolve()
     try:
-        directory.mkdir(parents=True)
+        directory.mkdir(mode=0o700, parents=True)
     except OSError as error:
         raise UsageError(f"--output {request.output}: {directory} cannot be created: {error.strerror}") from error
     return directory
 
 
-def write_tree(root: Path, request: JobRequest, job_name: str) -> None:
+def write_tree(root: Path, request: JobRequest, job_name: str, mode: int = 0o600) -> None:
     """Write the tree that SageMaker mounts at /opt/ml: code, configuration and empty output directories.
 
     `RESOURCE_CONFIG` is missing, as it differs between hosts. Channels are not copied: the caller mounts or links them
-    at input/data/<channel>. The code has no `__pycache__`, no `.git`, no checkpoints and no results of earlier jobs.
-    Without a source there is no directory `code`.
+    at input/data/<channel>. Without a source there is no directory `code`. Only this user can enter the tree.
 
     Args:
         root: The directory that becomes /opt/ml.
         request: The job.
         job_name: The name of `make_job_name`.
+        mode: The permissions of the configuration, which may have secrets.
 
     Raises:
         UsageError: If the source directory cannot be copied.
     """
-    try:
-        if request.source is not None:
-            shutil.copytree(request.source, root / "code", ignore=leave_out(request.output, request.checkpoints))
-    except (OSError, shutil.Error) as error:
-        raise UsageError(f"--source {request.source}: cannot be copied: {error}") from error
+    root.mkdir(mode=0o700, exist_ok=True)
+    if request.source is not None:
+        source_files.copy_source(request.selection, root / "code")
     for directory in ("input/config", "input/data", "model", "output/data", "checkpoints"):
         (root / directory).mkdir(parents=True)
-    config = root / "input" / "config"
-    (config / "hyperparameters.json").write_text(json.dumps(request.encode_hyperparameters(job_name)))
-    (config / "inputdataconfig.json").write_text(json.dumps(describe_channels(request.channels)))
+    for name, content in (
+        ("hyperparameters.json", request.encode_hyperparameters(job_name)),
+        ("inputdataconfig.json", describe_channels(request.channels)),
+    ):
+        write_private(root / "input" / "config" / name, json.dumps(content).encode(), mode)
+
+
+def write_private(path: Path, content: bytes, mode: int = 0o600) -> None:
+    """Write a new file, which at no moment has more permissions than `mode`."""
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+        file.write(content)
 
 
 def encode_resource_config(hosts: Sequence[str], current_host: str, interface: str = "eth0") -> bytes:
@@ -379,22 +418,6 @@ def encode_resource_config(hosts: Sequence[str], current_host: str, interface: s
         "current_instance_type": "local",
     }
     return json.dumps(document).encode()
-
-
-def leave_out(*others: Path | None) -> Callable[[str, list[str]], set[str]]:
-    """Return a filter for `copytree` of code: no `__pycache__`, `.git`, virtual environments, and none of `others`.
-
-    A host has its own packages, and an environment with torch takes gigabytes.
-    """
-    ignore_caches = shutil.ignore_patterns("__pycache__", ".git")
-    places = {path.resolve() for path in others if path}
-
-    def ignore(directory: str, names: list[str]) -> set[str]:
-        paths = [Path(directory, name) for name in names]
-        found = {path.name for path in paths if path.resolve() in places or (path / "pyvenv.cfg").exists()}
-        return ignore_caches(directory, names) | found
-
-    return ignore
 
 
 def pack_results(directory: Path, trees: Mapping[str, Path]) -> dict[str, Path]:

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from shoal.docker_client import containers
 from shoal.errors import DockerError, UsageError
-from shoal.jobs import checkpoints, distribution, gpu_usage, gpus, job, restarts, usage
+from shoal.jobs import checkpoints, distribution, gpu_usage, gpus, job, restarts, usage, variables
 from shoal.jobs.live_view import View
 from shoal.jobs.local_hosts import LocalHosts
 from shoal.jobs.record import OpenJob, collect_tree, remove_tree
@@ -21,6 +21,8 @@ from shoal.jobs.watch import STOP_SECONDS, Watch
 from shoal.matrix import project
 
 _MOST_HOSTS = 254
+SECRETS = ".secrets"
+"""The directory with the user's secrets, while the job runs. A resumed job leaves names with a dot in their place."""
 
 
 def run_job_locally(opened: OpenJob, view: View) -> job.JobResult:
@@ -40,6 +42,14 @@ def run_job_locally(opened: OpenJob, view: View) -> job.JobResult:
         DockerError: If this Python environment has no `train`, or the machine lacks the requested GPUs.
         UsageError: If the source cannot be copied, or MPI would start ranks on several hosts of this machine.
     """
+    try:
+        return _run_hosts(opened, view)
+    finally:
+        shutil.rmtree(opened.directory / SECRETS, ignore_errors=True)
+
+
+def _run_hosts(opened: OpenJob, view: View) -> job.JobResult:
+    """Run the hosts of a job to their end, and return its result."""
     hosts = _create_hosts(opened, view)
     watch = Watch(hosts)
     shared = hosts.trees[hosts.first]
@@ -80,22 +90,24 @@ def _create_hosts(opened: OpenJob, view: View) -> LocalHosts:
     for name, tree in trees.items():
         job.write_tree(tree, merged, opened.name)
         config = job.encode_resource_config(names, name, "lo" if request.min_hosts else "eth0")
-        (tree / job.RESOURCE_CONFIG).write_bytes(config)
+        job.write_private(tree / job.RESOURCE_CONFIG, config)
         for channel, path in request.channels.items():
             (tree / "input" / "data" / channel).symlink_to(path.resolve(), target_is_directory=True)
         if tree != trees[names[0]]:
             (tree / checkpoints.CONTENT).rmdir()
             (tree / checkpoints.CONTENT).symlink_to(shared, target_is_directory=True)
     opened.checkpoints.copy_to(shared)
-    environment = {**_make_environment(request, opened.name), "PATH": _extend_path(train.parent)}
+    _write_secrets(request, opened.directory / SECRETS)
+    environment = {**_make_environment(opened), "PATH": _extend_path(train.parent)}
     hosts = LocalHosts(request, view, train, environment, trees, opened.checkpoints.lock, opened.log)
     for name in names:
         hosts.create(name)
     return hosts
 
 
-def _make_environment(request: job.JobRequest, name: str) -> dict[str, str]:
+def _make_environment(opened: OpenJob) -> dict[str, str]:
     """Return the variables that all hosts share. Several hosts get a free port, so that jobs can run side by side."""
+    request = opened.record.request
     environment = {
         "SHOAL_STOP_GRACE": str(STOP_SECONDS),
         **(job.share_cpus(request, len(os.sched_getaffinity(0))) if request.min_hosts else {}),
@@ -104,8 +116,9 @@ def _make_environment(request: job.JobRequest, name: str) -> dict[str, str]:
         **_gpu_environment(request.gpus),
         **request.script_variables,
         **restarts.limit_variables(request.max_restarts, request.min_hosts),
+        **variables.locate_secrets(request.secrets, str(opened.directory / SECRETS)),
         **request.environment,
-        "TRAINING_JOB_NAME": name,
+        "TRAINING_JOB_NAME": opened.name,
     }
     if request.min_hosts:
         environment["CUDA_VISIBLE_DEVICES"] = ""
@@ -114,6 +127,14 @@ def _make_environment(request: job.JobRequest, name: str) -> dict[str, str]:
     if job.SECRET_FILE not in environment and (secret := job.make_secret(request.environment)):
         environment.setdefault(job.SECRET, secret)
     return environment
+
+
+def _write_secrets(request: job.JobRequest, directory: Path) -> None:
+    """Write a file for each secret. The caller removes the directory."""
+    shutil.rmtree(directory, ignore_errors=True)  # of a command that was killed
+    directory.mkdir(mode=0o700)
+    for name, content in variables.read_secrets(request.secrets).items():
+        job.write_private(directory / name, content, 0o400)
 
 
 def _extend_path(directory: Path) -> str:

@@ -118,7 +118,8 @@ def load_record(path: Path, option: str) -> JobRecord:
 def _write_record(directory: Path, record: JobRecord) -> None:
     """Write the record, with absolute paths. Only its owner can read it: environments may have secrets.
 
-    The job's own secret is left out. A resumed job gets a new one.
+    The job's own secret is left out. A resumed job gets a new one. Values that came from the environment or a file are
+    left out too: they are read again.
     """
     request = record.request
     absolute = replace(
@@ -127,7 +128,11 @@ def _write_record(directory: Path, record: JobRecord) -> None:
         channels={name: path.absolute() for name, path in request.channels.items()},
         volumes=tuple(replace(volume, source=volume.source.absolute()) for volume in request.volumes),
         checkpoints=request.checkpoints and request.checkpoints.absolute(),
-        environment={key: value for key, value in request.environment.items() if key != job.SECRET},
+        environment={
+            key: value for key, value in request.environment.items() if key != job.SECRET and key not in request.taken
+        },
+        taken={name: place and place.absolute() for name, place in request.taken.items()},
+        secrets=tuple(replace(secret, file=secret.file and secret.file.absolute()) for secret in request.secrets),
     )
     content = _RECORDS.dump_json(replace(record, request=absolute), indent=2)
     partial = directory / f"{RECORD}.new"

@@ -11,6 +11,7 @@ from collections.abc import Mapping, MutableMapping, Sequence
 
 from shoal_toolkit.errors import ContractError, did_you_mean
 from shoal_toolkit.light_typing import NamedTuple
+from shoal_toolkit.redact import learn_values
 
 DEFAULT_PORT = 7411
 DEFAULT_HOSTS_TIMEOUT = 600
@@ -23,6 +24,8 @@ SECRET, SECRET_FILE = "SHOAL_JOB_SECRET", "SHOAL_JOB_SECRET_FILE"
 LIBRARY_SECRET = "SMDDP_JOB_SECRET"
 MEMBERS_ONLY = "SHOAL_MEMBERS_ONLY"  # 1: ranks accept connections from hosts of the job only
 REPORTED_VARIABLES = "SHOAL_REPORTED_VARIABLES"  # names of variables for job.json, separated by spaces
+# Names of variables, separated by spaces. `train` sets each to the content of the file that NAME_FILE names.
+SECRET_VARIABLES = "SHOAL_SECRET_VARIABLES"
 RESTART_VARIABLES = ("SHOAL_RESTART", "SHOAL_RESTART_REASON")  # for the script
 VARIABLES = (
     *(SECRET, SECRET_FILE, "SHOAL_AGENT_PORT", "SHOAL_HOSTS_TIMEOUT", "SHOAL_SETUP_TIMEOUT", "SHOAL_STOP_GRACE"),
@@ -33,8 +36,7 @@ VARIABLES = (
 # Set by `train`, `shoal run` and the library, not by users.
 _INTERNAL = (
     *("SHOAL_JOB", "SHOAL_RUN_DIR", "SHOAL_CODE_DIR", "SHOAL_REHEARSE_TOLD", "SHOAL_SDK_HYPERPARAMETERS"),
-    "SHOAL_PEERS",
-    REPORTED_VARIABLES,
+    *("SHOAL_PEERS", REPORTED_VARIABLES, SECRET_VARIABLES),
 )
 _LEAST_SIMILARITY = 0.8
 _MIN_SECRET_LENGTH, _MAX_SECRET_LENGTH = 16, 4096  # characters, of a secret in a file
@@ -59,7 +61,8 @@ def take_settings(environ: MutableMapping[str, str]) -> tuple[Settings, Contract
     """Reads the settings, and removes the secret from the environment, so that no child process inherits it.
 
     Args:
-        environ: The environment of `train`; the variables of the secret are removed from it.
+        environ: The environment of `train`; the variables of the secret are removed from it. Those that
+            SECRET_VARIABLES names are set, and `redact` masks their values from now on.
 
     Returns:
         The settings, and the first error in them or None. A wrong setting has its default value, so that `train` can
@@ -79,6 +82,10 @@ def take_settings(environ: MutableMapping[str, str]) -> tuple[Settings, Contract
     except ContractError as error:
         problems.append(error)
         secret = os.urandom(16).hex()  # no other host can prove this one
+    try:
+        _read_secret_variables(environ)
+    except ContractError as error:
+        problems.append(error)
     number("SHOAL_FAST_IMPORTS", 1, 0, 1)  # the ranks read it (system/imports.py)
     number("SHOAL_CPUS", 1, 1, 65536)  # read_machine uses it
     number(MEMBERS_ONLY, 0, 0, 1)  # the plan uses it
@@ -137,6 +144,23 @@ def _take_secret(environ: MutableMapping[str, str]) -> str:
             f"{_MIN_SECRET_LENGTH} to {_MAX_SECRET_LENGTH} characters. Fix: openssl rand -hex 32 > {path}"
         )
     return secret
+
+
+def _read_secret_variables(environ: MutableMapping[str, str]) -> None:
+    """Sets each variable that SECRET_VARIABLES names to the content of its file, without a line end, and masks it.
+
+    Raises ContractError if a file can't be read.
+    """
+    names = environ.pop(SECRET_VARIABLES, "").split()
+    for name in names:
+        path = environ.get(f"{name}_FILE", "")
+        try:
+            with open(path, encoding="utf-8", errors="surrogateescape", newline="") as file:
+                text = file.read()
+        except OSError as error:
+            raise ContractError(f"{path!r}, the file of the secret {name}, cannot be read: {error.strerror}.") from None
+        environ[name] = text[:-1] if text.endswith("\n") else text
+    learn_values(environ[name] for name in names)
 
 
 def derive_rank_secret(settings: Settings, environ: Mapping[str, str]) -> dict[str, str]:

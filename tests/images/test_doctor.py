@@ -32,6 +32,7 @@ from shoal import doctor
 from shoal.builds import base_image
 from shoal.doctor import Result, Site
 from shoal.errors import DockerError, DoctorError
+from shoal.matrix import project
 from shoal.matrix.project import Project
 from shoal.network import reachability, settings
 from shoal.network.settings import NetworkSettings
@@ -511,7 +512,7 @@ def test_fix_starts_docker_with_the_shipped_script(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     ran = write_engine_script(tmp_path)
-    monkeypatch.setattr(doctor.project, "find_shipped", lambda: Project(tmp_path))
+    monkeypatch.setattr(project, "find_shipped", lambda: Project(tmp_path))
     assert doctor.apply_fixes(doctor.Site(tmp_path), [doctor.Finding("docker", "failed", "no answer")])
     assert "shoal: --fix: docker: started it with scripts/engine.sh" in capfd.readouterr().err
     assert ran.exists()

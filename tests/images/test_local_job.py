@@ -228,8 +228,18 @@ def test_another_user_of_the_machine_is_heard_by_no_rank(project: Project, tmp_p
     channel.mkdir()
     script.parent.mkdir()
     script.write_text(MEETING)
-    options = ["--engine", "none", "--procs-per-host", "2", "--channel", f"training={channel}", "--output", tmp_path]
-    with subprocess.Popen([SHOAL, "run", "pytorch", script, *options], cwd=project.root, stdout=-1, text=True) as job:
+    options = [
+        "--engine",
+        "none",
+        "--procs-per-host",
+        "2",
+        "--channel",
+        f"training={channel}",
+        "--output",
+        str(tmp_path),
+    ]
+    command: list[str | Path] = [SHOAL, "run", "pytorch", script, *options]
+    with subprocess.Popen(command, cwd=project.root, stdout=-1, text=True) as job:
         try:
             until = time.monotonic() + 90
             while len(pids := [path.name[4:] for path in channel.glob("pid-*")]) < 2:

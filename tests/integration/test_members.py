@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -56,7 +56,7 @@ class Launcher(NamedTuple):
     name: str
     image: str
     """An image of buildspec.yml, or a tag."""
-    distribution: dict[str, object]
+    distribution: Mapping[str, object]
     script: str
     ports: int
     """The least number of ports at which processes of the two hosts listen."""
@@ -143,7 +143,8 @@ class RunningJob(NamedTuple):
 
 @pytest.fixture(params=LAUNCHERS, ids=lambda launcher: launcher.name)
 def launcher(request: pytest.FixtureRequest) -> Launcher:
-    return request.param
+    found: Launcher = request.param
+    return found
 
 
 @pytest.fixture
@@ -156,7 +157,18 @@ def running_job(
     channel.mkdir()
     (code / "train.py").write_text(launcher.script)
     name = f"members-{secrets.token_hex(4)}"
-    command = [SHOAL, "run", image, code / "train.py", "--hosts", "2", "--name", name, "--output", tmp_path / "jobs"]
+    command: list[str | Path] = [
+        SHOAL,
+        "run",
+        image,
+        code / "train.py",
+        "--hosts",
+        "2",
+        "--name",
+        name,
+        "--output",
+        tmp_path / "jobs",
+    ]
     options = ["--distribution", json.dumps(launcher.distribution), "--channel", f"training={channel}"]
     with output.open("w") as log:
         process = subprocess.Popen([*command, *options], stdout=log, stderr=log, text=True)
@@ -173,7 +185,7 @@ def _await_containers(
     """Return the containers of a job when both run."""
     until = time.monotonic() + SECONDS
     while time.monotonic() < until and process.poll() is None:
-        found = [each for each in client.containers.list() if each.name.startswith(f"{name}-algo-")]
+        found = [each for each in client.containers.list() if str(each.name).startswith(f"{name}-algo-")]
         if len(found) == 2:
             return sorted(found, key=lambda each: str(each.name))
         time.sleep(0.1)
@@ -186,7 +198,9 @@ def _find_targets(job: RunningJob) -> list[str]:
     for container in job.containers:
         container.reload()
         (network,) = container.attrs["NetworkSettings"]["Networks"].values()
-        rows = container.exec_run(["sh", "-c", "cat /proc/net/tcp /proc/net/tcp6"]).output.decode().splitlines()
+        output = container.exec_run(["sh", "-c", "cat /proc/net/tcp /proc/net/tcp6"]).output
+        assert isinstance(output, bytes)
+        rows = output.decode().splitlines()
         for words in map(str.split, rows):
             address, _, port = words[1].rpartition(":")
             if words[3] == "0A" and not address.endswith("7F"):  # not Docker's name server

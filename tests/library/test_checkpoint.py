@@ -641,7 +641,7 @@ def test_a_pickle_of_a_stranger_is_not_loaded(tmp_path: Path, secret: str, runs:
     script.write_text(STRANGER)
     environment = {**os.environ, "SMDDP_JOB_SECRET": "the job's own secret", "OMP_NUM_THREADS": "1"}
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(new_port())]
-    command = [*launch, script, made, secret, function]
+    command = [*launch, str(script), str(made), secret, function]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
     assert ended.returncode == 0, ended.stderr
     assert Path(f"{made}1").exists() == runs

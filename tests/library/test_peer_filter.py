@@ -62,7 +62,7 @@ def serve(family: str, *clients: str, **variables: str) -> tuple[list[str], str]
 
 
 @pytest.mark.parametrize("family", ["4", "6"])
-def test_a_process_of_the_same_user_is_heard_and_another_users_is_not(family):
+def test_a_process_of_the_same_user_is_heard_and_another_users_is_not(family: str) -> None:
     ours, theirs = "0,open,127.0.0.1", f"{STRANGER},open,127.0.0.1"
     read, log = serve(family, ours, theirs, ours, theirs)
     assert read == ["hello", "", "hello", ""]
@@ -71,18 +71,18 @@ def test_a_process_of_the_same_user_is_heard_and_another_users_is_not(family):
 
 
 @pytest.mark.parametrize("ending", ["half", "closed", "reset"])
-def test_a_stranger_that_leaves_before_it_is_accepted_is_not_heard(ending):
+def test_a_stranger_that_leaves_before_it_is_accepted_is_not_heard(ending: str) -> None:
     """The kernel gives a socket without a process the uid 0, which is root's."""
     read, _ = serve("4", f"{STRANGER},{ending},127.0.0.1", "0,open,127.0.0.1")
     assert read[0] in ("", "ConnectionResetError")
     assert read[1] == "hello"
 
 
-def test_without_the_filter_the_stranger_is_heard():
+def test_without_the_filter_the_stranger_is_heard() -> None:
     assert serve("4", f"{STRANGER},open,127.0.0.1", LD_PRELOAD="")[0] == ["hello"]
 
 
-def test_a_user_accepts_root_and_itself_but_no_third_user():
+def test_a_user_accepts_root_and_itself_but_no_third_user() -> None:
     program = f"import os; os.setuid({STRANGER})\n" + SERVER.replace("os.setuid(int(uid))", "pass")
     environment = {**os.environ, "LD_PRELOAD": str(FILTER)}
     command = ["/usr/bin/python3", "-c", program, "4", "0,open,127.0.0.1"]
@@ -104,8 +104,10 @@ os.waitpid(pid, 0)
 
 
 @pytest.mark.parametrize(("uid", "expected"), [(0, "connected"), (STRANGER, "ConnectionRefusedError")])
-def test_another_user_cannot_stand_in_for_the_first_rank(uid, expected):
+def test_another_user_cannot_stand_in_for_the_first_rank(uid: int, expected: str) -> None:
     with subprocess.Popen([sys.executable, "-c", LISTENER, str(uid)], stdin=-1, stdout=-1, text=True) as listener:
+        assert listener.stdin
+        assert listener.stdout
         port = listener.stdout.readline().strip()
         program = (
             "import socket\n"
@@ -176,12 +178,13 @@ def _listening_ports(pids: list[int]) -> list[str]:
     return [str(int(row[1].rpartition(":")[2], 16)) for row in rows if row[3] == "0A" and row[9] in inodes]
 
 
-def test_a_stranger_at_all_ports_neither_takes_part_in_a_job_of_torch_nor_ends_it(tmp_path):
+def test_a_stranger_at_all_ports_neither_takes_part_in_a_job_of_torch_nor_ends_it(tmp_path: Path) -> None:
     program, end = tmp_path / "attacked.py", tmp_path / "end"
     program.write_text(ATTACKED)
     environment = {**os.environ, "LD_PRELOAD": str(FILTER), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", str(program), str(end)]
     with subprocess.Popen(command, env=environment, stdout=-1, text=True, start_new_session=True) as job:
+        assert job.stdout
         assert job.stdout.readline() == "ready\n"
         children = [int(pid) for pid in Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()]
         ports = _listening_ports([job.pid, *children])

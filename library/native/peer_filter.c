@@ -1,13 +1,13 @@
 /* Refuses TCP connections of processes that do not belong to the job. LD_PRELOAD loads it into all processes of a job.
 
-   Listening sockets of torch, gloo, Open MPI, NCCL and gRPC are open to whoever reaches them, and ask for no password.
+   Listening sockets of torch, gloo, Open MPI, NCCL and gRPC ask for no password: anybody who reaches one takes part.
    This file replaces accept(): a connection is handed to the program only if its other end is
    - a process of this user (or root) on this machine, as /proc/net/tcp lists it, or
    - an address to which one of the names in SHOAL_PEERS resolves now: the other hosts of the job.
    From any other, the program reads the end of the stream at once, as if the stranger had connected and left.
 
-   connect() to MASTER_PORT on this machine is refused while another user listens there: that user was faster than the
-   first rank, which will report the port.
+   connect() to MASTER_PORT on this machine is refused while another user listens there. The first rank then finds the
+   port taken, and reports it.
 
    Data of accepted connections do not pass through this file. Reasons: docs/decisions/only-members.md. */
 
@@ -185,7 +185,7 @@ static int admit(int connection) {
         !read_endpoint((struct sockaddr *)&ours, &own))
         return connection; /* not TCP */
     if (getpeername(connection, (struct sockaddr *)&theirs, &theirs_size) != 0) {
-        discard(connection); /* it has reset the connection, but what it sent before can still be read */
+        discard(connection); /* it has reset the connection, but bytes that it sent can still be read */
     } else if (read_endpoint((struct sockaddr *)&theirs, &peer) && !is_member(&peer, &own)) {
         discard(connection);
         report("from", &peer);

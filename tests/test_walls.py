@@ -16,7 +16,8 @@ FRAMEWORKS = {"torch", "tensorflow"}
 DIRECTORIES = ("images", "toolkit", "library", "rehearsal")
 LAYERS: dict[str, tuple[str, ...]] = {
     "shoal": (
-        "errors",
+        "clean_text errors",
+        "console",
         "matrix",
         "network docker_client layers",
         "sources",

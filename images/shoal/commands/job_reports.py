@@ -18,7 +18,7 @@ from typing import Any
 from rich.console import Console
 
 from shoal import __version__
-from shoal.docker_client.containers import strip_controls
+from shoal.console import print_line
 from shoal.jobs import summary
 from shoal.jobs.job import SECRET, JobRequest, JobResult
 from shoal.jobs.job_log import MAX_SERIES, Key, Series
@@ -54,7 +54,7 @@ def write_job_report(console: Console, opened: OpenJob, result: JobResult | None
         write_files(page, {page: render_job_page(collect_report(opened, result))})
     except Exception as error:  # also a defect of the report must not change the job's result
         text = f"warning: the report {page} was not written: {type(error).__name__}: {error}"
-        console.print(strip_controls(text), markup=False, highlight=False, soft_wrap=True)
+        print_line(text, console)
         return None
     return page
 

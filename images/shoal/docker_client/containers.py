@@ -1,6 +1,6 @@
 """Containers: creates them, copies files from them, and removes them with their networks at the end, in every case.
 
-It also delays interrupts while Docker works, and cleans and splits the text that containers print.
+It also delays interrupts while Docker works, and splits the text that containers print.
 """
 
 from __future__ import annotations
@@ -147,11 +147,6 @@ def read_archive(container: Container, path: str, scratch: Path | None = None) -
             shutil.copyfileobj(response.raw, file)
             file.seek(0)
             yield file
-
-
-def strip_controls(text: str) -> str:
-    """Return a text from an image with a replacement character for each control character, except line ends."""
-    return "".join(char if char.isprintable() or char == "\n" else "\N{REPLACEMENT CHARACTER}" for char in text)
 
 
 def split_lines(chunks: Iterable[bytes]) -> Iterator[str]:

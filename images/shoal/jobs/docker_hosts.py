@@ -26,6 +26,7 @@ from docker.models.networks import Network
 from rich.console import Console
 
 from shoal import docker_client
+from shoal.console import print_line
 from shoal.docker_client import archive, containers
 from shoal.errors import DockerError, UsageError
 from shoal.jobs import checkpoints, gpus, job, restarts
@@ -219,7 +220,7 @@ class DockerHosts:
         return docker_client.connect()  # clients are not shared between threads
 
     def _print_skipped(self, text: str) -> None:
-        self.console.print(containers.strip_controls(text), markup=False, soft_wrap=True)
+        print_line(text, self.console)
 
     def has_result(self, host: str) -> bool:
         """Return whether `train` has written a result on a host."""
@@ -258,7 +259,7 @@ def create_hosts(
     exists already, it is used. Raises `UsageError` if another container has the name of a host's.
     """
     identity = identity or name
-    say = functools.partial(view.console.print, markup=False, soft_wrap=True)
+    say = functools.partial(print_line, on=view.console)
     devices = gpus.divide_gpus(client, image, request.gpus, request.host_names, say)
     network = _create_network(client, identity)
     with containers.delay_interrupts():

@@ -12,6 +12,7 @@ import docker.errors
 from rich.console import Console
 
 from shoal import docker_client
+from shoal.console import print_line
 from shoal.docker_client import containers
 from shoal.errors import UsageError
 from shoal.jobs import docker_hosts, job, usage
@@ -60,9 +61,7 @@ def run_job_in_docker(opened: OpenJob, view: View) -> job.JobResult:
             hosts.kill()  # those that a second interrupt did not wait for
             collect(hosts, opened)  # the script may have saved files before it ended
             with contextlib.suppress(OSError):  # the terminal is gone
-                console.print(
-                    f"interrupted; files of the hosts are in {opened.directory}", soft_wrap=True, highlight=False
-                )
+                print_line(f"interrupted; files of the hosts are in {opened.directory}", console)
             raise
         for reader in hosts.readers:
             reader.join()
@@ -96,7 +95,7 @@ def _keep_volume(client: docker.DockerClient, opened: OpenJob, console: Console)
         lost = f"the Docker volume {docker_hosts.volume_name(opened.identity)} with the newest checkpoints is gone"
         if not opened.checkpoints.has_files():
             raise UsageError(f"--resume {opened.name}: {lost}. Fix: start the job again without --resume")
-        console.print(f"{lost}; continuing from {opened.checkpoints.path}", markup=False, soft_wrap=True)
+        print_line(f"{lost}; continuing from {opened.checkpoints.path}", console)
     return False
 
 
@@ -110,11 +109,7 @@ def _remove_all_at_end(client: docker.DockerClient, opened: OpenJob, console: Co
             containers.remove_objects(client, opened.identity, volumes=not opened.record.uncollected)
         if opened.record.uncollected:
             volume = docker_hosts.volume_name(opened.identity)
-            console.print(
-                f"the newest checkpoints were not collected. They are in the Docker volume {volume}",
-                soft_wrap=True,
-                markup=False,
-            )
+            print_line(f"the newest checkpoints were not collected. They are in the Docker volume {volume}", console)
 
 
 def collect(hosts: DockerHosts, opened: OpenJob) -> dict[str, Path]:

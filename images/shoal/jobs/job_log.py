@@ -7,7 +7,6 @@ import json
 import math
 import os
 import re
-import sys
 import threading
 import time
 from array import array
@@ -17,9 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, NamedTuple
 
+from shoal.clean_text import cut_line, print_error
+
 _HALF = 50_000
 """How many lines are kept of the beginning of the log, and of its end."""
-_MAX_LINE = 4_096  # characters
 MAX_SERIES = 2_000
 _MAX_POINTS = 1_000  # of a series
 _PREFIX = re.compile(r"\[(\d{1,9}),([^\]\s]{1,255})\] ?")
@@ -132,17 +132,12 @@ class JobLog:
                 self._file = os.fdopen(os.open(self.path, flags, 0o600), "w", buffering=1)
             self._file.write(line + "\n")
         except OSError as error:  # a full disk must not end the job
-            print(f"shoal: warning: {self.path} has no further lines: {error.strerror}", file=sys.stderr)
+            print_error(f"warning: {self.path} has no further lines: {error.strerror}")
             self.path = None
 
     def _add_number(self, key: Key, seconds: float, value: float) -> None:
         if key in self.series or len(self.series) < MAX_SERIES:
             self.series.setdefault(key, Series()).add(seconds, value)
-
-
-def cut_line(text: str) -> str:
-    """Return a line without its end if it is very long."""
-    return text if len(text) <= _MAX_LINE else f"{text[:_MAX_LINE]}… ({len(text) - _MAX_LINE} characters more)"
 
 
 def parse_line(seconds: float, host: str, text: str) -> Line:

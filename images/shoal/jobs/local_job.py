@@ -12,6 +12,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from shoal.console import print_line
 from shoal.docker_client import containers
 from shoal.errors import DockerError, UsageError
 from shoal.jobs import checkpoints, distribution, gpu_usage, gpus, job, restarts, usage
@@ -154,9 +155,9 @@ def merge_hosts(request: job.JobRequest, console: Console) -> job.JobRequest:
     launch = distribution.set_processes_per_host(request.distribution, request.procs_per_host)
     per_host = launch.get("mpi", {}).get("processes_per_host", 1)
     ranks = request.hosts * per_host
-    console.print(
+    print_line(
         f"without Docker: {request.hosts} hosts × {per_host} ranks run as 1 host × {ranks} ranks on this machine",
-        highlight=False,
+        console,
     )
     mpi = {"enabled": True, **launch.get("mpi", {}), "processes_per_host": ranks}
     return replace(request, hosts=1, procs_per_host=None, distribution={**launch, "mpi": mpi})

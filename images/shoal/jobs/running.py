@@ -11,11 +11,11 @@ import fcntl
 import hashlib
 import os
 import socket
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from shoal.clean_text import print_error
 from shoal.errors import UsageError
 
 MARK = ".running"
@@ -84,10 +84,7 @@ def _remember(directory: Path) -> None:
         with contextlib.suppress(FileExistsError):
             link.symlink_to(directory)
     except OSError as error:
-        print(
-            f"shoal: warning: {link} cannot be written ({error.strerror}), so `shoal ps` does not list this job",
-            file=sys.stderr,
-        )
+        print_error(f"warning: {link} cannot be written ({error.strerror}), so `shoal ps` does not list this job")
 
 
 def list_directories() -> list[Path]:

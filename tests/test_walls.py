@@ -17,7 +17,7 @@ DIRECTORIES = ("images", "toolkit", "library", "rehearsal")
 LAYERS: dict[str, tuple[str, ...]] = {
     "shoal": (
         "clean_text errors",
-        "console",
+        "console limits",
         "matrix",
         "network docker_client layers",
         "sources",

@@ -18,13 +18,13 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from shoal.clean_text import clean_log_line
 from shoal.docker_client.containers import split_lines, split_pieces
 from shoal.jobs import live_view, usage
 from shoal.jobs.gpu_usage import GpuMeter, GpuUse, read_lines, smi_command
 from shoal.jobs.job import JobRequest
 from shoal.jobs.job_log import JobLog, Line, Series
 from shoal.jobs.live_panel import PanelState, render_panel, render_result
-from shoal.clean_text import clean_log_line
 from shoal.jobs.live_view import LiveView, can_show_panel
 from shoal.jobs.metric_definitions import encode_definitions, find_metrics, read_definitions
 from shoal.jobs.usage import CPU, GPU, GPU_MEMORY, MEMORY, Usage, sample_usage

@@ -24,6 +24,7 @@ from shoal.jobs.job import SECRET, JobRequest, JobResult
 from shoal.jobs.job_log import MAX_SERIES, Key, Series
 from shoal.jobs.metric_definitions import HYPERPARAMETER
 from shoal.jobs.record import LOCAL, OpenJob
+from shoal.limits import MOST_REPORT, parse_json, read_file
 from shoal.report.job_page import render_job_page
 from shoal.report.job_report import PAGE, Curve, JobReport
 from shoal.report.output_files import write_files
@@ -86,7 +87,7 @@ def _find_plan(directory: Path) -> Mapping[str, Any]:
     """Return the plan in the job.json of a job that was interrupted; empty if there is none."""
     for path in sorted(directory.glob("*/output/job.json")):
         try:
-            if plan := _as_mapping(_as_mapping(json.loads(path.read_bytes())).get("plan")):
+            if plan := _as_mapping(_as_mapping(parse_json(read_file(path, MOST_REPORT))).get("plan")):
                 return plan
         except (OSError, ValueError, RecursionError):
             continue
@@ -194,7 +195,7 @@ def _list_versions(engine: str) -> dict[str, str]:
 def _read_metrics(directory: Path, began: float) -> list[Curve]:
     """Return the curves of the job's metric definitions, which `train` has written; none without definitions."""
     series: dict[Key, Series] = {}
-    for path in sorted(directory.glob(f"*/{_METRICS}")):
+    for path in filter(Path.is_file, sorted(directory.glob(f"*/{_METRICS}"))):  # a pipe would have no end
         for key, at, value in _read_metrics_file(path):
             if key in series or len(series) < MAX_SERIES:
                 series.setdefault(key, Series()).add(round(at - began, 2), value)

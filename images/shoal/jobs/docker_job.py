@@ -15,7 +15,7 @@ from shoal import docker_client
 from shoal.console import print_line
 from shoal.docker_client import containers
 from shoal.errors import UsageError
-from shoal.jobs import docker_hosts, job, usage
+from shoal.jobs import docker_hosts, job, results, usage
 from shoal.jobs.docker_hosts import DockerHosts
 from shoal.jobs.live_view import View
 from shoal.jobs.record import OpenJob
@@ -68,7 +68,7 @@ def run_job_in_docker(opened: OpenJob, view: View) -> job.JobResult:
         trees = collect(hosts, opened)
         lost = _list_lost_files(hosts, trees, watch.exit_codes())
     notes = {host: "killed by the out-of-memory killer" for host, end in exits.items() if end.out_of_memory}
-    result = job.read_result(opened.name, watch.exit_codes(), opened.directory, trees, notes)
+    result = results.read_result(opened.name, watch.exit_codes(), opened.directory, trees, notes)
     return replace(result, restarts=[*watch.restarts, *result.restarts], lost_files=lost)
 
 
@@ -113,10 +113,15 @@ def _remove_all_at_end(client: docker.DockerClient, opened: OpenJob, console: Co
 
 
 def collect(hosts: DockerHosts, opened: OpenJob) -> dict[str, Path]:
-    """Copy checkpoints, models and output from the hosts, which have ended, and return the tree of each host."""
+    """Copy checkpoints, models and output from the hosts, which have ended, and return the tree of each host.
+
+    If the checkpoints cannot be copied, that is printed, the earlier ones stay, and so does the volume with the newest.
+    """
     try:
         hosts.collect(opened.checkpoints)
         opened.update(uncollected=False)
+    except docker_hosts.NOT_COLLECTED as error:  # the job has its result, and the volume stays
+        print_line(f"the checkpoints were not collected: {error}", hosts.console)
     finally:
         trees = {host: hosts.fetch_results(host, opened.directory / host) for host in hosts.by_name}
     return trees

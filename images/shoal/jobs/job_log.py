@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 from shoal.clean_text import cut_line, print_error
+from shoal.limits import MOST_LOG
 
 _HALF = 50_000
 """How many lines are kept of the beginning of the log, and of its end."""
@@ -81,6 +82,7 @@ class JobLog:
     path: Path | None = None
     """The file that gets all lines, as `[seconds since 1970, host, text]`. It is made for the first line."""
     _file: IO[str] | None = None
+    _size: int = 0
     _head: list[Line] = field(default_factory=list)
     _tail: deque[Line] = field(default_factory=lambda: deque(maxlen=_HALF))
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -123,14 +125,16 @@ class JobLog:
                     self._file.close()
 
     def _write(self, line: str) -> None:
-        """Write a line to the file. Only its owner can read it. After an error, warn, and write no more."""
+        """Write a line to the file. Only its owner can read it. At an error or the limit, warn, and write no more."""
         if self.path is None:
             return
         try:
             if self._file is None:
                 flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
                 self._file = os.fdopen(os.open(self.path, flags, 0o600), "w", buffering=1)
-            self._file.write(line + "\n")
+            self._size += self._file.write(line + "\n")
+            if self._size > MOST_LOG:
+                raise OSError(0, f"it has {MOST_LOG:,} bytes, the most that is kept")
         except OSError as error:  # a full disk must not end the job
             print_error(f"warning: {self.path} has no further lines: {error.strerror}")
             self.path = None

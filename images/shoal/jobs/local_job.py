@@ -15,7 +15,7 @@ from rich.console import Console
 from shoal.console import print_line
 from shoal.docker_client import containers
 from shoal.errors import DockerError, UsageError
-from shoal.jobs import checkpoints, distribution, gpu_usage, gpus, job, restarts, usage
+from shoal.jobs import checkpoints, distribution, gpu_usage, gpus, job, restarts, results, usage
 from shoal.jobs.live_view import View
 from shoal.jobs.local_hosts import LocalHosts
 from shoal.jobs.record import OpenJob, collect_tree, remove_checkpoints
@@ -57,12 +57,17 @@ def run_job_locally(opened: OpenJob, view: View) -> job.JobResult:
     finally:
         with containers.delay_interrupts():
             hosts.kill()  # those that a second interrupt did not wait for
-            collect_tree(shared, opened.checkpoints)
-            opened.update(uncollected=False)  # before they are removed
+            try:
+                collect_tree(shared, opened.checkpoints)
+                opened.update(uncollected=False)  # before they are removed
+            except (OSError, shutil.Error, RecursionError) as error:  # the job has its result all the same
+                place = shared / checkpoints.CONTENT
+                print_line(f"the checkpoints were not collected: {error}. They are in {place}", view.console)
         for tree in hosts.trees.values():
-            remove_checkpoints(tree)
-            shutil.rmtree(tree / "code")
-    result = job.read_result(opened.name, watch.exit_codes(), opened.directory, hosts.trees)
+            if not opened.record.uncollected:
+                remove_checkpoints(tree)
+            results.remove_tree(tree / "code")
+    result = results.read_result(opened.name, watch.exit_codes(), opened.directory, hosts.trees)
     return replace(result, restarts=[*watch.restarts, *result.restarts])
 
 

@@ -18,7 +18,7 @@ from rich.console import Console
 from shoal import docker_client
 from shoal.docker_client import containers
 from shoal.errors import UsageError
-from shoal.jobs import checkpoints, job, local_processes, running
+from shoal.jobs import checkpoints, job, local_processes, results, running
 from shoal.jobs.docker_hosts import DockerHosts, stop_containers
 from shoal.jobs.docker_job import collect
 from shoal.jobs.known_jobs import LOST, KnownJob, read_job
@@ -110,7 +110,7 @@ def _end_docker_job(opened: OpenJob, console: Console) -> None:
             shutil.rmtree(opened.directory / host, ignore_errors=True)  # of a command that was killed while it copied
         trees = collect(hosts, opened)
         exit_codes = {host: _read_exit_code(each) for host, each in found.items()}
-        result = job.read_result(opened.name, exit_codes, opened.directory, trees)
+        result = results.read_result(opened.name, exit_codes, opened.directory, trees)
         if not still_running:
             opened.finish(result.exit_code)
     with containers.delay_interrupts():
@@ -141,7 +141,7 @@ def _end_local_job(opened: OpenJob) -> None:
         remove_checkpoints(tree)
         shutil.rmtree(tree / "code", ignore_errors=True)
     if trees:
-        job.read_result(opened.name, {}, opened.directory, trees)
+        results.read_result(opened.name, {}, opened.directory, trees)
 
 
 def _list_trees(directory: Path) -> list[Path]:

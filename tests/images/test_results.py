@@ -220,6 +220,7 @@ def test_a_file_without_permission_does_not_affect_the_others(tmp_path: Path) ->
 import os, sys
 from pathlib import Path
 from shoal.jobs import results
+import gzip
 os.setgid(65534)
 os.setuid(65534)
 tree = Path(sys.argv[1], "algo-1")
@@ -288,7 +289,7 @@ def test_a_file_that_no_disk_holds_is_refused_before_it_is_read(tmp_path: Path, 
 
 
 def test_many_files_that_no_disk_holds_together_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 96 * limits.MIB})())
+    monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 96 * limits.MIB})())
     content = bytes(20 * limits.MIB)
     source = pack(*((entry(f"model/{number}", size=len(content)), content) for number in range(4)))
     with pytest.raises(DiskError, match="model/3: it has"):
@@ -379,7 +380,7 @@ def test_a_checkpoint_leads_to_nothing_beside_its_directory(tmp_path: Path, link
 def test_a_file_that_does_not_fit_is_left_out_of_the_archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tree = make_tree(tmp_path)
     (tree / "model" / "large").write_bytes(os.urandom(2 * limits.MIB))
-    monkeypatch.setattr(limits.shutil, "disk_usage", lambda _: type("Usage", (), {"free": limits.MIB})())
+    monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": limits.MIB})())
     result = read(tree)
     check_success(result)
     assert "model.tar.gz: large: not packed: large: it has" in result.messages["algo-1"]

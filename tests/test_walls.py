@@ -16,7 +16,8 @@ FRAMEWORKS = {"torch", "tensorflow"}
 DIRECTORIES = ("images", "toolkit", "library", "rehearsal")
 LAYERS: dict[str, tuple[str, ...]] = {
     "shoal": (
-        "errors trust",
+        "clean_text errors trust",
+        "console limits",
         "matrix",
         "network docker_client layers",
         "sources",

@@ -8,6 +8,7 @@ import signal
 import sys
 
 from shoal.builds import noop_cache
+from shoal.clean_text import print_document
 
 
 def main() -> None:
@@ -18,7 +19,7 @@ def main() -> None:
     """
     command = noop_cache.read_command(sys.argv[1:], os.getcwd())
     if command and (lines := noop_cache.find_answer(command)):
-        print("\n".join(lines))
+        print_document("\n".join(lines))
         return
     # During imports, an interrupt ends the process: there is nothing to clean up, and extensions swallow a
     # KeyboardInterrupt. pydantic would continue with a broken schema.

@@ -29,6 +29,7 @@ from packaging.version import Version
 
 from shoal import docker_client
 from shoal.builds import base_image
+from shoal.clean_text import print_error
 from shoal.docker_client import containers
 from shoal.docker_client.images import find_image
 from shoal.errors import DockerError, DoctorError, ShoalError
@@ -426,7 +427,7 @@ def apply_fixes(site: Site, findings: Iterable[Finding]) -> bool:
             done = FIXES[name](site)
         except (ShoalError, OSError) as error:
             done = f"nothing done: {_one_line(error)}"
-        print(f"shoal: --fix: {name}: {done}", file=sys.stderr)
+        print_error(f"--fix: {name}: {done}")
     return bool(failed)
 
 

@@ -205,16 +205,19 @@ def test_a_file_where_a_directory_is_needed_exits_13(project: Project, tmp_path:
     assert "Not a directory. Fix: choose a directory; part of this path is a file" in result.stderr
 
 
-def test_defects_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error that names no file and is not from Docker is a defect."""
+def test_defects_keep_their_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """An error that names no file and is not from Docker is a defect. Its text may be foreign."""
 
     def wrong() -> None:
-        raise OSError("of no file")
+        raise OSError("of no file\x1b[2J")
 
     monkeypatch.setattr(application, "app", lambda **_: wrong())
     monkeypatch.setattr(signal, "signal", lambda *_: None)
-    with pytest.raises(OSError, match="of no file"):
+    with pytest.raises(SystemExit, match="1"):
         application.main(None)
+    shown = capsys.readouterr().err
+    assert "Traceback (most recent call last)" in shown
+    assert "OSError: of no file\ufffd[2J" in shown
 
 
 @pytest.mark.parametrize(

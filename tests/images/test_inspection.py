@@ -97,7 +97,7 @@ def test_manifest_has_no_control_characters() -> None:
     found = contents(distributions=[evil], environment={"A\x9b": "\x1b[31mred"})
     page = manifest.format_markdown(manifest.make_manifest(found, None))
     assert all(char.isprintable() or char == "\n" for char in page)
-    assert "]0;title" in page
+    assert "&#93;0;title" in page
 
 
 def test_the_manifest_as_json(

@@ -17,7 +17,7 @@ from rich.console import Console
 from shoal.commands import jobs
 from shoal.docker_client import archive
 from shoal.errors import UsageError
-from shoal.jobs import distribution, job, local_job, summary
+from shoal.jobs import distribution, job, local_job, results, summary
 
 MP = {"microbatches": 4, "placement_strategy": "spread", "pipeline": "interleaved", "partitions": 2, "ddp": True}
 
@@ -231,7 +231,7 @@ def test_odd_archive_entries_do_not_affect_other_files(tmp_path: Path) -> None:
         skipped = list(archive.unpack_safely(buffer, tmp_path / "out"))
     found = {path.name: path.read_text() for path in (tmp_path / "out" / "model").iterdir()}
     assert found == {"weights": "w", "latest": "w"}
-    assert [line.split(":")[0] for line in skipped] == ["model/absolute", "model/pipe", "model/self"]
+    assert [line.split(":")[0] for line in skipped] == ["model/pipe", "model/absolute", "model/self"]
 
 
 def test_symlinks_stay_inside_the_directory(tmp_path: Path) -> None:
@@ -294,7 +294,7 @@ def test_results_of_all_hosts_are_packed_and_the_first_host_wins(tmp_path: Path)
     write(trees["algo-2"], "model/a", "second")
     write(trees["algo-2"], "model/sub/b", "second")
     write(trees["algo-2"], "output/data/metrics.json", "[1]")
-    result = job.read_result("j", {"algo-1": 0, "algo-2": 42}, tmp_path, trees)
+    result = results.read_result("j", {"algo-1": 0, "algo-2": 42}, tmp_path, trees)
     with tarfile.open(result.archives["model.tar.gz"]) as archive:
         assert archive.getnames() == ["a", "sub/b"]
         member = archive.extractfile("a")
@@ -307,12 +307,12 @@ def test_results_of_all_hosts_are_packed_and_the_first_host_wins(tmp_path: Path)
 
 def test_a_job_without_files_makes_no_archives(tmp_path: Path) -> None:
     (tmp_path / "algo-1").mkdir()
-    assert job.read_result("j", {"algo-1": 0}, tmp_path, {"algo-1": tmp_path / "algo-1"}).archives == {}
+    assert results.read_result("j", {"algo-1": 0}, tmp_path, {"algo-1": tmp_path / "algo-1"}).archives == {}
 
 
 def test_metrics_that_are_not_json_are_reported(tmp_path: Path) -> None:
     write(tmp_path / "algo-1", "output/data/metrics.json", "{broken")
-    result = job.read_result("j", {"algo-1": 0}, tmp_path, {"algo-1": tmp_path / "algo-1"})
+    result = results.read_result("j", {"algo-1": 0}, tmp_path, {"algo-1": tmp_path / "algo-1"})
     assert result.metrics == {}
     assert "output/data/metrics.json: Expecting property name" in result.messages["algo-1"]
 
@@ -320,7 +320,7 @@ def test_metrics_that_are_not_json_are_reported(tmp_path: Path) -> None:
 @pytest.mark.parametrize("part", ["job.json", "data/metrics.json"])
 def test_deeply_nested_reports_are_reported(tmp_path: Path, part: str) -> None:
     write(tmp_path / "algo-1", f"output/{part}", '{"a": ' + "[" * 100_000)
-    result = job.read_result("j", {"algo-1": 0}, tmp_path, {"algo-1": tmp_path / "algo-1"})
+    result = results.read_result("j", {"algo-1": 0}, tmp_path, {"algo-1": tmp_path / "algo-1"})
     assert (result.launch, result.metrics) == ({}, {})
     assert f"output/{part}: nested too deeply" in result.messages["algo-1"]
 
@@ -331,14 +331,14 @@ def test_deeply_nested_reports_are_reported(tmp_path: Path, part: str) -> None:
 def test_malformed_launch_report_is_reported(tmp_path: Path, request_: job.JobRequest, said: str) -> None:
     """Any image may write anything there. The summary is printed anyway."""
     write(tmp_path / "algo-1", "output/job.json", said)
-    result = job.read_result("j", {"algo-1": 0}, tmp_path, {"algo-1": tmp_path / "algo-1"})
+    result = results.read_result("j", {"algo-1": 0}, tmp_path, {"algo-1": tmp_path / "algo-1"})
     assert "output/job.json: not written by `train`" in result.messages["algo-1"]
     assert ("exit code", "0") in summary.summary_rows(request_, result)
 
 
 def test_nan_metrics_become_strings(tmp_path: Path) -> None:
     write(tmp_path / "algo-1", "output/data/metrics.json", '{"loss": NaN, "accuracy": 0.5}')
-    result = job.read_result("j", {"algo-1": 0}, tmp_path, {"algo-1": tmp_path / "algo-1"})
+    result = results.read_result("j", {"algo-1": 0}, tmp_path, {"algo-1": tmp_path / "algo-1"})
     assert result.metrics == {"loss": "NaN", "accuracy": 0.5}
 
 

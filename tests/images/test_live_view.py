@@ -18,13 +18,14 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from shoal.clean_text import clean_log_line
 from shoal.docker_client.containers import split_lines, split_pieces
 from shoal.jobs import live_view, usage
 from shoal.jobs.gpu_usage import GpuMeter, GpuUse, read_lines, smi_command
 from shoal.jobs.job import JobRequest
 from shoal.jobs.job_log import JobLog, Line, Series
 from shoal.jobs.live_panel import PanelState, render_panel, render_result
-from shoal.jobs.live_view import LiveView, can_show_panel, clean_line
+from shoal.jobs.live_view import LiveView, can_show_panel
 from shoal.jobs.metric_definitions import encode_definitions, find_metrics, read_definitions
 from shoal.jobs.usage import CPU, GPU, GPU_MEMORY, MEMORY, Usage, sample_usage
 
@@ -80,13 +81,13 @@ def test_panel_fits_on_the_terminal(hosts: int, metrics: int, width: int, height
         ("\x1b]0;title\x07named\x1b]8;;http://x\x1b\\link", "namedlink"),
         ("\x1bcreset\x1b7", "reset"),
         ("bell\x07 back\x08 \x9b2J", "bell\ufffd back\ufffd \ufffd2J"),
-        ("a\tb\xa0c\u202ed\u2028", "a       b cd "),
+        ("a\tb\xa0c\u202ed\u2028", "a       b c\ufffdd\ufffd"),
         ("cut \x1b[", "cut \ufffd["),
         ("x" * 5000, f"{'x' * 4096}… (904 characters more)"),
     ],
 )
 def test_lines_change_nothing_but_their_row(text: str, shown: str) -> None:
-    assert clean_line(text) == shown
+    assert clean_log_line(text) == shown
 
 
 def test_only_a_capable_terminal_has_a_live_view() -> None:

@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from shoal import docker_client
+from shoal.console import CleanConsole
 from shoal.errors import ImageError, UsageError
 from shoal.layers import deflate, inventory
 from shoal.layers.inventory import Inventory, Sum
@@ -735,8 +736,8 @@ def test_names_have_no_control_characters() -> None:
     found = read(legacy([tar([("opt/\x1b]0;title\x07/f", OLD)])], ["RUN \x1b[2J"]))
     other = read(legacy([tar([("opt/\x1b]0;other\x07/f", NEW * 9)])], ["RUN \x1b[3J"]), "b:1")
     screen = io.StringIO()
-    size.print_size_report(Console(file=screen, width=200), [found])
-    size.print_size_report(Console(file=screen, width=200), [found, other])
+    size.print_size_report(CleanConsole(file=screen, width=200), [found])
+    size.print_size_report(CleanConsole(file=screen, width=200), [found, other])
     assert "title" in screen.getvalue()
     assert "\x1b" not in screen.getvalue()
     assert "\x07" not in screen.getvalue()

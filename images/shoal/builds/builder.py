@@ -26,6 +26,7 @@ from shoal import docker_client
 from shoal.builds import base_image, buildkit, bundled, debian_lock, graph
 from shoal.builds.base_image import BaseImage, Say
 from shoal.builds.progress import BuildProgress, make_display
+from shoal.console import print_line
 from shoal.docker_client import archive, containers
 from shoal.docker_client.images import find_image, remove_replaced
 from shoal.errors import BuildError, DiskError
@@ -132,7 +133,7 @@ def build_images(
     client = docker_client.connect()
     docker_client.check_buildkit(client)
     sources = _gather_sources(project, spec, wanted.values())
-    say = functools.partial(console.print, markup=False, highlight=False, soft_wrap=True)
+    say = functools.partial(print_line, on=console)
     systems = list(dict.fromkeys(image.system for image in wanted.values()))
     read_settings = read_network_settings
     if bundle:
@@ -266,7 +267,7 @@ def _run_build(
         _send(client, files, options, progress, session.streams)
     if progress.not_locked:
         words = debian_lock.describe_drift(image.tag, image.system, progress.not_locked)
-        session.display.console.print(f"! {words}", markup=False, highlight=False, soft_wrap=True)
+        print_line(f"! {words}", session.display.console)
     if progress.failure or progress.failed_step:
         raise _failure(image.tag, progress, log)
 

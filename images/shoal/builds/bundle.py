@@ -217,7 +217,7 @@ def _index_others(new: Path, old: Path) -> None:
 
 def _fetch(container: Container, path: str, directory: Path) -> None:
     """Copy a directory of a container. Raises BuildError if a part of it cannot be unpacked safely."""
-    with containers.read_archive(container, path, directory) as file:
+    with containers.read_archive(container, path) as file:
         if left_out := list(archive.unpack_safely(file, directory)):
             raise BuildError(f"{path} of a container: {'; '.join(left_out)}")
 

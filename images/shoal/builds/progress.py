@@ -13,6 +13,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Column
 
 from shoal.builds.buildkit import BuildFailed, Event, OutputLine, StepEvent
+from shoal.console import print_line
 from shoal.sources.debian import NOT_LOCKED
 from shoal.sources.steps import one_line
 
@@ -28,7 +29,9 @@ def make_display(console: Console, tags: Iterable[str]) -> Progress:
     width = max(map(len, tags), default=0)
     return Progress(
         SpinnerColumn(),
-        TextColumn("[bold]{task.fields[tag]}", table_column=Column(no_wrap=True, min_width=width)),
+        TextColumn(
+            "{task.fields[tag]}", style="bold", markup=False, table_column=Column(no_wrap=True, min_width=width)
+        ),
         TextColumn("step {task.completed:.0f}/{task.total:.0f}", table_column=Column(no_wrap=True, min_width=10)),
         TimeElapsedColumn(table_column=Column(no_wrap=True, min_width=7)),
         TextColumn("{task.fields[command]}", markup=False, table_column=Column(no_wrap=True, ratio=1)),
@@ -109,7 +112,7 @@ class BuildProgress:
         self._command = one_line(step.command, 30)
         self._display.update(self._task, total=step.total, completed=step.number, command=one_line(step.command))
         if self._display.disable:
-            self._display.console.print(f"{self._tag} {line}", markup=False, highlight=False, soft_wrap=True)
+            print_line(f"{self._tag} {line}", self._display.console)
 
     def _write(self, line: str) -> None:
         self._log.write(f"{time.monotonic() - self._started:8.1f} {line}\n")

@@ -16,6 +16,7 @@ import urllib3.exceptions
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
+from shoal.console import print_line
 from shoal.docker_client import containers
 from shoal.errors import PushError
 
@@ -76,7 +77,7 @@ def push_image(
             except PushError as error:
                 if tries == TRIES or not _TRANSIENT.search(str(error)):
                     raise PushError(f"{target}: {error}{_advice(str(error), tries)}") from None
-                console.print(f"{target}: {error}; trying again", markup=False, highlight=False, soft_wrap=True)
+                print_line(f"{target}: {error}; trying again", console)
                 wait(2.0 ** (tries - 1))
             else:
                 return Pushed(tag, target, "pushed", round(time.monotonic() - started, 3), digest, tries)
@@ -124,7 +125,7 @@ def _try(client: docker.DockerClient, target: str, console: Console) -> str:
     Raises PushError if the registry or Docker reports an error, or there is no digest.
     """
     digest = ""
-    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
+    columns = TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TransferSpeedColumn()
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(target, total=None)
         layers: dict[str, Mapping[str, int]] = {}

@@ -10,10 +10,13 @@ import importlib
 import os
 import signal
 import sys
+import traceback
 
 from shoal.builds.noop_cache import BuildCommand
+from shoal.clean_text import print_error
 from shoal.commands import completion
 from shoal.commands.common import app, convert_error
+from shoal.errors import ShoalError
 
 _MODULES = ("setup", "images", "dependencies", "jobs", "running_jobs", "deploy", "inspection", "cache")
 """The modules that define commands; importing one adds its commands to `app`."""
@@ -43,8 +46,9 @@ def main(command: BuildCommand | None) -> None:
     except Exception as error:
         failure = convert_error(error)
         if failure is None:  # a defect: the traceback is most helpful
-            raise
-        print(f"shoal: {failure}", file=sys.stderr)
+            print_error(traceback.format_exc())
+            sys.exit(ShoalError.exit_code)
+        print_error(str(failure))
         sys.exit(failure.exit_code)
 
 

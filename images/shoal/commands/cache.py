@@ -8,7 +8,8 @@ import typer
 
 from shoal.builds import base_image
 from shoal.builds.cache import prune_cache
-from shoal.commands.common import SET_UP, AsJson, app, open_project, print_json, print_line
+from shoal.commands.common import SET_UP, AsJson, app, open_project, print_json
+from shoal.console import print_line
 
 cache = typer.Typer(help="Free the space of Shoal's own cache.", no_args_is_help=True)
 app.add_typer(cache, name="cache", rich_help_panel=SET_UP)

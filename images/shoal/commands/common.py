@@ -9,7 +9,6 @@ import dataclasses
 import functools
 import inspect
 import json
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_type_hints
@@ -23,7 +22,9 @@ from rich.console import Console
 
 from shoal import __version__, docker_client
 from shoal.builds import builder
+from shoal.clean_text import print_document, print_error
 from shoal.commands import completion
+from shoal.console import CleanConsole, console, print_line
 from shoal.docker_client import images as docker_images
 from shoal.errors import DockerError, ShoalError, UsageError, convert_os_error
 from shoal.matrix import project, spec
@@ -38,7 +39,6 @@ BUILD, RUN, INSPECT, SET_UP = "Build images", "Run jobs", "Inspect images", "Get
 _REPORT_HELP = "Compare the reports of jobs. The report of one job is report.html in its directory."
 reports = typer.Typer(help=_REPORT_HELP, no_args_is_help=True)
 app.add_typer(reports, name="report", rich_help_panel=RUN)
-console = Console(highlight=False)
 
 EXPECTED = (ShoalError, docker.errors.DockerException, requests.RequestException, urllib3.exceptions.HTTPError)
 """Errors that a user can act on. After one, `build` and `push` continue with the next image."""
@@ -78,7 +78,7 @@ _Command = TypeVar("_Command", bound=Callable[..., None])
 def _print_version(requested: bool) -> None:
     """Print the version and exit, if that is requested."""
     if requested:
-        print(f"shoal {__version__}")
+        print_document(f"shoal {__version__}")
         raise typer.Exit
 
 
@@ -108,7 +108,7 @@ def has_old_name(group: typer.Typer, old: str, new: str, **settings: Any) -> Cal
 
         @functools.wraps(command)
         def call(*args: Any, **values: Any) -> None:
-            print(f"shoal: `shoal {old}` is now `shoal {new}`", file=sys.stderr)
+            print_error(f"`shoal {old}` is now `shoal {new}`")
             command(*args, **values)
 
         group.command(old.split()[-1], hidden=True, **settings)(call)
@@ -136,12 +136,7 @@ def takes_fields_of(options: type[Options]) -> Callable[[Callable[[Options], Non
 
 def progress_console(as_json: bool) -> Console:
     """Return the console for progress: standard error with `--json`, otherwise standard output."""
-    return Console(stderr=True, highlight=False) if as_json else console
-
-
-def print_line(text: str, on: Console = console) -> None:
-    """Print text without markup and without wrapping it."""
-    on.print(text, markup=False, soft_wrap=True)
+    return CleanConsole(stderr=True) if as_json else console
 
 
 def print_columns(*rows: Sequence[str]) -> None:
@@ -159,12 +154,12 @@ def print_written(paths: Iterable[Path], on: Console = console) -> None:
 
 def print_json(document: object) -> None:
     """Print a JSON document; dataclasses, pydantic models, paths and exceptions may be parts of it."""
-    print(format_json(document))
+    print_document(format_json(document))
 
 
 def format_json(document: object) -> str:
     """Return the text that `print_json` prints."""
-    return json.dumps(document, indent=2, default=_convert_to_json)
+    return json.dumps(document, indent=2, default=_convert_to_json, ensure_ascii=True)
 
 
 def _convert_to_json(value: object) -> Any:
@@ -278,6 +273,6 @@ def raise_first(errors: Iterable[Exception | None]) -> None:
     """Raise the first of the errors, after printing the others to standard error. None stands for success."""
     failures = [error for error in errors if error]
     for error in failures[1:]:
-        print(f"shoal: {error}", file=sys.stderr)
+        print_error(str(error))
     if failures:
         raise failures[0]

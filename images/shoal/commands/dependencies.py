@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.markup import escape
 
 from shoal.builds import bundle, debian_lock
 from shoal.commands.common import (
@@ -22,9 +23,9 @@ from shoal.commands.common import (
     app,
     open_project,
     print_json,
-    print_line,
     progress_console,
 )
+from shoal.console import print_line, print_lines
 from shoal.errors import SpecError, UsageError
 from shoal.matrix.project import Project
 from shoal.matrix.spec import BuildSpec, ImageSpec
@@ -64,7 +65,7 @@ def lock_images(
         for image in matrix.choose(skip=skip or ()):  # parents first
             if not _needs_lock(here, matrix, image, chosen, locked):
                 continue
-            with progress.status(f"resolving {image.tag}"):
+            with progress.status(escape(f"resolving {image.tag}")):
                 paths = lock.lock_image(here, matrix, image)
             locked.add(here.lock_directory(image))
             for path in paths:
@@ -77,7 +78,7 @@ def lock_images(
     if as_json:
         print_json(lock.LockedImages(locks, files))
     else:
-        print_line("\n".join(map(str, files)))
+        print_lines(map(str, files))
 
 
 def _lock_bases(here: Project, matrix: BuildSpec, images: list[ImageSpec], *, check: bool, as_json: bool) -> None:

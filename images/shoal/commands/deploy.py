@@ -8,13 +8,12 @@ from typing import Annotated
 
 import typer
 
+from shoal.clean_text import print_document, print_error
 from shoal.commands.common import (
     RUN,
     Image,
     app,
-    console,
     parse_pairs,
-    print_line,
     print_written,
     resolve_tag,
     takes_fields_of,
@@ -33,6 +32,7 @@ from shoal.commands.script import (
     split_script,
     warn_of_visible_secrets,
 )
+from shoal.console import print_line
 from shoal.deploy import manifest
 from shoal.deploy.request import Kind, KubernetesRequest, SecretReference, Storage, suggest_name
 from shoal.errors import UsageError
@@ -184,15 +184,15 @@ def deploy_kubernetes(options: KubernetesOptions) -> None:
         print_source_notes(request.selection)
     text = manifest.format_manifest(request, manifest.build_objects(request))
     for note in request.list_notes():
-        typer.echo(f"shoal: {note}", err=True)
+        print_error(note)
     if options.output == _STANDARD_OUTPUT:
-        print(text, end="")
+        print_document(text, end="")
         return
     path = options.output or Path(f"{request.name}.yaml")
     manifest.write_manifest(path, text)
     print_written([path])
     namespace = f" -n {request.namespace}" if request.namespace else ""
-    print_line(f"check: kubectl create{namespace} --dry-run=server -f {path}", console)
-    print_line(f"start: kubectl create{namespace} -f {path}", console)
+    print_line(f"check: kubectl create{namespace} --dry-run=server -f {path}")
+    print_line(f"start: kubectl create{namespace} -f {path}")
     follow = f"-f --prefix --tail=-1 --max-log-requests={request.hosts} -l app.kubernetes.io/instance={request.name}"
-    print_line(f"logs:  kubectl logs{namespace} {follow}", console)
+    print_line(f"logs:  kubectl logs{namespace} {follow}")

@@ -26,11 +26,11 @@ from shoal.commands.common import (
     open_project,
     print_columns,
     print_json,
-    print_line,
     progress_console,
     raise_first,
     report_builds,
 )
+from shoal.console import print_line, print_lines
 from shoal.errors import ShoalError, SpecError, UsageError
 from shoal.matrix import project, spec
 from shoal.sources import render
@@ -75,7 +75,7 @@ def render_images(
     if as_json:
         print_json(files)
     elif not check:
-        print_line("\n".join(map(str, files)))
+        print_lines(map(str, files))
     if stale := [str(file.path) for file in files if file.state == "stale"]:
         raise SpecError(f"not up to date with the templates: {', '.join(stale)}. Fix: shoal render")
 
@@ -93,7 +93,7 @@ def _print_plans(here: project.Project, matrix: spec.BuildSpec, chosen: list[spe
     if as_json:
         print_json(plans)
     else:
-        print_line("\n".join(map(str, plans)))
+        print_lines(str(plan) for plan in plans)
 
 
 @app.command("build", rich_help_panel=BUILD, epilog="More: docs/build.md")

@@ -9,26 +9,26 @@ from typing import Annotated
 import docker
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from shoal import docker_client
+from shoal.clean_text import print_document
 from shoal.commands import completion
 from shoal.commands.common import (
     INSPECT,
     AsJson,
     app,
-    console,
     format_json,
     has_old_name,
     load_matrix,
     print_json,
-    print_line,
     print_written,
     progress_console,
     reports,
     resolve_tag,
 )
+from shoal.console import console, print_line, print_lines
 from shoal.docker_client import images
-from shoal.docker_client.containers import strip_controls
 from shoal.errors import ImageError, VulnerabilityError
 from shoal.inspection import advisories, differences, facts, manifest, sbom
 from shoal.report import output_files, size
@@ -100,11 +100,11 @@ def audit_image(
         print_json(found)
     progress = progress_console(as_json)
     for finding in found.findings:
-        print_line(strip_controls(f"{'✗' if finding.counts else '-'} {finding}"), progress)
+        print_line(f"{'✗' if finding.counts else '-'} {finding}", progress)
     for entry in found.unused:
         print_line(f"! {allow}: {entry.id} is not in {tag}", progress)
     if names := found.unaudited:
-        print_line(strip_controls(f"! {known} does not cover {len(names)} packages: {' '.join(names)}"), progress)
+        print_line(f"! {known} does not cover {len(names)} packages: {' '.join(names)}", progress)
     if count := sum(finding.counts for finding in found.findings):
         raise VulnerabilityError(
             f"{tag}: {count} known vulnerabilities. Fix: use releases without them (dockerfiles/versions.yml, shoal"
@@ -131,7 +131,7 @@ def _check_output(file: Path | None) -> None:
 def _write_output(text: str, file: Path | None, progress: Console) -> None:
     """Write text to a file and print its path to `progress`; if there is no file, print the text to standard output."""
     if file is None:
-        print(text)
+        print_document(text)
     else:
         output_files.write_files(file, {file: text + "\n"})
         print_written([file], progress)
@@ -178,11 +178,11 @@ def report_differences(
     """
     tags = resolve_tag(image), resolve_tag(other)
     client = _connect_with_images(*tags)
-    with progress_console(as_json).status(f"reading {' and '.join(tags)}"):
+    with progress_console(as_json).status(escape(f"reading {' and '.join(tags)}")):
         found = differences.compare_images(*tags, *(differences.read_image(client, tag) for tag in tags))
     if as_json:
         print_json({**vars(found), "unexpected": found.unexpected, "unexplained": found.unexplained})
     else:
-        print_line(strip_controls("\n".join(differences.format_differences(found))))
+        print_lines(differences.format_differences(found))
     if check:
         found.check()

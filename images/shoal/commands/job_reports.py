@@ -18,12 +18,13 @@ from typing import Any
 from rich.console import Console
 
 from shoal import __version__
-from shoal.docker_client.containers import strip_controls
+from shoal.console import print_line
 from shoal.jobs import summary
 from shoal.jobs.job import SECRET, JobRequest, JobResult
 from shoal.jobs.job_log import MAX_SERIES, Key, Series
 from shoal.jobs.metric_definitions import HYPERPARAMETER
 from shoal.jobs.record import LOCAL, OpenJob
+from shoal.limits import MOST_REPORT, parse_json, read_file
 from shoal.report.job_page import render_job_page
 from shoal.report.job_report import PAGE, Curve, JobReport
 from shoal.report.output_files import write_files
@@ -54,7 +55,7 @@ def write_job_report(console: Console, opened: OpenJob, result: JobResult | None
         write_files(page, {page: render_job_page(collect_report(opened, result))})
     except Exception as error:  # also a defect of the report must not change the job's result
         text = f"warning: the report {page} was not written: {type(error).__name__}: {error}"
-        console.print(strip_controls(text), markup=False, highlight=False, soft_wrap=True)
+        print_line(text, console)
         return None
     return page
 
@@ -86,7 +87,7 @@ def _find_plan(directory: Path) -> Mapping[str, Any]:
     """Return the plan in the job.json of a job that was interrupted; empty if there is none."""
     for path in sorted(directory.glob("*/output/job.json")):
         try:
-            if plan := _as_mapping(_as_mapping(json.loads(path.read_bytes())).get("plan")):
+            if plan := _as_mapping(_as_mapping(parse_json(read_file(path, MOST_REPORT))).get("plan")):
                 return plan
         except (OSError, ValueError, RecursionError):
             continue
@@ -194,7 +195,7 @@ def _list_versions(engine: str) -> dict[str, str]:
 def _read_metrics(directory: Path, began: float) -> list[Curve]:
     """Return the curves of the job's metric definitions, which `train` has written; none without definitions."""
     series: dict[Key, Series] = {}
-    for path in sorted(directory.glob(f"*/{_METRICS}")):
+    for path in filter(Path.is_file, sorted(directory.glob(f"*/{_METRICS}"))):  # a pipe would have no end
         for key, at, value in _read_metrics_file(path):
             if key in series or len(series) < MAX_SERIES:
                 series.setdefault(key, Series()).add(round(at - began, 2), value)

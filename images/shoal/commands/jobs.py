@@ -26,14 +26,12 @@ from shoal.commands.common import (
     Image,
     OptionalImage,
     app,
-    console,
     convert_error,
     has_old_name,
     load_matrix,
     open_project,
     parse_pairs,
     print_json,
-    print_line,
     print_written,
     progress_console,
     report_builds,
@@ -55,6 +53,7 @@ from shoal.commands.script import (
     split_script,
     warn_of_visible_secrets,
 )
+from shoal.console import CleanConsole, console, print_line
 from shoal.docker_client import images as docker_images
 from shoal.errors import ImageError, UsageError
 from shoal.jobs import background, docker_job, known_jobs, live_view, local_job, metric_definitions, model_plan, summary
@@ -340,7 +339,7 @@ def run_job(options: RunOptions) -> None:
         if moved:
             moved.open_log(opened.directory / OUTPUT)
             opened.on_started = functools.partial(moved.release_parent, opened.directory)
-            progress = Console(highlight=False)  # not of the terminal
+            progress = CleanConsole()  # not of the terminal
         result = _run_to_end(opened, progress, options, build_seconds)
     summary.print_summary(progress, record.request, result)
     if options.as_json and not moved:

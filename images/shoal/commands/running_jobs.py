@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from shoal.clean_text import print_log_line
 from shoal.commands import completion
 from shoal.commands.common import (
     RUN,
@@ -15,10 +16,10 @@ from shoal.commands.common import (
     app,
     print_columns,
     print_json,
-    print_line,
     progress_console,
     resolve_tag,
 )
+from shoal.console import print_line
 from shoal.errors import UsageError
 from shoal.jobs import inside, known_jobs, stopping
 from shoal.jobs.inside import choose_host
@@ -94,9 +95,7 @@ def print_logs(
     has_lines = False
     for line in lines:
         has_lines = True
-        sys.stdout.write(line + "\n")
-        if follow:
-            sys.stdout.flush()
+        print_log_line(line, flush=follow)
     sys.stdout.flush()
     if rank is not None and not has_lines and tail != 0:
         raise UsageError(

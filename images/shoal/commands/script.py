@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import shlex
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer.core
 
-from shoal.commands.common import print_columns, print_json, print_line
+from shoal.clean_text import print_error
+from shoal.commands.common import print_columns, print_json
+from shoal.console import print_line
 from shoal.errors import UsageError, did_you_mean
 from shoal.jobs.source_files import Selection, describe_source, list_rows, list_source
 from shoal.jobs.variables import describe_visible_secrets
@@ -132,7 +133,7 @@ def print_source(selection: Selection, as_json: bool = False) -> None:
 def print_source_notes(selection: Selection) -> None:
     """Print notes about a source: what is left out, and whether it is large. Raises `UsageError`."""
     for note in describe_source(selection, list_source(selection)):
-        print(f"shoal: {note}", file=sys.stderr)
+        print_error(note)
 
 
 def warn_of_visible_secrets(
@@ -149,4 +150,4 @@ def warn_of_visible_secrets(
         *describe_visible_secrets("--hyperparameter", hyperparameters, other),
         *describe_visible_secrets("argument", {k: v for k, v in options.items() if k.startswith("-")}, other),
     ):
-        print(f"shoal: {warning}", file=sys.stderr)
+        print_error(warning)

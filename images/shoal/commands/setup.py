@@ -8,7 +8,8 @@ from typing import Annotated
 import typer
 
 from shoal import doctor, scaffold, trust
-from shoal.commands.common import SET_UP, AsJson, app, open_project, print_json, print_line, print_written
+from shoal.commands.common import SET_UP, AsJson, app, open_project, print_json, print_written
+from shoal.console import print_line, print_lines
 from shoal.errors import UsageError
 
 
@@ -32,7 +33,7 @@ def check_machine(
     if as_json:
         print_json(findings)
     else:
-        print_line(doctor.format_findings(findings))
+        print_lines(doctor.format_findings(findings).split("\n"))
     doctor.raise_failures(findings)
 
 

@@ -5,14 +5,28 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-import shutil
+import posixpath
 import stat
 import tarfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import IO
 
+from shoal import limits
+from shoal.errors import is_disk_full
+
 Content = bytes | Path
+_AT_ONCE = 256 * 1024  # bytes of a read, a multiple of 512
+_ZEROS = bytes(64 * 1024)
+_MOST_HOPS = 40  # links on the way to a file, as in Linux
+_TEXT_TYPES = (
+    tarfile.GNUTYPE_LONGNAME,
+    tarfile.GNUTYPE_LONGLINK,
+    tarfile.XHDTYPE,
+    tarfile.XGLTYPE,
+    tarfile.SOLARIS_XHDTYPE,
+)
+"""The types of entries that are a long name or attributes of the next one."""
 
 
 def pack_tree(root: Path, arcname: str, out: IO[bytes], left_out: str | None = None) -> None:
@@ -67,85 +81,191 @@ def pack_file(name: str, content: bytes, mode: int = 0o644, owner: int = 0) -> b
 def unpack_safely(source: IO[bytes], target: Path, keep_symlinks: bool = False) -> Iterator[str]:
     """Unpack regular files, directories, and links that lead to files of the archive; yield each omission in words.
 
-    It unpacks only while the caller iterates. Such a link becomes a copy of the file. With `keep_symlinks`, symbolic
-    links stay links, also to directories, unless they lead out of their topmost directory. Files keep their time and
-    permissions, without setuid and setgid, and are readable for this user. `tarfile`'s own `filter="data"` is missing
-    in Debian 12's Python (3.11.2), and would let one odd file stop the others.
+    It unpacks only while the caller iterates, and reads the archive once, from begin to end. Such a link becomes
+    another name of the file. With `keep_symlinks`, symbolic links stay links, also to directories, unless they lead out
+    of their topmost directory. Files keep their time and permissions, without setuid and setgid, and are readable for
+    this user. Holes of files stay holes. `tarfile`'s own `filter="data"` is missing in Debian 12's Python (3.11.2), and
+    would let one odd file stop the others.
+
+    Raises:
+        DiskError: If they do not fit on the disk, before it is full.
     """
-    with tarfile.open(fileobj=source) as archive:
-        symlinks, directories = [], []
+    target.mkdir(parents=True, exist_ok=True)
+    room = limits.Room(target)
+    symlinks: list[tuple[str, str]] = []
+    directories: list[tuple[Path, float]] = []
+    with open_stream(source) as archive:
         for entry in archive:
-            path = PurePosixPath(entry.name)
-            if path.is_absolute() or ".." in path.parts:
-                yield f"{entry.name}: outside the directory"
+            archive.members = []  # type: ignore[attr-defined]  # otherwise tarfile keeps all members in memory
+            room.take(entry.name, entry.size)
+            if problem := _find_problem(entry):
+                yield f"{entry.name}: {problem}"
+            elif entry.issym():
+                symlinks.append((entry.name, entry.linkname))
+            elif problem := _unpack(archive, entry, target):
+                yield f"{entry.name}: {problem}"
             elif entry.isdir():
-                (target / path).mkdir(parents=True, exist_ok=True)
-                directories.append(entry)
-            elif entry.issym() and keep_symlinks:
-                symlinks.append(entry)
-            elif entry.isfile() or entry.islnk() or entry.issym():
-                yield from _unpack_file(archive, entry, target / path)
-            else:
-                yield f"{entry.name}: neither a file nor a directory"
-        yield from _make_symlinks(symlinks, target)
-        for entry in reversed(directories):  # files in them have changed their times
-            _set_time(target / entry.name, entry)
+                directories.append((target / entry.name, entry.mtime))
+    yield from _make_symlinks(symlinks, target) if keep_symlinks else _link_files(dict(symlinks), target)
+    for directory, mtime in reversed(directories):  # files in them have changed their times
+        _set_time(directory, mtime)
 
 
-def _make_symlinks(entries: Sequence[tarfile.TarInfo], target: Path) -> Iterator[str]:
+def open_stream(source: IO[bytes], size: int = _AT_ONCE) -> tarfile.TarFile:
+    """Return a tar archive that is read once, from begin to end. Raises tarfile.ReadError at a huge header.
+
+    Args:
+        source: A file, which need not be seekable.
+        size: How many bytes are read at once, a multiple of 512.
+    """
+    return tarfile.open(fileobj=source, mode="r|", bufsize=size, tarinfo=_Entry)
+
+
+class _Entry(tarfile.TarInfo):
+    """An entry, of which a header for long names or attributes is not larger than the limit: it is held in memory."""
+
+    @classmethod
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> _Entry:
+        """Return the entry of a header. Raises tarfile.ReadError if its text is too long."""
+        entry = super().frombuf(buf, encoding, errors)
+        if entry.type in _TEXT_TYPES and entry.size > limits.MOST_HEADER:
+            raise tarfile.ReadError(f"a header of {entry.size:,} bytes")
+        return entry
+
+
+def _find_problem(entry: tarfile.TarInfo) -> str:
+    """Return why an entry is left out, before it is read; else an empty text."""
+    path = PurePosixPath(entry.name)
+    if path.is_absolute() or ".." in path.parts:
+        return "outside the directory"
+    if len(path.parts) > limits.MOST_DEPTH:
+        return f"in more than {limits.MOST_DEPTH} directories"
+    has_place = entry.isdir() or entry.isfile() or entry.islnk() or entry.issym()
+    return "" if has_place else "neither a file nor a directory"
+
+
+def _unpack(archive: tarfile.TarFile, entry: tarfile.TarInfo, target: Path) -> str:
+    """Make a directory, a file, or another name of a file of the archive. Return why it cannot be made, if so.
+
+    Raises OSError if the disk is full. No path in `target` leads through a link meanwhile: links are made later.
+    """
+    try:
+        _make(archive, entry, target)
+    except (OSError, ValueError) as error:
+        if isinstance(error, OSError) and is_disk_full(error):
+            raise
+        return getattr(error, "strerror", None) or str(error)
+    return ""
+
+
+def _make(archive: tarfile.TarFile, entry: tarfile.TarInfo, target: Path) -> None:
+    path = target / entry.name
+    if entry.isdir():
+        path.mkdir(parents=True, exist_ok=True)
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if entry.islnk():
+        _add_name(target, PurePosixPath(entry.linkname), path)
+        return
+    content = archive.extractfile(entry)
+    assert content is not None  # of a file it never is
+    with path.open("xb") as out:
+        copy_with_holes(content, out)
+    path.chmod(entry.mode & 0o777 | stat.S_IRUSR | stat.S_IWUSR)
+    _set_time(path, entry.mtime)
+
+
+def _add_name(target: Path, name: PurePosixPath, path: Path) -> None:
+    """Make a hard link to a file of the archive, which takes no space. Raises ValueError if it is not among them."""
+    file = target / name
+    if name.is_absolute() or ".." in name.parts or not file.is_file():
+        raise ValueError(f"a link to {name}, which is not among the files")
+    path.hardlink_to(file)
+
+
+def _link_files(links: Mapping[str, str], target: Path) -> Iterator[str]:
+    """Make another name of a file for each symbolic link to one; yield a message for each other link."""
+    for name, link in links.items():
+        place = name
+        for _ in range(_MOST_HOPS):  # through further links
+            if place not in links:
+                break
+            place = posixpath.normpath(posixpath.join(posixpath.dirname(place), links[place]))
+        path = target / name
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _add_name(target, PurePosixPath(place), path)
+        except (OSError, ValueError):
+            yield f"{name}: a link to {link}, which is not among the files"
+
+
+def _make_symlinks(links: Sequence[tuple[str, str]], target: Path) -> Iterator[str]:
     """Make symbolic links, and remove those that lead out of their topmost directory, with a message for each.
 
     They are made after all files, so that no file is written through one. They are checked when all exist, because a
     link can lead through another one.
     """
-
-    def is_inside(path: Path) -> bool:
-        top = Path(os.path.realpath(target), *path.relative_to(target).parts[:1])
-        return Path(os.path.realpath(path)).is_relative_to(top)
-
     made = []
-    for entry in entries:
-        path = target / entry.name
-        if not is_inside(path.parent):
-            yield f"{entry.name}: outside the directory"
+    for name, link in links:
+        path = target / name
+        top = target / PurePosixPath(name).parts[0]
+        if path == top or not stays_inside(path.parent, top):
+            yield f"{name}: outside the directory"
             continue
-        path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            path.symlink_to(entry.linkname)
-        except OSError as error:
-            yield f"{entry.name}: a link to {entry.linkname}, which cannot be made: {error.strerror}"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.symlink_to(link)
+        except (OSError, ValueError) as error:
+            yield f"{name}: a link to {link}, which cannot be made: {getattr(error, 'strerror', None) or error}"
         else:
-            made.append((entry, path))
-    for entry, path in made:
-        if not is_inside(path):
+            made.append((name, link, path, top))
+    for name, link, path, top in made:
+        if not stays_inside(path, top):
             path.unlink()
-            yield f"{entry.name}: a link to {entry.linkname}, which is outside the directory"
+            yield f"{name}: a link to {link}, which is outside the directory"
 
 
-def _unpack_file(archive: tarfile.TarFile, entry: tarfile.TarInfo, path: Path) -> Iterator[str]:
-    """Write a file, or the file that a link leads to. Links themselves are not made.
+def stays_inside(path: Path, top: Path) -> bool:
+    """Return whether a path leads to a place in `top` without leaving it on the way, wherever `top` is moved to.
 
-    Yields a message, and writes nothing, for a link to a file that is not in the archive.
+    So `../top/file` does not: the directory may get another name. A circle of links leads nowhere, and stays inside.
     """
-    try:
-        content = archive.extractfile(entry)
-    except (KeyError, RecursionError):  # it leads nowhere, or to itself
-        content = None
-    if content is None:
-        yield f"{entry.name}: a link to {entry.linkname}, which is not among the files"
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("wb") as out:
-        shutil.copyfileobj(content, out)
-    if not entry.issym():  # the mode of a symlink has no meaning
-        path.chmod(entry.mode & 0o777 | stat.S_IRUSR | stat.S_IWUSR)
-    _set_time(path, entry)
+    pending = [*reversed(path.relative_to(top).parts)]
+    place = top
+    hops = 0
+    while pending:
+        part = pending.pop()
+        if part == "..":
+            if place == top:
+                return False
+            place = place.parent
+        elif (place / part).is_symlink():
+            link = (place / part).readlink()
+            hops += 1
+            if link.is_absolute():
+                return False
+            if hops > _MOST_HOPS:
+                return True
+            pending += reversed(link.parts)
+        else:
+            place /= part
+    return True
 
 
-def _set_time(path: Path, entry: tarfile.TarInfo) -> None:
-    """Set the time of a file or directory from its entry. A time that the file system cannot keep is ignored."""
-    with contextlib.suppress(OSError, OverflowError):
-        os.utime(path, (entry.mtime, entry.mtime))
+def copy_with_holes(source: IO[bytes], out: IO[bytes]) -> None:
+    """Copy a file to a new one. Blocks of zeros become holes, which take no space."""
+    while block := source.read(len(_ZEROS)):
+        if block == _ZEROS[: len(block)]:
+            out.seek(len(block), io.SEEK_CUR)
+        else:
+            out.write(block)
+    out.truncate()
+
+
+def _set_time(path: Path, mtime: float) -> None:
+    """Set the time of a file or directory. A time that the file system cannot keep is ignored."""
+    with contextlib.suppress(OSError, OverflowError, ValueError):
+        os.utime(path, (mtime, mtime))
 
 
 def _owned_by_root(entry: tarfile.TarInfo) -> tarfile.TarInfo:

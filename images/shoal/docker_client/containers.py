@@ -1,21 +1,18 @@
 """Containers: creates them, copies files from them, and removes them with their networks at the end, in every case.
 
-It also delays interrupts while Docker works, and cleans and splits the text that containers print.
+It also delays interrupts while Docker works, and splits the text that containers print.
 """
 
 from __future__ import annotations
 
 import contextlib
 import secrets
-import shutil
 import signal
 import threading
 import time
 from collections.abc import Iterable, Iterator
 from datetime import datetime
-from pathlib import Path
-from tempfile import TemporaryFile
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import docker
 import docker.errors
@@ -24,6 +21,7 @@ from docker.models.containers import Container
 from docker.models.networks import Network
 
 from shoal.errors import ImageError
+from shoal.limits import MOST_LOG_LINE
 
 JOB_LABEL = "shoal.job"
 HANGS = 10
@@ -126,8 +124,8 @@ def create_container(
 
 
 @contextlib.contextmanager
-def read_archive(container: Container, path: str, scratch: Path | None = None) -> Iterator[IO[bytes]]:
-    """Copy a directory of a container into a temporary tar file in `scratch`, and give that file.
+def read_archive(container: Container, path: str) -> Iterator[IO[bytes]]:
+    """Give a directory of a container as a tar archive, which is read once, from begin to end.
 
     The connection is closed also if an interrupt comes in the middle. The SDK's `get_archive` leaves it open, and until
     it is closed, Docker locks the container: its removal would wait for 10 minutes, and other commands with it.
@@ -143,15 +141,7 @@ def read_archive(container: Container, path: str, scratch: Path | None = None) -
             response.raise_for_status()
         except requests.HTTPError as error:
             docker.errors.create_api_error_from_http_exception(error)
-        with TemporaryFile(dir=scratch) as file:
-            shutil.copyfileobj(response.raw, file)
-            file.seek(0)
-            yield file
-
-
-def strip_controls(text: str) -> str:
-    """Return a text from an image with a replacement character for each control character, except line ends."""
-    return "".join(char if char.isprintable() or char == "\n" else "\N{REPLACEMENT CHARACTER}" for char in text)
+        yield cast(IO[bytes], response.raw)
 
 
 def split_lines(chunks: Iterable[bytes]) -> Iterator[str]:
@@ -160,7 +150,10 @@ def split_lines(chunks: Iterable[bytes]) -> Iterator[str]:
 
 
 def split_pieces(chunks: Iterable[bytes]) -> Iterator[tuple[str, bool]]:
-    """Yield the lines of `split_lines`, each with whether a terminal would overwrite it: the \\r of a progress bar."""
+    """Yield the lines of `split_lines`, each with whether a terminal would overwrite it: the \\r of a progress bar.
+
+    A line of more than `MOST_LOG_LINE` bytes is split.
+    """
     rest = b""
     for chunk in chunks:
         data = rest + chunk
@@ -172,6 +165,9 @@ def split_pieces(chunks: Iterable[bytes]) -> Iterator[tuple[str, bool]]:
             bar, _, rest = rest.rpartition(b"\r")
             yield from ((text, True) for text, _ in _split_returns(bar))
         rest += held
+        if len(rest) > MOST_LOG_LINE:  # without end, it would fill the memory
+            yield rest.decode(errors="replace"), False
+            rest = b""
     if rest:
         yield from _split_returns(rest.removesuffix(b"\r"))
 

@@ -6,13 +6,14 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from shoal.docker_client.containers import strip_controls
+from shoal.clean_text import clean_text
 from shoal.inspection.facts import Distribution, ImageFacts, Package
 from shoal.matrix.spec import ImageSpec
 
 MIB = 1024**2
 # The distributions that have the version of the framework.
 _FRAMEWORKS = {"pytorch": ("torch",), "tensorflow": ("tensorflow", "tensorflow-cpu"), "huggingface": ("transformers",)}
+_ENTITIES = {ord(char): f"&#{ord(char)};" for char in "\\&<>[]|`*~"}
 _CUDA = re.compile(r"nvidia-cuda-runtime(-cu\d+)?")
 
 
@@ -89,7 +90,8 @@ def _find_cuda(facts: ImageFacts) -> str | None:
 def format_markdown(manifest: Manifest) -> str:
     """Return the manifest as a page of Markdown."""
     parts = [
-        f"# {manifest.tag}\n\n`{manifest.id}`, {manifest.bytes / MIB:,.0f} MiB, created {manifest.created[:19]}Z.\n",
+        f"# {escape_markdown(manifest.tag)}\n",
+        f"`{manifest.id}`, {manifest.bytes / MIB:,.0f} MiB, created {manifest.created[:19]}Z.\n",
         *([] if manifest.wrong is None else [_format_tag_check(manifest.wrong)]),
         _format_table("System", ("component", "version"), manifest.system.items()),
         _format_packages("Python", manifest.python),
@@ -101,7 +103,7 @@ def format_markdown(manifest: Manifest) -> str:
 
 
 def _format_tag_check(wrong: Iterable[str]) -> str:
-    return "".join(f"- **The tag is wrong**: {line}\n" for line in wrong) or "The tag is correct.\n"
+    return "".join(f"- **The tag is wrong**: {escape_markdown(line)}\n" for line in wrong) or "The tag is correct.\n"
 
 
 def _format_packages(kind: str, found: tuple[Distribution | Package, ...]) -> str:
@@ -115,4 +117,9 @@ def _format_table(title: str, columns: tuple[str, ...], rows: Iterable[tuple[str
 
 
 def _format_row(cells: tuple[str, ...]) -> str:
-    return f"| {' | '.join(strip_controls(cell).replace('|', '&#124;').replace(chr(10), ' ') for cell in cells)} |"
+    return f"| {' | '.join(map(escape_markdown, cells))} |"
+
+
+def escape_markdown(text: str) -> str:
+    """Return a text of an image that Markdown shows as it is, in one line: no HTML, links, code and cells."""
+    return clean_text(text).replace("\n", " ").translate(_ENTITIES)

@@ -16,7 +16,6 @@ import docker.errors
 from docker.types import LogConfig
 
 from shoal.docker_client import containers
-from shoal.docker_client.containers import strip_controls
 from shoal.errors import ImageError
 
 NOBODY = "65534:65534"
@@ -77,6 +76,6 @@ def run_command(client: docker.DockerClient, tag: str, command: Sequence[str]) -
             name = "Python" if program.startswith("python") else program
             raise ImageError(f"{tag}: cannot be inspected, as it has no {name}: {error.explanation}") from None
         if container.wait()["StatusCode"]:
-            output = strip_controls(container.logs().decode(errors="replace"))
+            output = container.logs().decode(errors="replace")
             raise ImageError(f"{tag}: cannot be inspected:\n{output}")
         return container.logs(stderr=False).decode(errors="replace")

@@ -13,13 +13,13 @@ import os
 import shutil
 import socket
 import stat
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 from shoal import trust
+from shoal.clean_text import print_error
 from shoal.docker_client import archive
 from shoal.errors import UsageError
 
@@ -99,7 +99,7 @@ class CheckpointDirectory:
             kept.rename(self.path)
             raise
         (kept / MARK).unlink()
-        print(f"shoal: the files that were in {self.path} before the job are in {kept}", file=sys.stderr)
+        print_error(f"the files that were in {self.path} before the job are in {kept}")
 
 
 @contextlib.contextmanager

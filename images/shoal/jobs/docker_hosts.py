@@ -22,24 +22,37 @@ import docker
 import docker.errors
 import docker.types
 import requests
+import urllib3.exceptions
 from docker.models.containers import Container
 from docker.models.networks import Network
 from rich.console import Console
 
 from shoal import docker_client
+from shoal.console import print_line
 from shoal.docker_client import archive, containers
-from shoal.errors import DockerError, UsageError
-from shoal.jobs import checkpoints, gpus, job, restarts, variables
+from shoal.errors import DockerError, ShoalError, UsageError
+from shoal.jobs import checkpoints, gpus, job, restarts, results, variables
 from shoal.jobs.gpu_usage import GpuMeter, read_lines, smi_command
 from shoal.jobs.job_log import JobLog
 from shoal.jobs.live_view import View
 from shoal.jobs.usage import Usage
 from shoal.jobs.watch import STOP_SECONDS, Arrival, HostExit
+from shoal.limits import MOST_REPORT
 
 _STOP_MARGIN = 5
 SECRET_PATH = "run/shoal-job-secret"
 """The file with the job's secret, relative to the container's root. `docker inspect` would show an environment."""
 _CHECKPOINTS = f"opt/ml/{checkpoints.CONTENT}"
+
+NOT_COLLECTED = (
+    ShoalError,
+    OSError,
+    ValueError,
+    tarfile.TarError,
+    docker.errors.DockerException,
+    urllib3.exceptions.HTTPError,
+)
+"""Errors of a copy from a container. The result of a job does not depend on them."""
 
 
 @dataclass
@@ -175,7 +188,7 @@ class DockerHosts:
         with (
             containers.delay_interrupts(),
             directory.replace() as scratch,
-            containers.read_archive(self._find_container(), f"/{_CHECKPOINTS}", scratch) as file,
+            containers.read_archive(self._find_container(), f"/{_CHECKPOINTS}") as file,
         ):
             for skipped in archive.unpack_safely(file, scratch, keep_symlinks=True):
                 self._print_skipped(f"not collected: {skipped}")
@@ -191,16 +204,20 @@ class DockerHosts:
         """Copy model and output of a host to `target`, which is created, and return it.
 
         Directories that the container does not have are left out. Files that are not copied, such as devices, are
-        printed.
+        printed. If a directory does not fit on the disk, nothing of it is kept, and that is printed.
         """
         target.mkdir()
-        for part in ("model", "output"):
-            with (
-                contextlib.suppress(docker.errors.NotFound),
-                containers.read_archive(self.by_name[host], f"/opt/ml/{part}") as file,
-            ):
-                for skipped in archive.unpack_safely(file, target):
-                    self._print_skipped(f"{target.name}: not collected: {skipped}")
+        for part in ("output", "model"):
+            try:
+                with (
+                    contextlib.suppress(docker.errors.NotFound),
+                    containers.read_archive(self.by_name[host], f"/opt/ml/{part}") as file,
+                ):
+                    for skipped in archive.unpack_safely(file, target):
+                        self._print_skipped(f"{target.name}: not collected: {skipped}")
+            except NOT_COLLECTED as error:
+                results.remove_tree(target / part)
+                self._print_skipped(f"{target.name}: {part} was not collected: {error}")
         return target
 
     def list_lost_files(self) -> list[str]:
@@ -227,7 +244,7 @@ class DockerHosts:
         return docker_client.connect()  # clients are not shared between threads
 
     def _print_skipped(self, text: str) -> None:
-        self.console.print(containers.strip_controls(text), markup=False, soft_wrap=True)
+        print_line(text, self.console)
 
     def has_result(self, host: str) -> bool:
         """Return whether `train` has written a result on a host."""
@@ -238,15 +255,15 @@ class DockerHosts:
         return restarts.parse_restarts(self._read_file(host, "output/job.json") or b"")
 
     def _read_file(self, host: str, path: str) -> bytes | None:
-        """Return a file of a host's /opt/ml; None if there is none."""
+        """Return a file of a host's /opt/ml; None if there is none, or it is too large."""
         with (
             contextlib.suppress(docker.errors.NotFound),
             containers.read_archive(self.by_name[host], f"/opt/ml/{path}") as packed,
-            TemporaryDirectory(prefix="shoal-job-") as scratch,
+            archive.open_stream(packed) as files,
         ):
-            list(archive.unpack_safely(packed, Path(scratch)))
-            file = Path(scratch, Path(path).name)
-            return file.read_bytes() if file.is_file() else None
+            entry = files.next()
+            content = files.extractfile(entry) if entry and entry.isfile() and entry.size <= MOST_REPORT else None
+            return content.read() if content else None
         return None
 
 
@@ -266,7 +283,7 @@ def create_hosts(
     exists already, it is used. Raises `UsageError` if another container has the name of a host's.
     """
     identity = identity or name
-    say = functools.partial(view.console.print, markup=False, soft_wrap=True)
+    say = functools.partial(print_line, on=view.console)
     devices = gpus.divide_gpus(client, image, request.gpus, request.host_names, say)
     network = _create_network(client, identity)
     with containers.delay_interrupts():

@@ -12,9 +12,10 @@ import docker.errors
 from rich.console import Console
 
 from shoal import docker_client
+from shoal.console import print_line
 from shoal.docker_client import containers
 from shoal.errors import UsageError
-from shoal.jobs import docker_hosts, job, usage
+from shoal.jobs import docker_hosts, job, results, usage
 from shoal.jobs.docker_hosts import DockerHosts
 from shoal.jobs.live_view import View
 from shoal.jobs.record import OpenJob
@@ -60,16 +61,14 @@ def run_job_in_docker(opened: OpenJob, view: View) -> job.JobResult:
             hosts.kill()  # those that a second interrupt did not wait for
             collect(hosts, opened)  # the script may have saved files before it ended
             with contextlib.suppress(OSError):  # the terminal is gone
-                console.print(
-                    f"interrupted; files of the hosts are in {opened.directory}", soft_wrap=True, highlight=False
-                )
+                print_line(f"interrupted; files of the hosts are in {opened.directory}", console)
             raise
         for reader in hosts.readers:
             reader.join()
         trees = collect(hosts, opened)
         lost = _list_lost_files(hosts, trees, watch.exit_codes())
     notes = {host: "killed by the out-of-memory killer" for host, end in exits.items() if end.out_of_memory}
-    result = job.read_result(opened.name, watch.exit_codes(), opened.directory, trees, notes)
+    result = results.read_result(opened.name, watch.exit_codes(), opened.directory, trees, notes)
     return replace(result, restarts=[*watch.restarts, *result.restarts], lost_files=lost)
 
 
@@ -96,7 +95,7 @@ def _keep_volume(client: docker.DockerClient, opened: OpenJob, console: Console)
         lost = f"the Docker volume {docker_hosts.volume_name(opened.identity)} with the newest checkpoints is gone"
         if not opened.checkpoints.has_files():
             raise UsageError(f"--resume {opened.name}: {lost}. Fix: start the job again without --resume")
-        console.print(f"{lost}; continuing from {opened.checkpoints.path}", markup=False, soft_wrap=True)
+        print_line(f"{lost}; continuing from {opened.checkpoints.path}", console)
     return False
 
 
@@ -110,18 +109,19 @@ def _remove_all_at_end(client: docker.DockerClient, opened: OpenJob, console: Co
             containers.remove_objects(client, opened.identity, volumes=not opened.record.uncollected)
         if opened.record.uncollected:
             volume = docker_hosts.volume_name(opened.identity)
-            console.print(
-                f"the newest checkpoints were not collected. They are in the Docker volume {volume}",
-                soft_wrap=True,
-                markup=False,
-            )
+            print_line(f"the newest checkpoints were not collected. They are in the Docker volume {volume}", console)
 
 
 def collect(hosts: DockerHosts, opened: OpenJob) -> dict[str, Path]:
-    """Copy checkpoints, models and output from the hosts, which have ended, and return the tree of each host."""
+    """Copy checkpoints, models and output from the hosts, which have ended, and return the tree of each host.
+
+    If the checkpoints cannot be copied, that is printed, the earlier ones stay, and so does the volume with the newest.
+    """
     try:
         hosts.collect(opened.checkpoints)
         opened.update(uncollected=False)
+    except docker_hosts.NOT_COLLECTED as error:  # the job has its result, and the volume stays
+        print_line(f"the checkpoints were not collected: {error}", hosts.console)
     finally:
         trees = {host: hosts.fetch_results(host, opened.directory / host) for host in hosts.by_name}
     return trees

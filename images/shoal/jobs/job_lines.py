@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections import deque
@@ -14,9 +15,11 @@ from typing import IO
 from shoal.jobs import running
 from shoal.jobs.job_log import parse_line
 from shoal.jobs.record import LOG
+from shoal.limits import MOST_LOG_LINE
 
 _PAUSE = 0.2
 """Seconds between two looks at a log that grows."""
+_MOST_LINE = 8 * MOST_LOG_LINE  # bytes; JSON writes up to six for one
 
 
 @dataclass(frozen=True)
@@ -63,15 +66,20 @@ def read_lines(
 
 
 def _read_whole(file: IO[bytes]) -> Iterator[tuple[float, str, str]]:
-    """Yield time, host and text of each whole line. One that is still being written is left for the next call."""
+    """Yield time, host and text of each whole line. One that is still being written is left for the next call.
+
+    Lines of another form are left out.
+    """
     while True:
         place = file.tell()
-        line = file.readline()
-        if not line.endswith(b"\n"):
+        line = file.readline(_MOST_LINE)
+        if not line.endswith(b"\n") and len(line) < _MOST_LINE:
             file.seek(place)
             return
-        at, host, text = json.loads(line)
-        yield at, host, text
+        with contextlib.suppress(ValueError, TypeError, OverflowError, RecursionError):  # not written by a job of ours
+            at, host, text = json.loads(line)
+            datetime.fromtimestamp(at)
+            yield at, str(host), str(text)
 
 
 def _format(at: float, host: str, text: str, timestamps: bool) -> str:

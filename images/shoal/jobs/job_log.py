@@ -7,7 +7,6 @@ import json
 import math
 import os
 import re
-import sys
 import threading
 import time
 from array import array
@@ -17,9 +16,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, NamedTuple
 
+from shoal.clean_text import cut_line, print_error
+from shoal.limits import MOST_LOG
+
 _HALF = 50_000
 """How many lines are kept of the beginning of the log, and of its end."""
-_MAX_LINE = 4_096  # characters
 MAX_SERIES = 2_000
 _MAX_POINTS = 1_000  # of a series
 _PREFIX = re.compile(r"\[(\d{1,9}),([^\]\s]{1,255})\] ?")
@@ -81,6 +82,7 @@ class JobLog:
     path: Path | None = None
     """The file that gets all lines, as `[seconds since 1970, host, text]`. It is made for the first line."""
     _file: IO[str] | None = None
+    _size: int = 0
     _head: list[Line] = field(default_factory=list)
     _tail: deque[Line] = field(default_factory=lambda: deque(maxlen=_HALF))
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -123,26 +125,23 @@ class JobLog:
                     self._file.close()
 
     def _write(self, line: str) -> None:
-        """Write a line to the file. Only its owner can read it. After an error, warn, and write no more."""
+        """Write a line to the file. Only its owner can read it. At an error or the limit, warn, and write no more."""
         if self.path is None:
             return
         try:
             if self._file is None:
                 flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
                 self._file = os.fdopen(os.open(self.path, flags, 0o600), "w", buffering=1)
-            self._file.write(line + "\n")
+            self._size += self._file.write(line + "\n")
+            if self._size > MOST_LOG:
+                raise OSError(0, f"it has {MOST_LOG:,} bytes, the most that is kept")
         except OSError as error:  # a full disk must not end the job
-            print(f"shoal: warning: {self.path} has no further lines: {error.strerror}", file=sys.stderr)
+            print_error(f"warning: {self.path} has no further lines: {error.strerror}")
             self.path = None
 
     def _add_number(self, key: Key, seconds: float, value: float) -> None:
         if key in self.series or len(self.series) < MAX_SERIES:
             self.series.setdefault(key, Series()).add(seconds, value)
-
-
-def cut_line(text: str) -> str:
-    """Return a line without its end if it is very long."""
-    return text if len(text) <= _MAX_LINE else f"{text[:_MAX_LINE]}… ({len(text) - _MAX_LINE} characters more)"
 
 
 def parse_line(seconds: float, host: str, text: str) -> Line:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from rich.text import Text
 
-from shoal.docker_client.containers import strip_controls
+from shoal.clean_text import clean_text
 from shoal.jobs.summary import format_number
 from shoal.jobs.usage import CPU, GPU, GPU_MEMORY, MEMORY
 
@@ -67,7 +67,7 @@ def format_duration(seconds: float) -> str:
 def _list_facts(state: PanelState, width: int) -> Iterator[Text]:
     """Yield a rule with the job's name and time, and a row with hosts, ranks and lines."""
     time = format_duration(state.seconds)
-    name = Text(strip_controls(state.name), style="bold")
+    name = Text(clean_text(state.name), style="bold")
     name.truncate(max(width - len(time) - 8, 4), overflow="ellipsis")
     rule = "─" * max(width - name.cell_len - len(time) - 7, 1)
     yield Text.assemble(("── ", "dim"), name, (f" {rule} ", "dim"), time, (" ─", "dim"))
@@ -83,13 +83,13 @@ def _format_metric(name: str, values: Sequence[float]) -> Text:
     """Return a name and its value, or the lowest and the highest value of several ranks."""
     low, high = format_number(min(values)), format_number(max(values))
     value = low if low == high else f"{low} … {high}"
-    return Text.assemble((strip_controls(name).replace("\n", " "), "dim"), " ", (value, "bold"))
+    return Text.assemble((clean_text(name).replace("\n", " "), "dim"), " ", (value, "bold"))
 
 
 def _list_hosts(usage: Mapping[str, Mapping[str, float]], rows: int) -> Iterator[Text]:
     """Yield a row for each host, with aligned values. Of too many hosts, the last row has the number of the others."""
     shown = list(usage.items())[: rows if len(usage) <= rows else max(rows - 1, 0)]
-    table = [[strip_controls(host), *map(_format_usage, _FORMATS, map(values.get, _FORMATS))] for host, values in shown]
+    table = [[clean_text(host), *map(_format_usage, _FORMATS, map(values.get, _FORMATS))] for host, values in shown]
     widths = [max(map(len, column)) for column in zip(*table)]
     for host, *values in table:
         cells = (value.rjust(width) for value, width in zip(values, widths[1:]) if width)

@@ -6,12 +6,9 @@ Elsewhere, a plain view prints each line of the log as it comes.
 from __future__ import annotations
 
 import contextlib
-import itertools
-import re
 import sys
 import threading
 import time
-import unicodedata
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +19,9 @@ from rich.control import Control
 from rich.live import Live
 from rich.segment import Segment
 
-from shoal.jobs.job_log import JobLog, Key, Line, cut_line
+from shoal.clean_text import COLORS, clean_log_line
+from shoal.console import LogLines, print_log_lines
+from shoal.jobs.job_log import JobLog, Key, Line
 from shoal.jobs.live_panel import PanelState, render_panel, render_result
 from shoal.jobs.metric_definitions import MetricDefinition, find_metrics
 
@@ -34,8 +33,6 @@ _MAX_SHARE = 0.005
 _MAX_WAITING = 50_000  # lines
 _MAX_SEARCHED = 1_000  # lines of a write in which metric definitions are searched
 _KEPT = 500  # lines that are written again after a change of the terminal's size
-_COLORS = re.compile(r"\x1b\[[0-9;:]*m")
-_CONTROLS = re.compile(r"\x1b\[(?![0-9;:]*m)[0-9;?<=>]*[ -/]*[@-~]|\x1b[\]PX^_][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[^\[]")
 
 
 class View(Protocol):
@@ -66,7 +63,7 @@ class PlainView:
     def add(self, shown: str, line: Line, is_overwritten: bool = False) -> None:
         """Print a line, also one that a terminal would overwrite."""
         try:
-            self.console.print(shown, markup=False, highlight=False, soft_wrap=True)
+            print_log_lines([shown], self.console)
         except (OSError, SystemExit):  # no reader, or a full disk: the job goes on, and its log has all lines
             self.console.quiet = True
 
@@ -159,10 +156,10 @@ class LiveView:
         with self._lock:
             waiting, self._waiting = self._waiting, deque()
             skipped, self._skipped = self._skipped, 0
-        text = "".join(f"{clean_line(shown)}\n" for shown, _, is_overwritten in waiting if not is_overwritten)
+        text = "".join(f"{clean_log_line(shown)}\n" for shown, _, is_overwritten in waiting if not is_overwritten)
         if waiting:
             shown, _, is_overwritten = waiting[-1]
-            self._progress = _COLORS.sub("", clean_line(shown)) if is_overwritten else ""
+            self._progress = COLORS.sub("", clean_log_line(shown)) if is_overwritten else ""
         if skipped:
             text = f"… {skipped:,} lines are not shown, because the terminal is slower than the job\n{text}"
         self._read_lines(line for _, line, _ in [*waiting][-_MAX_SEARCHED:])
@@ -175,7 +172,7 @@ class LiveView:
             self._clear()
         with self.console:  # one write for all of it
             if text:
-                self.console.print(_Raw([Segment(text)]), soft_wrap=True, end="")
+                self.console.print(LogLines(text), soft_wrap=True, end="")
             if is_resized or now - self._panel_time >= _PANEL_SECONDS:
                 self._panel_time = now
                 panel = render_panel(self._describe(), *self._size)
@@ -221,27 +218,3 @@ class _Raw:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Segment]:
         yield from self.segments
-
-
-def clean_line(text: str) -> str:
-    """Return a line that changes nothing but its own row of a terminal: colours stay, and other controls do not."""
-    text = cut_line(text)
-    if text.isprintable():
-        return text
-    text = _CONTROLS.sub("", text.expandtabs())
-    colored = _COLORS.search(text)
-    pieces = _COLORS.split(text)
-    cleaned = map(_clean_text, pieces)
-    if not colored:
-        return "".join(cleaned)
-    return "".join(map("".join, itertools.zip_longest(cleaned, _COLORS.findall(text), fillvalue=""))) + "\x1b[0m"
-
-
-def _clean_text(text: str) -> str:
-    return text if text.isprintable() else "".join(map(_clean_char, text))
-
-
-def _clean_char(char: str) -> str:
-    if char.isprintable():
-        return char
-    return " " if char.isspace() else "\N{REPLACEMENT CHARACTER}" * (unicodedata.category(char) == "Cc")

@@ -23,6 +23,7 @@ from shoal.jobs.job_log import JobLog
 from shoal.jobs.live_view import View
 from shoal.jobs.local_processes import BASE, read_environment
 from shoal.jobs.watch import Arrival, HostExit
+from shoal.limits import MOST_REPORT, read_file
 
 _PR_SET_CHILD_SUBREAPER = 36  # of Linux
 _STDERR = 2
@@ -163,8 +164,8 @@ class LocalHosts:
     def read_restarts(self, host: str) -> list[dict[str, Any]]:
         """Return the restarts that `train` has listed in job.json on a host; none if it has not."""
         try:
-            return restarts.parse_restarts((self.trees[host] / "output" / "job.json").read_bytes())
-        except FileNotFoundError:
+            return restarts.parse_restarts(read_file(self.trees[host] / "output" / "job.json", MOST_REPORT))
+        except (OSError, ValueError):
             return []
 
 

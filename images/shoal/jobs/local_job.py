@@ -12,12 +12,13 @@ from pathlib import Path
 
 from rich.console import Console
 
+from shoal.console import print_line
 from shoal.docker_client import containers
 from shoal.errors import DockerError, UsageError
-from shoal.jobs import checkpoints, distribution, gpu_usage, gpus, job, restarts, usage, variables
+from shoal.jobs import checkpoints, distribution, gpu_usage, gpus, job, restarts, results, usage, variables
 from shoal.jobs.live_view import View
 from shoal.jobs.local_hosts import LocalHosts
-from shoal.jobs.record import OpenJob, collect_tree, remove_tree
+from shoal.jobs.record import OpenJob, collect_tree
 from shoal.jobs.watch import STOP_SECONDS, Watch
 from shoal.matrix import project
 
@@ -66,12 +67,17 @@ def _run_hosts(opened: OpenJob, view: View) -> job.JobResult:
     finally:
         with containers.delay_interrupts():
             hosts.kill()  # those that a second interrupt did not wait for
-            collect_tree(shared, opened.checkpoints)
-            opened.update(uncollected=False)  # before they are removed
+            try:
+                collect_tree(shared, opened.checkpoints)
+                opened.update(uncollected=False)  # before they are removed
+            except (OSError, shutil.Error, RecursionError) as error:  # the job has its result all the same
+                place = shared / checkpoints.CONTENT
+                print_line(f"the checkpoints were not collected: {error}. They are in {place}", view.console)
         for tree in hosts.trees.values():
-            remove_tree(tree / checkpoints.CONTENT)
-            remove_tree(tree / "code")
-    result = job.read_result(opened.name, watch.exit_codes(), opened.directory, hosts.trees)
+            if not opened.record.uncollected:
+                results.remove_tree(tree / checkpoints.CONTENT)
+            results.remove_tree(tree / "code")
+    result = results.read_result(opened.name, watch.exit_codes(), opened.directory, hosts.trees)
     return replace(result, restarts=[*watch.restarts, *result.restarts])
 
 
@@ -176,9 +182,9 @@ def merge_hosts(request: job.JobRequest, console: Console) -> job.JobRequest:
     launch = distribution.set_processes_per_host(request.distribution, request.procs_per_host)
     per_host = launch.get("mpi", {}).get("processes_per_host", 1)
     ranks = request.hosts * per_host
-    console.print(
+    print_line(
         f"without Docker: {request.hosts} hosts × {per_host} ranks run as 1 host × {ranks} ranks on this machine",
-        highlight=False,
+        console,
     )
     mpi = {"enabled": True, **launch.get("mpi", {}), "processes_per_host": ranks}
     return replace(request, hosts=1, procs_per_host=None, distribution={**launch, "mpi": mpi})

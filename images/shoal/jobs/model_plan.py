@@ -11,6 +11,8 @@ import docker.types
 from rich.console import Console
 
 from shoal import docker_client
+from shoal.clean_text import print_document
+from shoal.console import print_line
 from shoal.docker_client import containers
 from shoal.errors import UsageError
 
@@ -56,10 +58,10 @@ def run_in_container(image: str, factory: str, options: Sequence[str], console: 
         )
         container.start()
         for line in containers.split_lines(container.logs(stream=True, follow=True, stdout=not as_json)):
-            console.print(line, markup=False, highlight=False, soft_wrap=True)
+            print_line(line, console)
         code = int(container.wait()["StatusCode"])
         if as_json:
-            print(container.logs(stderr=False).decode(errors="replace"), end="")
+            print_document(container.logs(stderr=False).decode(errors="replace"), end="")
         return code
 
 

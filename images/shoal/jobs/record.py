@@ -15,7 +15,7 @@ import pydantic
 
 from shoal import trust
 from shoal.errors import UsageError, did_you_mean
-from shoal.jobs import checkpoints, job, local_processes, running
+from shoal.jobs import checkpoints, job, local_processes, results, running
 from shoal.jobs.job_log import JobLog
 
 RECORD = "request.json"
@@ -255,21 +255,13 @@ def _list_trees(directory: Path) -> list[Path]:
     return sorted(path for path in found if not path.name.startswith((".", _EARLIER, checkpoints.CONTENT)))
 
 
-def remove_tree(path: Path) -> None:
-    """Remove a directory with all that is in it. Of a link, remove only the link."""
-    if path.is_symlink():
-        path.unlink()
-    else:
-        shutil.rmtree(path, ignore_errors=True)
-
-
 def _move_results(directory: Path) -> None:
     """Move the files of the last command in the directory of a job to attempt-N."""
     number = 1 + len(list(directory.glob(f"{_EARLIER}*")))
     target = directory / f"{_EARLIER}{number}"
     target.mkdir()
     for tree in find_trees(directory):
-        remove_tree(tree / checkpoints.CONTENT)
+        results.remove_tree(tree / checkpoints.CONTENT)
     for path in list(directory.iterdir()):
         if not path.name.startswith((_EARLIER, ".")) and path.name not in (RECORD, checkpoints.CONTENT):
             path.rename(target / path.name)

@@ -14,12 +14,12 @@ import hashlib
 import math
 import os
 import socket
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from shoal import trust
+from shoal.clean_text import print_error
 from shoal.errors import UsageError
 
 MARK = ".running"
@@ -117,7 +117,7 @@ def _remember(directory: Path, identity: str) -> None:
     except OSError as error:
         problem, fix = f"{link} cannot be written ({error.strerror})", f"{fix}, or set XDG_STATE_HOME"
     if problem:
-        print(f"shoal: warning: {problem}, so `shoal ps` and `shoal stop` refuse this job. {fix}", file=sys.stderr)
+        print_error(f"warning: {problem}, so `shoal ps` and `shoal stop` refuse this job. {fix}")
 
 
 def list_directories() -> list[Path]:

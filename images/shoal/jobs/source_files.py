@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from shoal.docker_client.containers import strip_controls
+from shoal.clean_text import clean_text
 from shoal.errors import UsageError
 
 LARGE = 2**30
@@ -460,8 +460,8 @@ def list_rows(files: Iterable[SourceFile]) -> list[tuple[str, str, str]]:
 
 
 def _clean(text: str) -> str:
-    """Return a text with the name of a file without control characters. A line end could forge a message."""
-    return strip_controls(text).replace("\n", "\N{REPLACEMENT CHARACTER}")
+    """Return a clean text with the name of a file, on one line: the name may have line ends."""
+    return clean_text(text).replace("\n", "\N{REPLACEMENT CHARACTER}")
 
 
 def _format_size(size: int) -> str:

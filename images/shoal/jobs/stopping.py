@@ -16,7 +16,7 @@ from rich.console import Console
 from shoal import docker_client
 from shoal.docker_client import containers
 from shoal.errors import UsageError
-from shoal.jobs import checkpoints, job, local_processes, running
+from shoal.jobs import checkpoints, local_processes, results, running
 from shoal.jobs.docker_hosts import DockerHosts, stop_containers
 from shoal.jobs.docker_job import collect
 from shoal.jobs.known_jobs import LOST, KnownJob, read_job
@@ -29,7 +29,6 @@ from shoal.jobs.record import (
     find_checkpoints,
     find_trees,
     list_host_trees,
-    remove_tree,
 )
 
 
@@ -116,10 +115,10 @@ def _end_docker_job(opened: OpenJob, console: Console) -> None:
             by_name=found,
         )
         for host in found:
-            remove_tree(opened.directory / host)  # of a command that was killed while it copied
+            results.remove_tree(opened.directory / host)  # of a command that was killed while it copied
         trees = collect(hosts, opened)
         exit_codes = {host: _read_exit_code(each) for host, each in found.items()}
-        result = job.read_result(opened.name, exit_codes, opened.directory, trees)
+        result = results.read_result(opened.name, exit_codes, opened.directory, trees)
         if not still_running:
             opened.finish(result.exit_code)
     with containers.delay_interrupts():
@@ -147,7 +146,7 @@ def _end_local_job(opened: OpenJob) -> None:
             collect_tree(tree, opened.checkpoints)
     opened.update(uncollected=False)
     for tree in trees.values():
-        remove_tree(tree / checkpoints.CONTENT)
-        remove_tree(tree / "code")
+        results.remove_tree(tree / checkpoints.CONTENT)
+        results.remove_tree(tree / "code")
     if trees:
-        job.read_result(opened.name, {}, opened.directory, trees)
+        results.read_result(opened.name, {}, opened.directory, trees)

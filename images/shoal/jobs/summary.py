@@ -8,8 +8,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 
-from shoal.docker_client.containers import strip_controls
+from shoal.clean_text import clean_text
+from shoal.console import print_line
 from shoal.jobs.job import JobRequest, JobResult
 
 _SHOWN_FILES = 3
@@ -69,14 +71,15 @@ def print_summary(console: Console, request: JobRequest, result: JobResult) -> N
     for host, message in result.messages.items():
         hosts_of.setdefault(message, []).append(host)
     for message, hosts in hosts_of.items():
-        console.print(f"\n{', '.join(hosts)}: {message}", markup=False, highlight=False, soft_wrap=True)
+        console.print()
+        print_line(f"{', '.join(hosts)}: {message}", console)
     for restart in result.restarts:
-        console.print(describe_restart(restart), markup=False, highlight=False, soft_wrap=True)
+        print_line(describe_restart(restart), console)
     rows = summary_rows(request, result)
     width = max(len(name) for name, _ in rows)
-    console.rule(result.name, align="left")
+    console.rule(escape(result.name), align="left")
     for name, value in rows:  # not a rich table, which would break paths on a narrow terminal
-        console.print(f"{name:<{width}}  {value}", markup=False, highlight=False, soft_wrap=True)
+        print_line(f"{name:<{width}}  {value}", console)
     if result.exit_code and result.checkpoints:
         print_resume_command(console, request, result.name)
 
@@ -91,13 +94,13 @@ def describe_restart(restart: Mapping[str, Any]) -> str:
     """Return a restart in one line. Its values may be anything that a program has written into job.json."""
     at, reason, seconds = (restart.get(key) for key in ("at", "reason", "seconds"))
     after = f" ({seconds} s)" if seconds is not None else ""
-    return strip_controls(f"restart {restart.get('number')} at {at}: {reason}{after}")
+    return clean_text(f"restart {restart.get('number')} at {at}: {reason}{after}").replace("\n", " ")
 
 
 def print_resume_command(console: Console, request: JobRequest, name: str) -> None:
     """Print the command that continues a job."""
     output = "" if request.output == JobRequest.output else f" --output {shlex.quote(str(request.output))}"
-    console.print(f"to continue: shoal run --resume {name}{output}", markup=False, highlight=False, soft_wrap=True)
+    print_line(f"to continue: shoal run --resume {name}{output}", console)
 
 
 def format_number(value: object) -> str:

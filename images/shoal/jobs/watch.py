@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import queue
-import sys
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -12,6 +11,8 @@ from typing import Any, Protocol
 
 from rich.console import Console
 
+from shoal.clean_text import print_error
+from shoal.console import print_line
 from shoal.errors import DockerError
 from shoal.jobs import job, restarts
 
@@ -97,10 +98,7 @@ class Watch:
                 self._wait_for_one()
         except BaseException:
             with contextlib.suppress(OSError):  # the terminal is gone
-                print(
-                    f"shoal: stopping; the script has {STOP_SECONDS} s to end (interrupt again to stop at once)",
-                    file=sys.stderr,
-                )
+                print_error(f"stopping; the script has {STOP_SECONDS} s to end (interrupt again to stop at once)")
             self.hosts.stop(self.hosts.ids)
             raise
         return self.exits
@@ -203,4 +201,4 @@ class Watch:
         self.deadline = None
 
     def _say(self, text: str) -> None:
-        self.hosts.console.print(f"shoal | {text}", markup=False, highlight=False, soft_wrap=True)
+        print_line(f"shoal | {text}", self.hosts.console)

@@ -18,7 +18,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, Ta
 from rich.table import Table
 
 from shoal import docker_client
-from shoal.docker_client.containers import strip_controls
+from shoal.console import print_line
 from shoal.docker_client.images import describe_missing, find_image
 from shoal.errors import UsageError
 from shoal.layers import inventory
@@ -131,9 +131,7 @@ def _read_inventory(archive: _ImageArchive, console: Console) -> Inventory:
         TimeRemainingColumn(),
     )
     if not console.is_terminal or console.is_dumb_terminal:
-        console.print(
-            f"reading and compressing {archive.name}, {format_bytes(archive.size)}", markup=False, soft_wrap=True
-        )
+        print_line(f"reading and compressing {archive.name}, {format_bytes(archive.size)}", console)
         return inventory.read_inventory(archive.name, _report_chunks(archive, console))
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task(archive.name, total=archive.size)
@@ -149,7 +147,7 @@ def _report_chunks(archive: _ImageArchive, console: Console) -> Iterator[bytes]:
         if time.monotonic() >= printed + _PAUSE:
             printed = time.monotonic()
             text = f"{archive.name}: {format_bytes(done)} of {format_bytes(archive.size)}"
-            console.print(text, markup=False, soft_wrap=True)
+            print_line(text, console)
 
 
 def _count_chunks(chunks: Iterable[bytes], progress: Progress, task: TaskID) -> Iterator[bytes]:
@@ -161,19 +159,17 @@ def _count_chunks(chunks: Iterable[bytes], progress: Progress, task: TaskID) -> 
 
 def _print_sentences(console: Console, sentences: Iterable[str]) -> None:
     for sentence in sentences:
-        console.print(strip_controls(sentence), markup=False, soft_wrap=True)
+        print_line(sentence, console)
 
 
 def _print_sizes(console: Console, name: str, rows: Sequence[tuple[str, Sum]]) -> None:
     """Print a table of the first ten rows, and how many are left out."""
     table = _make_table(console, name, "size", "compressed", "hidden")
     for text, of in rows[:_MAX_ROWS]:
-        table.add_row(
-            escape(strip_controls(text)), format_bytes(of.bytes), format_bytes(of.compressed), format_bytes(of.hidden)
-        )
+        table.add_row(escape(text), format_bytes(of.bytes), format_bytes(of.compressed), format_bytes(of.hidden))
     console.print(table)
     if len(rows) > _MAX_ROWS:
-        console.print(f"  and {len(rows) - _MAX_ROWS} smaller", markup=False)
+        print_line(f"  and {len(rows) - _MAX_ROWS} smaller", console)
 
 
 def _print_changes(console: Console, comparison: Comparison) -> None:
@@ -185,12 +181,12 @@ def _print_changes(console: Console, comparison: Comparison) -> None:
         shown_changes = sorted(filter(lambda change: change.is_changed, changes), key=lambda change: -abs(change.bytes))
         table = _make_table(console, name, "state", "change", "compressed")
         for change in shown_changes[:_MAX_ROWS]:
-            text = escape(strip_controls(f"{change.name} {change.version}".strip()))
+            text = escape(f"{change.name} {change.version}".strip())
             table.add_row(text, change.state, format_byte_change(change.bytes), format_byte_change(change.compressed))
         if shown_changes:
             console.print(table)
         if len(shown_changes) > _MAX_ROWS:
-            console.print(f"  and {len(shown_changes) - _MAX_ROWS} smaller changes", markup=False)
+            print_line(f"  and {len(shown_changes) - _MAX_ROWS} smaller changes", console)
 
 
 def _make_table(console: Console, name: str, *others: str) -> Table:

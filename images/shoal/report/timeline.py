@@ -8,6 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from shoal.console import print_line
 from shoal.report import output_files, timeline_page, timeline_text, trace
 from shoal.report.timeline_analysis import Analysis, analyse, list_caveats
 
@@ -40,7 +41,7 @@ def write_timeline_report(paths: Sequence[Path], output: Path, as_json: bool) ->
 def print_timeline_report(console: Console, analysis: Analysis) -> None:
     """Print the summary, caveats and a table of the ranks."""
     for sentence in (*timeline_text.summarize_timeline(analysis), *list_caveats(analysis)):
-        console.print(sentence, markup=False, soft_wrap=True)
+        print_line(sentence, console)
     table = Table(box=None)
     columns = [column for column in timeline_text.COLUMNS if column.on_terminal]
     for column in columns:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -24,6 +25,7 @@ from shoal_toolkit.checkpoint import STOPPED, position, seconds_left
 from shoal_toolkit.checkpoint.directories import CheckpointDirectory, CheckpointError
 from shoal_toolkit.checkpoint.torch import parts, ranks, storage
 from shoal_toolkit.checkpoint.torch.batches import ExactLoader
+from shoal_toolkit.checkpoint.torch.pickles import UntrustedError
 from shoal_toolkit.checkpoint.torch.random_states import derive_random_states, read_random_states, set_random_states
 from shoal_toolkit.checkpoint.torch.ranks import StopAgreement
 from shoal_toolkit.checkpoint.torch.writer import Writer
@@ -47,6 +49,9 @@ class Checkpoint:
         keep: The number of newest checkpoints that are kept.
         asynchronous: Write in a background thread, from a copy in memory that is kept for the next save. The training
             waits for the copy only.
+        weights_only: False: load any object, which runs code of the person who wrote the checkpoint. True: only
+            numbers, texts, tensors, NumPy arrays and containers of them. None: True, unless SHOAL_TRUST_CHECKPOINTS is
+            1.
         state: The objects to save, by name: `model=`, `optimizer=`, `scheduler=`, `scaler=`, and any other object with
             `state_dict` and `load_state_dict`. Also dicts, of which each rank has its own. They are updated in place.
 
@@ -62,6 +67,7 @@ class Checkpoint:
         every: int | None = None,
         keep: int = 2,
         asynchronous: bool = True,
+        weights_only: bool | None = None,
         **state: Any,
     ) -> None:
         if every is not None and every < 1:
@@ -70,7 +76,8 @@ class Checkpoint:
         """The current epoch, from 0."""
         self.step = 0
         """The number of steps that the training has ended, of all epochs."""
-        self._every = every
+        self._every, self._weights_only = every, weights_only
+        self._has_saved = False
         self._state = parts.check(state)
         self._directory = None if directory is None else CheckpointDirectory(directory, keep)
         self._writer = Writer(asynchronous)
@@ -266,7 +273,14 @@ class Checkpoint:
                 "ranks": of_ranks,
             }
             tensors = storage.flatten({**parts.read_shared(self._state), "shoal": shared})
+            self._warn_of_objects(tensors)
             self._writer.write(tensors, functools.partial(_write, self._directory, self.step))
+
+    def _warn_of_objects(self, tensors: dict[str, torch.Tensor]) -> None:
+        """At the first save, warn if loading it will require trust: afterwards it would be too late."""
+        if not self._has_saved and self._weights_only is not False and (problem := storage.find_objects(tensors)):
+            warnings.warn(f"this checkpoint will not be loaded: {problem}", stacklevel=2)
+        self._has_saved = True
 
     def _read_random_states(self) -> dict[str, Any]:
         generators = [] if self._loader is None else self._loader.read_generators()
@@ -291,9 +305,11 @@ class Checkpoint:
             return
         path = directory.path_of(found[0])
         try:
-            state = storage.unflatten(ranks.broadcast_tensors(read))
+            state = storage.unflatten(ranks.broadcast_tensors(read), self._weights_only)
             shared = state.pop("shoal")
             parts.load(self._state, state, shared["kinds"])
+        except UntrustedError as error:
+            raise CheckpointError(f"{path}: {error}") from error
         except CheckpointError as error:
             raise CheckpointError(f"{path}: the checkpoint does not fit this script: {error} {found[1]}") from error
         self._take(shared, path)

@@ -1,11 +1,12 @@
 """Writes and reads the state of a training with torch.distributed.checkpoint, as one process.
 
 Tensors have the names that torch.distributed.checkpoint gives them: `model.conv1.weight`. Everything else of the state
-is in the entry `structure`, which is pickled. So load only checkpoints that you trust, as with torch.load.
+is in the entry `structure`, which is pickled. It is loaded as data (`pickles`).
 """
 
 from __future__ import annotations
 
+import io
 import pickle
 import warnings
 from collections import OrderedDict
@@ -16,13 +17,13 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from shoal_toolkit.checkpoint.directories import CheckpointError
+from shoal_toolkit.checkpoint.torch import pickles
 
 STRUCTURE = "structure"
 FORMAT = 1
-_SAVE, _LOAD = ("save", "save_state_dict"), ("load", "load_state_dict")
 
 
 class _Name(NamedTuple):
@@ -43,6 +44,15 @@ def flatten(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     return tensors
 
 
+def find_objects(tensors: Mapping[str, torch.Tensor]) -> str:
+    """Return the error that loading the tensors of `flatten` raises unless they are trusted; else an empty text."""
+    try:
+        unflatten(tensors, weights_only=True)
+    except pickles.UntrustedError as error:
+        return str(error)
+    return ""
+
+
 def _take_tensors(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
     if isinstance(value, torch.Tensor):
         if hasattr(value, "device_mesh") or type(value).__name__ == "ShardedTensor":
@@ -61,9 +71,22 @@ def _take_tensors(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> An
     return value
 
 
-def unflatten(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Return the state of which `flatten` made these tensors."""
-    saved = pickle.loads(tensors[STRUCTURE].numpy().tobytes())
+def unflatten(tensors: Mapping[str, torch.Tensor], weights_only: bool | None = None) -> dict[str, Any]:
+    """Return the state of which `flatten` made these tensors.
+
+    Args:
+        tensors: The tensors.
+        weights_only: See `pickles.load`.
+
+    Raises:
+        CheckpointError: If it cannot be read, or has an object that is not data, unless that is trusted.
+    """
+    try:
+        saved = pickles.load(io.BytesIO(tensors[STRUCTURE].numpy().tobytes()), weights_only)
+    except CheckpointError:
+        raise
+    except Exception as error:  # a damaged pickle can raise anything
+        raise CheckpointError(f"its {STRUCTURE} cannot be read: {_describe(error)}.") from error
     if saved["format"] != FORMAT:
         raise CheckpointError(f"written by a version with format {saved['format']}; this version reads {FORMAT}")
     state: dict[str, Any] = _put_tensors(saved["state"], tensors)
@@ -90,46 +113,73 @@ def write(tensors: dict[str, torch.Tensor], path: Path) -> None:
     Raises:
         OSError: If they cannot be written.
     """
-    _call(*_SAVE, tensors, storage_writer=FileSystemWriter(path))
+    _save(tensors, path)
 
 
 def read(path: Path) -> dict[str, torch.Tensor]:
-    """Return all tensors of a checkpoint, on the CPU.
+    """Return all tensors of a checkpoint, on the CPU. Nothing in its files is run.
+
+    torch's own reader loads pickles of any object, in torch 2.0 also for tensors.
 
     Raises:
         CheckpointError: If a file is missing, truncated or unreadable. The message has no fix yet.
     """
-    reader = FileSystemReader(path)
     metadata_path = path / ".metadata"
     try:
-        metadata = reader.read_metadata()
+        with metadata_path.open("rb") as file:
+            metadata = pickles.load(file, weights_only=True)
         found: dict[str, Any] = metadata.state_dict_metadata
-        tensors = {name: torch.empty(each.size, dtype=each.properties.dtype) for name, each in found.items()}
-        placed = [(path / each.relative_path, each.offset + each.length) for each in metadata.storage_data.values()]
-        tensors[STRUCTURE]
-    except CheckpointError:
-        raise
+        sizes = {name: each.size for name, each in found.items()}
+        placed = {
+            index.fqn: (_file_in(path, each.relative_path), int(each.offset), int(each.length))
+            for index, each in metadata.storage_data.items()
+        }
+        places = {name: placed[name] for name in (*sizes, STRUCTURE)}
+    except CheckpointError as error:
+        raise CheckpointError(f"{metadata_path} cannot be read: {str(error).partition(', and')[0]}.") from error
     except FileNotFoundError as error:
         raise CheckpointError(f"{metadata_path} is missing: the checkpoint is incomplete.") from error
     except Exception as error:  # a damaged pickle can raise anything
         raise CheckpointError(f"{metadata_path} cannot be read: {_describe(error)}.") from error
-    _check_sizes(placed)
+    _check_sizes([(file, offset + length) for file, offset, length in places.values()])
     try:
-        _call(*_LOAD, tensors, storage_reader=reader)
+        tensors = {name: _read_tensor(*place) for name, place in places.items()}
     except Exception as error:
         raise CheckpointError(f"{path} cannot be read: {_describe(error)}.") from error
+    for name, tensor in tensors.items():
+        if tensor.shape != sizes[name]:
+            raise CheckpointError(f"{path} cannot be read: {name} is {tuple(tensor.shape)}, not {tuple(sizes[name])}.")
     return tensors
 
 
-def _call(name: str, older_name: str, tensors: dict[str, torch.Tensor], **given: Any) -> None:
-    """Call a function of torch.distributed.checkpoint for this process alone. Before torch 2.2 it has the older name.
+def _file_in(path: Path, name: str) -> Path:
+    """Return a file of a checkpoint. Raises ValueError if it is not in its directory."""
+    if Path(name).name != name:
+        raise ValueError(f"{name} is not in the checkpoint")
+    return path / name
+
+
+def _read_tensor(file: Path, offset: int, length: int) -> torch.Tensor:
+    """Return the tensor that torch.save has written into a part of a file."""
+    with file.open("rb") as source:
+        source.seek(offset)
+        tensor = torch.load(io.BytesIO(source.read(length)), map_location="cpu", weights_only=True)
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{type(tensor).__name__} in {file.name} instead of a tensor")
+    return tensor.detach()
+
+
+def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    """Call torch.distributed.checkpoint for this process alone. Before torch 2.2 its function has another name.
 
     Raises:
         Exception: The first one that torch wraps into its CheckpointException.
     """
     warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
     try:
-        getattr(dcp, name if hasattr(dcp, name) else older_name)(tensors, no_dist=True, **given)
+        getattr(dcp, "save" if hasattr(dcp, "save") else "save_state_dict")(
+            tensors, no_dist=True, storage_writer=FileSystemWriter(path)
+        )
     except CheckpointException as error:
         (first, _), *_ = error.failures.values()
         raise first from error

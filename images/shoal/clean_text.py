@@ -1,0 +1,100 @@
+"""Cleans text that a job, an image, a file name, YAML or another program brought, and prints it.
+
+All output of commands goes through this module or `shoal.console`, so no text can control a terminal, hide a part of
+itself, or look like a line of Shoal. tests/images/test_clean_text.py checks that nothing else prints.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import sys
+
+MOST_IN_LINE = 4_096
+"""Characters of a line of a job's log. A terminal needs seconds for a line of megabytes."""
+_MOST_IN_MESSAGE = 20_000  # characters of a line: messages of ours list hundreds of tags
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+# Printable for Python, and yet invisible: fillers, an empty pattern of Braille, separators of Mongolian and Khmer.
+_BLANK = frozenset("\u034f\u115f\u1160\u17b4\u17b5\u180b\u180c\u180d\u180f\u2800\u3164\uffa0")
+_STACKED = re.compile(
+    "([\u0300-\u036f\u0483-\u0489\u1ab0-\u1aff\u1dc0-\u1dff\u20d0-\u20ff\ufe20-\ufe2f]{4})"
+    "[\u0300-\u036f\u0483-\u0489\u1ab0-\u1aff\u1dc0-\u1dff\u20d0-\u20ff\ufe20-\ufe2f]+"
+)
+"""More than four marks on a letter, which cover the lines above it."""
+COLORS = re.compile(r"\x1b\[[0-9;:]*m")
+_CONTROLS = re.compile(r"\x1b\[(?![0-9;:]*m)[0-9;?<=>]*[ -/]*[@-~]|\x1b[\]PX^_][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[^\[]")
+
+
+class _Replacements(dict[int, str]):
+    """The character that replaces each code point, found when it is first needed."""
+
+    def __missing__(self, code: int) -> str:
+        char = chr(code)
+        if char == "\n" or (char.isprintable() and char not in _BLANK):
+            self[code] = char
+        else:
+            # Spaces of other widths are common in texts. Other ends of a line are not.
+            is_space = char == "\t" or (char.isspace() and char > "\x9f" and char not in "\u2028\u2029")
+            self[code] = " " if is_space else _REPLACEMENT
+        return self[code]
+
+
+_replacements = _Replacements()
+
+
+def clean_text(text: str) -> str:
+    """Return a text without characters that control a terminal, hide or turn text around; line ends stay.
+
+    Controls, format characters (also of bidirectional text), surrogates and invisible letters become U+FFFD, and tabs
+    and wide spaces become spaces.
+    """
+    if text.isascii() and text.isprintable():
+        return text
+    return _STACKED.sub(r"\1", text.translate(_replacements))
+
+
+def clean_message(text: str) -> str:
+    """Return a clean text for one message: further lines are indented, so they do not look like lines of Shoal."""
+    return "\n  ".join(cut_line(line, _MOST_IN_MESSAGE) for line in clean_text(text).split("\n"))
+
+
+def clean_log_line(text: str) -> str:
+    """Return a line that changes nothing but its own row of a terminal: colours stay, and other controls do not."""
+    text = cut_line(text)
+    if text.isascii() and text.isprintable():
+        return text
+    text = _CONTROLS.sub("", text.expandtabs().replace("\n", " "))
+    colors = COLORS.findall(text)
+    pieces = map(clean_text, COLORS.split(text))
+    if not colors:
+        return "".join(pieces)
+    return "".join(map("".join, itertools.zip_longest(pieces, colors, fillvalue=""))) + "\x1b[0m"
+
+
+def cut_line(text: str, most: int = MOST_IN_LINE) -> str:
+    """Return a line without its end if it is very long."""
+    return text if len(text) <= most else f"{text[:most]}… ({len(text) - most} characters more)"
+
+
+def print_error(text: str) -> None:
+    """Print a message of Shoal on standard error."""
+    print(f"shoal: {clean_message(text)}", file=sys.stderr)
+
+
+def print_document(text: str, end: str = "\n") -> None:
+    """Print a document for programs on standard output. On a terminal it is cleaned; elsewhere it stays unchanged.
+
+    Only lone surrogates are always replaced, as they cannot be encoded.
+    """
+    print(clean_text(text) if sys.stdout.isatty() else _encodable(text), end=end)
+
+
+def print_log_line(text: str, flush: bool = False) -> None:
+    """Print a line of a job's log on standard output. On a terminal it is cleaned; elsewhere it stays unchanged."""
+    sys.stdout.write((clean_log_line(text) if sys.stdout.isatty() else _encodable(text)) + "\n")
+    if flush:
+        sys.stdout.flush()
+
+
+def _encodable(text: str) -> str:
+    return text if text.isascii() else text.encode("utf-8", "replace").decode()

@@ -1,0 +1,129 @@
+"""The largest sizes that Shoal takes from jobs, images and archives, and readers that keep to them.
+
+What is larger is an error or a message, before the disk or the memory is full.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import stat
+from pathlib import Path
+from typing import Any
+
+from shoal.errors import DiskError
+
+MIB, GIB = 1024**2, 1024**3
+MOST_REPORT = 16 * MIB
+"""Bytes of job.json and metrics.json. `train` writes kilobytes, and a document takes ten times its size in memory."""
+MOST_FAILURE = 64 * 1024
+"""Bytes of the file `failure` that are read. `train` writes at most as much."""
+MOST_ENTRIES = 1_000_000
+"""Files and directories that are copied from one directory of a container: each takes an inode of the disk."""
+MOST_DEPTH = 100
+"""Directories in each other. Deeper ones exceed the longest path, and Python's recursion when they are removed."""
+MOST_HEADER = MIB
+"""Bytes of a header for long names in a tar archive, which is held in memory."""
+MOST_LOG = 4 * GIB
+"""Bytes of a job's log on the disk."""
+MOST_LOG_LINE = MIB
+"""Bytes of a line of output. Longer ones are split, since a line is held in memory."""
+MOST_LAYER = 256 * GIB
+"""Unpacked bytes of an image's layers. A gzip of 256 MiB can hold as much, and it would take hours."""
+MOST_LAYER_ENTRIES = 5_000_000
+"""Entries of an image's layers, which are held in memory. Large images have 300,000."""
+MOST_LAYER_TEXT = GIB
+"""Bytes of the files of an image that describe packages, which are held in memory."""
+KEPT_FREE = 32 * MIB
+"""Bytes of a disk that large files leave free, for the reports and logs of other jobs."""
+_MOST_DIGITS = 300  # of an integer: a float has no more
+
+
+class Room:
+    """The free space of a disk, and the number of entries, for files that are copied to it.
+
+    Sizes count with their holes, so a sparse file of petabytes is refused before it is read.
+    """
+
+    def __init__(self, directory: Path, entries: int = MOST_ENTRIES) -> None:
+        self._directory, self._entries = directory, entries
+        self._left = shutil.disk_usage(directory).free
+
+    def take(self, name: str, size: int) -> None:
+        """Count an entry. Raises `DiskError` if it does not fit."""
+        self._entries -= 1
+        if self._entries < 0:
+            raise DiskError(
+                f"{name}: more than {MOST_ENTRIES:,} files and directories. Fix: pack them into archives in the script"
+            )
+        kept = 0
+        if size >= MIB:
+            self._left, kept = min(self._left, shutil.disk_usage(self._directory).free), KEPT_FREE
+        if size > self._left - kept:
+            raise DiskError(
+                f"{name}: it has {size:,} bytes, and {self._directory} has {max(self._left, 0):,} bytes left. Fix: free"
+                " space (df shows which disk is full), or choose another --output"
+            )
+        self._left -= size
+
+
+def open_file(path: Path) -> int:
+    """Return a file descriptor that reads a path, which may be anything: no link is followed, no pipe waited for."""
+    return os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+
+
+def read_file(path: Path, most: int, *, cut: bool = False) -> bytes:
+    """Return the content of a file that a job has left.
+
+    Args:
+        path: The file. A link is not followed, and a pipe is not waited for.
+        most: The largest number of bytes.
+        cut: Return the first `most` bytes of a larger file.
+
+    Raises:
+        OSError: If it cannot be read.
+        ValueError: If it is not a file, or larger.
+    """
+    if path.is_symlink():
+        raise ValueError("a link")
+    with os.fdopen(open_file(path), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise ValueError("not a file")
+        content = file.read(most + 1)
+    if len(content) > most and not cut:
+        raise ValueError(f"larger than {most:,} bytes")
+    return content[:most]
+
+
+def parse_json(content: bytes) -> Any:
+    """Return a JSON document of a job, which can be written as JSON again.
+
+    NaN, infinite and very long numbers become text, and lone surrogates question marks. Raises ValueError.
+    """
+    try:
+        return _replace_surrogates(
+            json.loads(content.decode(), parse_constant=str, parse_float=_parse_float, parse_int=_parse_int)
+        )
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def _parse_float(text: str) -> float | str:
+    value = float(text)
+    return value if math.isfinite(value) else text
+
+
+def _parse_int(text: str) -> int | str:
+    return int(text) if len(text) <= _MOST_DIGITS else text
+
+
+def _replace_surrogates(value: Any) -> Any:
+    if isinstance(value, str):
+        return value if value.isascii() else value.encode("utf-8", "replace").decode()
+    if isinstance(value, list):
+        return [_replace_surrogates(each) for each in value]
+    if isinstance(value, dict):
+        return {_replace_surrogates(key): _replace_surrogates(each) for key, each in value.items()}
+    return value

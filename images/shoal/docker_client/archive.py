@@ -101,7 +101,7 @@ def unpack_safely(source: IO[bytes], target: Path, keep_symlinks: bool = False) 
 
 
 def _find_problem(entry: tarfile.TarInfo) -> str:
-    """Return why an entry is left out, before it is read; else an empty text."""
+    """Return why an entry is left out, before it is read; otherwise an empty text."""
     path = PurePosixPath(entry.name)
     if path.is_absolute() or ".." in path.parts:
         return "outside the directory"

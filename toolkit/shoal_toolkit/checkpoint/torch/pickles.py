@@ -1,7 +1,7 @@
 """Loads pickles of checkpoints as data: numbers, texts, containers, arrays, tensors, and torch's own metadata.
 
 A pickle can name any function, and loading it calls that function. So others than these are refused, unless the script
-or SHOAL_TRUST_CHECKPOINTS says that the checkpoint is trusted. The rule is that of smp.load.
+or SHOAL_TRUST_CHECKPOINTS says that the checkpoint is trusted. smp.load has the same rule.
 """
 
 from __future__ import annotations

@@ -101,7 +101,7 @@ def test_markup_and_names_of_emoji_are_text() -> None:
 
 
 def test_a_page_hides_and_turns_around_no_text() -> None:
-    text = "\u202egnp.exe\u2067\x1b]52;c;eA==\x07\u200b</script><b onload=alert(1)>\ud800"
+    text = "\u202egnp.exe\u2067\x1b]52;c;eA==\x07\u200b</script><b onload=alert(1)>"
     page = render_job_page(
         JobReport("j", text, 0, [(text, text)], [(text, text)], reasons=[text], log=[LogLine(0.0, "a", None, text)])
     )

@@ -71,7 +71,7 @@ def collect_report(opened: OpenJob, result: JobResult | None) -> JobReport:
         started=time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(log.began)),
         exit_code=result.exit_code if result else None,
         causes=[(hosts, masks.hide(text)) for hosts, text in _list_causes(result)] if result else [],
-        summary=summary.summary_rows(request, result) if result else [],
+        summary=[(name, masks.hide(text)) for name, text in summary.summary_rows(request, result)] if result else [],
         plan=[(name, masks.hide(_to_text(plan[name]))) for name in _PLAN_ROWS if plan.get(name)],
         reasons=[masks.hide(_to_text(note)) for note in _as_list(plan.get("notes"))],
         settings=_collect_settings(opened, plan, masks),

@@ -237,7 +237,7 @@ def test_a_success_stays_one_whatever_the_script_leaves(
 ) -> None:
     """Checkpoints that do not fit on the disk stay in their volume."""
     (source / "train.py").write_text(HOSTILE)
-    options = ("--checkpoints", tmp_path / "mine", *(["--env", "HUGE=1"] if is_huge else []))
+    options = ("--checkpoints", str(tmp_path / "mine"), *(["--env", "HUGE=1"] if is_huge else []))
     result = subprocess.run(
         [*command(pytorch, source, tmp_path / "jobs"), *options], cwd=ROOT, capture_output=True, text=True, check=False
     )

@@ -18,6 +18,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "shoal": (
         "clean_text errors trust",
         "console limits",
+        "tar_stream",
         "matrix",
         "network docker_client layers",
         "sources",

@@ -1,6 +1,6 @@
 """Cleans text that a job, an image, a file name, YAML or another program brought, and prints it.
 
-All output of commands goes through this module or `shoal.console`, so no text can control a terminal, hide a part of
+All output of commands goes through this module or `shoal.console`. So no text can control a terminal, hide a part of
 itself, or look like a line of Shoal. tests/images/test_clean_text.py checks that nothing else prints.
 """
 
@@ -12,7 +12,7 @@ import sys
 
 MOST_IN_LINE = 4_096
 """Characters of a line of a job's log. A terminal needs seconds for a line of megabytes."""
-_MOST_IN_MESSAGE = 20_000  # characters of a line: messages of ours list hundreds of tags
+_MOST_IN_MESSAGE = 20_000  # characters of a line: our own messages list hundreds of tags
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 # Printable for Python, and yet invisible: fillers, an empty pattern of Braille, separators of Mongolian and Khmer.
 _BLANK = frozenset("\u034f\u115f\u1160\u17b4\u17b5\u180b\u180c\u180d\u180f\u2800\u3164\uffa0")

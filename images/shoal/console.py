@@ -1,4 +1,4 @@
-"""The console of commands: rich's, with clean text in all that it writes, whatever brought the text."""
+"""The console of commands: rich's, with clean text in all that it writes."""
 
 from __future__ import annotations
 

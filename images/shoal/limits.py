@@ -36,6 +36,8 @@ MOST_LAYER_ENTRIES = 5_000_000
 """Entries of an image's layers, which are held in memory. Large images have 300,000."""
 MOST_LAYER_TEXT = GIB
 """Bytes of the files of an image that describe packages, which are held in memory."""
+MOST_PROBED = 64 * MIB
+"""Bytes of output of a command in an image that is inspected. Large images describe themselves in 1 MiB."""
 KEPT_FREE = 32 * MIB
 """Bytes of a disk that large files leave free, for the reports and logs of other jobs."""
 _MOST_DIGITS = 300  # of an integer: a float has no more

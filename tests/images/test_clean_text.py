@@ -20,6 +20,9 @@ from rich.table import Table
 
 from shoal.clean_text import clean_log_line, clean_message, clean_text
 from shoal.console import CleanConsole, console, print_line
+from shoal.report.job_page import render_job_page
+from shoal.report.job_report import JobReport
+from shoal.report.packed_log import LogLine
 
 PACKAGE = Path(__file__).resolve().parents[2] / "images" / "shoal"
 BAD = "\ufffd"
@@ -97,8 +100,18 @@ def test_markup_and_names_of_emoji_are_text() -> None:
         assert target.file.getvalue() == text + "\n"
 
 
+def test_a_page_hides_and_turns_around_no_text() -> None:
+    text = "\u202egnp.exe\u2067\x1b]52;c;eA==\x07\u200b</script><b onload=alert(1)>"
+    page = render_job_page(
+        JobReport("j", text, 0, [(text, text)], [(text, text)], reasons=[text], log=[LogLine(0.0, "a", None, text)])
+    )
+    page.encode()
+    assert not re.search("[\u202e\u2067\u200b\x1b\x07]", page)
+    assert "<b onload" not in page
+
+
 def on_a_terminal(program: str, *arguments: str) -> bytes:
-    """Return what a program writes on a terminal that changes nothing but ends of lines."""
+    """Return the output of a program on a terminal that changes nothing but ends of lines."""
     master, slave = pty.openpty()
     with subprocess.Popen([sys.executable, "-c", program, *arguments], stdout=slave, stderr=slave, stdin=slave):
         os.close(slave)

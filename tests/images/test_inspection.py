@@ -185,7 +185,7 @@ def test_probe_container_has_no_privileges(monkeypatch: pytest.MonkeyPatch) -> N
 
     def create(*arguments: Any) -> SimpleNamespace:
         made.update(arguments[-1])
-        return SimpleNamespace(start=lambda: None, wait=lambda: {"StatusCode": 0}, logs=lambda **_: b"{}")
+        return SimpleNamespace(start=lambda: None, wait=lambda: {"StatusCode": 0}, logs=lambda **_: iter([b"{}"]))
 
     monkeypatch.setattr(containers, "create_container", create)
     client: Any = SimpleNamespace(

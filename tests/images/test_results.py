@@ -1,4 +1,4 @@
-"""Whatever a job leaves behind, its success stays a success, its other files are kept, and the disk is not full."""
+"""No file that a job leaves behind changes its success, keeps its other files from being packed, or fills the disk."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def show(result: JobResult) -> str:
 
 
 def check_success(result: JobResult) -> str:
-    """Check that a result is a success with its model, and can be shown and written as JSON; return what is shown."""
+    """Check that a result is a success with its model, and can be shown and written as JSON; return the shown text."""
     assert result.exit_code == 0
     with tarfile.open(result.archives["model.tar.gz"]) as packed:
         assert "weights" in packed.getnames()
@@ -265,7 +265,7 @@ def unpack(source: io.BytesIO, target: Path, keep_symlinks: bool = False) -> lis
 
 
 class Endless(io.RawIOBase):
-    """An archive whose first entry has more bytes than any disk, all of them zeros."""
+    """An archive with a first entry that has more bytes than any disk, all of them zeros."""
 
     def __init__(self, info: tarfile.TarInfo) -> None:
         self.rest = info.tobuf(tarfile.GNU_FORMAT)

@@ -14,7 +14,6 @@ import sys
 import tarfile
 import time
 from pathlib import Path
-from typing import IO
 
 import docker
 import docker.errors
@@ -214,6 +213,52 @@ def test_files_come_back_even_beside_odd_ones(pytorch: str, source: Path, tmp_pa
         assert archive.getnames() == ["latest", "weights"]
 
 
+HOSTILE = r"""
+import os, pathlib
+ml = pathlib.Path("/opt/ml")
+(ml / "model/weights").write_text("w")
+os.link(ml / "model/weights", ml / "model/same")
+os.mkfifo(ml / "model/pipe")
+os.mkfifo(ml / "output/data/pipe")
+with (ml / "model/hole").open("wb") as file:
+    file.truncate(300 << 20)
+pathlib.Path("/opt/ml/code/lost\x1b]52;c;eA==\x07\nexit code  7").touch()
+(ml / "output/data/metrics.json").write_text(r'{"test_accuracy": "\ud800\u001b[2J\nexit code  8"}')
+(ml / "checkpoints/sibling").symlink_to("../checkpoints/secret")
+with (ml / "checkpoints/huge").open("wb") as file:
+    file.truncate(1 << 43 if os.environ.get("HUGE") else 1)
+print("\x1b]52;c;eA==\x07\rshoal | exit code  9")
+"""
+
+
+@pytest.mark.parametrize("is_huge", [False, True])
+def test_a_success_stays_one_whatever_the_script_leaves(
+    client: docker.DockerClient, pytorch: str, source: Path, tmp_path: Path, is_huge: bool
+) -> None:
+    """Checkpoints that do not fit on the disk stay in their volume."""
+    (source / "train.py").write_text(HOSTILE)
+    options = ("--checkpoints", str(tmp_path / "mine"), *(["--env", "HUGE=1"] if is_huge else []))
+    result = subprocess.run(
+        [*command(pytorch, source, tmp_path / "jobs"), *options], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    (directory,) = (tmp_path / "jobs").iterdir()
+    with tarfile.open(directory / "model.tar.gz") as archive:
+        assert archive.getnames() == ["hole", "same", "weights"]
+    assert (directory / "algo-1/model/hole").stat().st_blocks < 1000
+    assert not re.search(r"^exit code +[789]", result.stdout, re.MULTILINE)
+    left = job_objects(client, source.name)
+    if is_huge:
+        assert "the checkpoints were not collected: checkpoints/huge: it has 8,796,093,022,208 bytes" in result.stdout
+        assert len(left) == 1
+        (volume,) = client.volumes.list(filters={"name": f"shoal-{source.name}"})
+        volume.remove()
+    else:
+        assert left == set()
+        assert "not collected: checkpoints/sibling" in result.stdout
+        assert [path.name for path in (tmp_path / "mine").iterdir() if path.name != ".shoal-job.json"] == ["huge"]
+
+
 def test_the_secret_is_in_no_log(matrix: BuildSpec, source: Path, tmp_path: Path) -> None:
     """A script that prints all that it was given does not print it, nor does what is collected have it."""
     (source / "train.py").write_text(
@@ -347,20 +392,14 @@ def test_a_container_of_others_on_the_jobs_network_does_not_keep_it(client: dock
         stranger.remove(force=True)
 
 
-def test_an_interrupt_while_files_are_copied_does_not_wait_for_docker(
-    pytorch: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupt_while_files_are_copied_does_not_wait_for_docker(pytorch: str) -> None:
     """Docker locks a container while an archive of it is read: its removal waited until the connection timed out."""
-
-    def interrupt(source: IO[bytes], _: object) -> None:
-        assert source.read(1)
-        raise KeyboardInterrupt
 
     client = docker_client.connect(timeout=20)
     name = containers.unique_name("shoal-read")
-    monkeypatch.setattr("shutil.copyfileobj", interrupt)
     with pytest.raises(KeyboardInterrupt), containers.remove_at_end(client, name):
         container = containers.create_container(client, pytorch, ["true"], {"labels": {containers.JOB_LABEL: name}})
-        with containers.read_archive(container, "/opt/venv/lib"):
-            pass
+        with containers.read_archive(container, "/opt/venv/lib") as file:
+            assert file.read(1)
+            raise KeyboardInterrupt
     assert client.containers.list(all=True, filters={"label": f"{containers.JOB_LABEL}={name}"}) == []

@@ -43,7 +43,7 @@ from shoal_toolkit.job.settings import (
     warn_without_secret,
 )
 from shoal_toolkit.light_typing import NoReturn
-from shoal_toolkit.log import configure_log, write_log
+from shoal_toolkit.log import clean_line, configure_log, write_log
 from shoal_toolkit.plan.launcher import select_hosts
 from shoal_toolkit.plan.plan import DEFAULT_MASTER_PORT, LaunchPlan, make_plan
 from shoal_toolkit.result.result import Result, prepare_output, write_result
@@ -131,7 +131,7 @@ def explain(words: Sequence[str], as_json: bool) -> int:
 
         print(json.dumps(redact.mask_json(plan_to_dict(plan)), indent=1))
     else:
-        print(redact.mask_text(plan_to_text(plan)))
+        print("\n".join(map(clean_line, redact.mask_text(plan_to_text(plan)).split("\n"))))
     return 0
 
 

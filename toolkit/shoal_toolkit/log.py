@@ -42,12 +42,26 @@ def write_log(text: str) -> None:
 
     Nothing is buffered, so that a fork writes nothing twice. If a log writer is set, it gets the lines.
     """
-    lines = [f"train: {line}" for line in redact.mask_text(text).splitlines()]
+    lines = [f"train: {clean_line(line)}" for line in redact.mask_text(text).splitlines()]
     if _as_json:
         data = format_json_lines(_host, None, STDERR, lines)
     else:
         data = "".join(f"{line}\n" for line in lines).encode("utf-8", "backslashreplace")
     (_writer or _write_to_stderr)(data)
+
+
+def clean_line(line: str) -> str:
+    """Returns a line without characters that control a terminal or hide text. Names and failures may come from others.
+
+    A lone surrogate, which stands for a byte that is not UTF-8, is written as an escape later.
+    """
+    return line if line.isprintable() else "".join(map(_clean_char, line))
+
+
+def _clean_char(char: str) -> str:
+    if char.isprintable() or "\ud800" <= char <= "\udfff":
+        return char
+    return " " if char.isspace() else "\N{REPLACEMENT CHARACTER}"
 
 
 def format_json_lines(host: str, rank: int | None, stream: int, messages: Iterable[str]) -> bytes:

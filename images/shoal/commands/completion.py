@@ -50,7 +50,8 @@ def complete_jobs(incomplete: str) -> list[str]:
     from shoal.jobs.known_jobs import list_jobs  # takes longer than commands on images that repeat
 
     try:
-        return list(dict.fromkeys(each.name for each in list_jobs() if each.name.startswith(incomplete)))
+        names = (each.name for each in list_jobs() if each.name.startswith(incomplete))
+        return list(dict.fromkeys(filter(str.isprintable, names)))
     except OSError:
         return []
 

@@ -18,6 +18,7 @@ from typing import Any
 from rich.console import Console
 
 from shoal import __version__
+from shoal.clean_text import clean_text
 from shoal.console import print_line
 from shoal.jobs import summary
 from shoal.jobs.job import SECRET, JobRequest, JobResult
@@ -70,7 +71,7 @@ def collect_report(opened: OpenJob, result: JobResult | None) -> JobReport:
         started=time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(log.began)),
         exit_code=result.exit_code if result else None,
         causes=[(hosts, masks.hide(text)) for hosts, text in _list_causes(result)] if result else [],
-        summary=summary.summary_rows(request, result) if result else [],
+        summary=[(name, masks.hide(text)) for name, text in summary.summary_rows(request, result)] if result else [],
         plan=[(name, masks.hide(_to_text(plan[name]))) for name in _PLAN_ROWS if plan.get(name)],
         reasons=[masks.hide(_to_text(note)) for note in _as_list(plan.get("notes"))],
         settings=_collect_settings(opened, plan, masks),
@@ -111,11 +112,11 @@ class _Masks:
         self._secrets = sorted((value for value in secrets if not _is_number(value)), key=len, reverse=True)
 
     def hide(self, text: str) -> str:
-        """Return a text with masked secrets, which can be encoded as UTF-8."""
+        """Return a clean text with masked secrets."""
         for secret in self._secrets:
             if secret in text:
                 text = text.replace(secret, MASK)
-        return text if text.isascii() else text.encode("utf-8", "replace").decode()
+        return clean_text(text)
 
 
 def _is_number(value: str) -> bool:

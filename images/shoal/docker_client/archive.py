@@ -14,19 +14,11 @@ from typing import IO
 
 from shoal import limits
 from shoal.errors import is_disk_full
+from shoal.tar_stream import open_stream
 
 Content = bytes | Path
-_AT_ONCE = 256 * 1024  # bytes of a read, a multiple of 512
 _ZEROS = bytes(64 * 1024)
 _MOST_HOPS = 40  # links on the way to a file, as in Linux
-_TEXT_TYPES = (
-    tarfile.GNUTYPE_LONGNAME,
-    tarfile.GNUTYPE_LONGLINK,
-    tarfile.XHDTYPE,
-    tarfile.XGLTYPE,
-    tarfile.SOLARIS_XHDTYPE,
-)
-"""The types of entries that are a long name or attributes of the next one."""
 
 
 def pack_tree(root: Path, arcname: str, out: IO[bytes], left_out: str | None = None) -> None:
@@ -111,30 +103,8 @@ def unpack_safely(source: IO[bytes], target: Path, keep_symlinks: bool = False) 
         _set_time(directory, mtime)
 
 
-def open_stream(source: IO[bytes], size: int = _AT_ONCE) -> tarfile.TarFile:
-    """Return a tar archive that is read once, from begin to end. Raises tarfile.ReadError at a huge header.
-
-    Args:
-        source: A file, which need not be seekable.
-        size: How many bytes are read at once, a multiple of 512.
-    """
-    return tarfile.open(fileobj=source, mode="r|", bufsize=size, tarinfo=_Entry)
-
-
-class _Entry(tarfile.TarInfo):
-    """An entry, of which a header for long names or attributes is not larger than the limit: it is held in memory."""
-
-    @classmethod
-    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> _Entry:
-        """Return the entry of a header. Raises tarfile.ReadError if its text is too long."""
-        entry = super().frombuf(buf, encoding, errors)
-        if entry.type in _TEXT_TYPES and entry.size > limits.MOST_HEADER:
-            raise tarfile.ReadError(f"a header of {entry.size:,} bytes")
-        return entry
-
-
 def _find_problem(entry: tarfile.TarInfo) -> str:
-    """Return why an entry is left out, before it is read; else an empty text."""
+    """Return why an entry is left out, before it is read; otherwise an empty text."""
     path = PurePosixPath(entry.name)
     if path.is_absolute() or ".." in path.parts:
         return "outside the directory"

@@ -136,7 +136,10 @@ def read_archive(container: Container, path: str) -> Iterator[IO[bytes]]:
     assert container.client is not None  # the SDK sets it
     api = container.client.api
     url = f"{api.base_url}/v{api.api_version}/containers/{container.id}/archive"
-    with contextlib.closing(api.get(url, params={"path": path}, stream=True, timeout=api.timeout)) as response:
+    headers = {"Accept-Encoding": "identity"}  # otherwise Docker compresses it
+    with contextlib.closing(
+        api.get(url, params={"path": path}, headers=headers, stream=True, timeout=api.timeout)
+    ) as response:
         try:
             response.raise_for_status()
         except requests.HTTPError as error:

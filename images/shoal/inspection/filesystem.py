@@ -14,7 +14,8 @@ import pydantic
 
 from shoal.docker_client import containers
 from shoal.layers import owners
-from shoal.layers.saved_image import Chunks, Entry, entry_kind, normalize_path
+from shoal.layers.saved_image import Budget, Chunks, Entry, entry_kind, normalize_path
+from shoal.tar_stream import open_stream
 
 _BLOCK = 1 << 20
 _HEADER = 16  # bytes of a .pyc header: magic number, flags, time and size of the source, four bytes each
@@ -86,14 +87,17 @@ def parse_archive(chunks: Iterable[bytes]) -> FileSystem:
     """
     files: dict[str, File] = {}
     entries: list[Entry] = []
-    with tarfile.open(fileobj=cast(IO[bytes], Chunks(chunks)), mode="r|", bufsize=_BLOCK) as archive:
+    budget = Budget()
+    with open_stream(cast(IO[bytes], Chunks(chunks)), _BLOCK) as archive:
         for member in archive:
             archive.members = []  # type: ignore[attr-defined]  # otherwise tarfile keeps all members in memory
             path = normalize_path(member.name)
+            is_text = member.isfile() and _DPKG_DATABASE.fullmatch(path)
+            budget.take(bytes_=member.size, entries=1, text=member.size if is_text else 0)
             if path in _MADE_BY_DOCKER or path == ".":
                 continue
             content = archive.extractfile(member) if member.isfile() else None
-            text = content.read() if content and _DPKG_DATABASE.fullmatch(path) else None
+            text = content.read() if content and is_text else None
             files[f"/{path}"] = _make_file(member, [text] if text is not None else _read_blocks(content), files)
             target = member.linkname if member.issym() else normalize_path(member.linkname) if member.islnk() else ""
             entries.append(Entry(path, entry_kind(member), target, 0, 0, text))

@@ -17,7 +17,9 @@ from docker.types import LogConfig
 
 from shoal.docker_client import containers
 from shoal.errors import ImageError
+from shoal.limits import MOST_PROBED
 
+_SHOWN_LINES = 100  # of a command that failed
 NOBODY = "65534:65534"
 # The working directory has no Python modules of the image. The log is kept whole. The client's proxies are not passed
 # on, because they would look like the image's own.
@@ -76,6 +78,11 @@ def run_command(client: docker.DockerClient, tag: str, command: Sequence[str]) -
             name = "Python" if program.startswith("python") else program
             raise ImageError(f"{tag}: cannot be inspected, as it has no {name}: {error.explanation}") from None
         if container.wait()["StatusCode"]:
-            output = container.logs().decode(errors="replace")
+            output = container.logs(tail=_SHOWN_LINES).decode(errors="replace")
             raise ImageError(f"{tag}: cannot be inspected:\n{output}")
-        return container.logs(stderr=False).decode(errors="replace")
+        found = bytearray()
+        for chunk in container.logs(stderr=False, stream=True):
+            found += chunk
+            if len(found) > MOST_PROBED:
+                raise ImageError(f"{tag}: the output of its {program} has more than {MOST_PROBED:,} bytes")
+        return found.decode(errors="replace")

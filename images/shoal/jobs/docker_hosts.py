@@ -38,6 +38,7 @@ from shoal.jobs.live_view import View
 from shoal.jobs.usage import Usage
 from shoal.jobs.watch import STOP_SECONDS, Arrival, HostExit
 from shoal.limits import MOST_REPORT
+from shoal.tar_stream import open_stream
 
 _STOP_MARGIN = 5
 SECRET_PATH = "run/shoal-job-secret"
@@ -259,7 +260,7 @@ class DockerHosts:
         with (
             contextlib.suppress(docker.errors.NotFound),
             containers.read_archive(self.by_name[host], f"/opt/ml/{path}") as packed,
-            archive.open_stream(packed) as files,
+            open_stream(packed) as files,
         ):
             entry = files.next()
             content = files.extractfile(entry) if entry and entry.isfile() and entry.size <= MOST_REPORT else None

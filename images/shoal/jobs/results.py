@@ -64,7 +64,7 @@ def read_result(
         archives=archives,
         launch=report,
         metrics=metrics,
-        messages={host: "\n".join(lines) for host, lines in messages.items()},
+        messages={host: "\n".join(lines) for host, lines in messages.items() if lines},
         restarts=report.get("restarts", ()),
         plan=plan if isinstance(plan, dict) else {},
     )

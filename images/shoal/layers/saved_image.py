@@ -21,12 +21,15 @@ from typing import IO, Any, Literal, cast
 
 from shoal.errors import ImageError
 from shoal.layers import deflate
+from shoal.limits import MOST_LAYER, MOST_LAYER_ENTRIES, MOST_LAYER_TEXT
+from shoal.tar_stream import open_stream
 
 Kind = Literal["file", "directory", "symlink", "hardlink"]
 WHITEOUT, OPAQUE = ".wh.", ".wh..wh..opq"
 """The prefix of a whiteout, and the name of one that hides all that lower layers have in its directory."""
 
 _AT_ONCE = 64 * 1024  # bytes of a read, a multiple of 512; tarfile copies the rest of it for every header
+_SHOWN_TAGS = 10
 _MOST_TEXT = 8 * 1024 * 1024  # bytes: a configuration or a manifest is much smaller
 _NAMES_OF_PACKAGES = re.compile(r"var/lib/dpkg/(status|info/[^/]+\.list)|(.*/)?[^/]+\.dist-info/(METADATA|RECORD)")
 _EXPECTED = "expected an image as docker save writes it: a tar archive with manifest.json and the layers that it names"
@@ -76,6 +79,7 @@ class _Members:
     layers: dict[str, LayerTar] = field(default_factory=dict)
     compressions: dict[str, str] = field(default_factory=dict)
     """The compressions of members that cannot be read."""
+    budget: Budget = field(default_factory=lambda: Budget())
 
 
 def read_layers(name: str, chunks: Iterable[bytes]) -> tuple[LayerTar, ...]:
@@ -85,11 +89,13 @@ def read_layers(name: str, chunks: Iterable[bytes]) -> tuple[LayerTar, ...]:
     """
     members = _Members()
     try:
-        with deflate.make_pool() as pool, tarfile.open(fileobj=Chunks(chunks), mode="r|", bufsize=_AT_ONCE) as archive:
+        with deflate.make_pool() as pool, open_stream(cast(IO[bytes], Chunks(chunks)), _AT_ONCE) as archive:
             for member in archive:
                 _keep(archive, member, members, pool)
-    except (tarfile.TarError, EOFError, zlib.error, gzip.BadGzipFile) as error:
+    except (tarfile.TarError, EOFError, zlib.error, gzip.BadGzipFile, RecursionError, ValueError) as error:
         raise ImageError(f"{name}: not an image, or cut off ({error}); {_EXPECTED}.") from error
+    except ImageError as error:
+        raise ImageError(f"{name}: {error}") from error
     return tuple(_layers(name, members))
 
 
@@ -114,11 +120,29 @@ class Chunks(io.RawIOBase):
         return size
 
 
-class _Metered(io.RawIOBase):
-    """A readable file that passes all that is read to a meter."""
+class Budget:
+    """What is left of the limits for an image, over all its layers. Raises `ImageError` if it is used up."""
 
-    def __init__(self, source: IO[bytes], meter: deflate.Meter) -> None:
-        self._source, self._meter = source, meter
+    def __init__(self) -> None:
+        self._left = {
+            "unpacked bytes": MOST_LAYER,
+            "entries": MOST_LAYER_ENTRIES,
+            "bytes of files that describe packages": MOST_LAYER_TEXT,
+        }
+
+    def take(self, bytes_: int = 0, entries: int = 0, text: int = 0) -> None:
+        """Count something that was read, or will be."""
+        for (name, left), size in zip(self._left.items(), (bytes_, entries, text)):
+            self._left[name] = left - size
+            if left < size:
+                raise ImageError(f"its layers have more {name} than Shoal reads. Fix: do not trust this image")
+
+
+class _Metered(io.RawIOBase):
+    """A readable file that passes all that is read to a meter, and counts it."""
+
+    def __init__(self, source: IO[bytes], meter: deflate.Meter, budget: Budget) -> None:
+        self._source, self._meter, self._budget = source, meter, budget
 
     def readable(self) -> bool:
         return True
@@ -126,6 +150,7 @@ class _Metered(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         """Fill a buffer from the source, count the bytes in the meter, and return their number; 0 at the end."""
         data = self._source.read(len(buffer))
+        self._budget.take(bytes_=len(data))
         self._meter.write(data)
         buffer[: len(data)] = data
         return len(data)
@@ -138,6 +163,7 @@ def _keep(archive: tarfile.TarFile, member: tarfile.TarInfo, members: _Members, 
     gzip, only the compression's name is kept. JSON of more than 8 MiB is skipped.
     """
     name = normalize_path(member.name)
+    members.budget.take(entries=1)
     if member.issym() or member.islnk():
         beside = posixpath.dirname(name) if member.issym() else ""
         members.links[name] = normalize_path(posixpath.join(beside, member.linkname))
@@ -149,12 +175,13 @@ def _keep(archive: tarfile.TarFile, member: tarfile.TarInfo, members: _Members, 
     begin = buffered.peek(512)[:512]
     if begin[:2] == b"\x1f\x8b":
         with gzip.open(buffered) as unpacked:
-            members.layers[name] = _layer(cast(IO[bytes], unpacked), pool)
+            members.layers[name] = _layer(cast(IO[bytes], unpacked), pool, members.budget)
     elif _is_tar(begin):
-        members.layers[name] = _layer(buffered, pool)
+        members.layers[name] = _layer(buffered, pool, members.budget)
     elif found := [word for magic, word in _OTHER_COMPRESSIONS.items() if begin.startswith(magic)]:
         members.compressions[name] = found[0]
     elif member.size <= _MOST_TEXT and begin[:1] in (b"{", b"["):
+        members.budget.take(text=member.size)
         members.texts[name] = buffered.read()
 
 
@@ -162,25 +189,27 @@ def _is_tar(begin: bytes) -> bool:
     return begin[257:262] == b"ustar" or (len(begin) == 512 and not any(begin))
 
 
-def _layer(content: IO[bytes], pool: ThreadPoolExecutor) -> LayerTar:
+def _layer(content: IO[bytes], pool: ThreadPoolExecutor, budget: Budget) -> LayerTar:
     """Read a layer to its end, and return its entries and sizes. Digest and command are still empty."""
     meter = deflate.Meter(pool)
-    source = _Metered(content, meter)
-    with tarfile.open(fileobj=source, mode="r|", bufsize=_AT_ONCE) as archive:
-        entries = tuple(_entries(archive))
+    source = _Metered(content, meter, budget)
+    with open_stream(cast(IO[bytes], source), _AT_ONCE) as archive:
+        entries = tuple(_entries(archive, budget))
     while source.read(_AT_ONCE):
         pass  # the padding after the archive's end is part of its size
     return LayerTar(entries, meter.finish())
 
 
-def _entries(archive: tarfile.TarFile) -> Iterator[Entry]:
+def _entries(archive: tarfile.TarFile, budget: Budget) -> Iterator[Entry]:
     """Yield the entries of a layer. Only files that describe packages have their text."""
     begin = 0
     while (member := archive.next()) is not None:
         archive.members = []  # type: ignore[attr-defined]  # tarfile would keep them all
         path = normalize_path(member.name)
+        budget.take(entries=1)
         text = None
         if member.isfile() and _NAMES_OF_PACKAGES.fullmatch(path):
+            budget.take(text=member.size)
             content = archive.extractfile(member)
             text = content.read() if content else None
         target = member.linkname if member.issym() else normalize_path(member.linkname) if member.islnk() else ""
@@ -232,8 +261,10 @@ def _manifest(name: str, members: _Members) -> Mapping[str, Any]:
     if not isinstance(images, list) or not images or not all(isinstance(image, dict) for image in images):
         raise ImageError(f"{name}: its manifest.json is no list of images; {_EXPECTED}.")
     if len(images) > 1:
-        tags = [tag for image in images for tag in image.get("RepoTags") or ()]
-        raise ImageError(f"{name}: {len(images)} images in it ({', '.join(tags)}). Save one: docker save -o FILE TAG")
+        tags = [str(tag) for image in images for tag in _as_list(image.get("RepoTags"))]
+        raise ImageError(
+            f"{name}: {len(images)} images in it ({', '.join(tags[:_SHOWN_TAGS])}). Save one: docker save -o FILE TAG"
+        )
     image: Mapping[str, Any] = images[0]
     return image
 
@@ -245,7 +276,7 @@ def _json(name: str, members: _Members, path: str) -> object:
         raise ImageError(f"{name}: no {path} in it; {_EXPECTED}.")
     try:
         document: object = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ImageError(f"{name}: its {path} is not JSON ({error}); {_EXPECTED}.") from error
     return document
 
@@ -263,11 +294,17 @@ def _describe_layers(config: Mapping[str, Any], layers: int) -> tuple[list[str],
     If the configuration has another number of digests than `layers`, all digests are empty. The same rule holds for the
     commands.
     """
-    digests = [str(digest) for digest in (config.get("rootfs") or {}).get("diff_ids") or []]
-    history = [step for step in config.get("history") or [] if not step.get("empty_layer")]
+    root = config.get("rootfs")
+    digests = [str(digest) for digest in _as_list(root.get("diff_ids") if isinstance(root, dict) else None)]
+    steps = [step if isinstance(step, dict) else {} for step in _as_list(config.get("history"))]
+    history = [step for step in steps if not step.get("empty_layer")]
     commands = [replace_surrogates(str(step.get("created_by", ""))) for step in history]
     unknown = [""] * layers
     return digests if len(digests) == layers else unknown, commands if len(commands) == layers else unknown
+
+
+def _as_list(value: object) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 def _follow(path: str, links: Mapping[str, str]) -> str:

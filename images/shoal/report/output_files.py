@@ -11,6 +11,7 @@ from pathlib import Path
 
 import jinja2
 
+from shoal.clean_text import clean_text
 from shoal.errors import DiskError, UsageError, is_disk_full
 
 
@@ -63,7 +64,8 @@ def write_files(output: Path, texts: Mapping[Path, str]) -> None:
 def render_page(template: str, **values: object) -> str:
     """Return an HTML page, rendered from a template of this package.
 
-    Values are escaped for HTML. Raises jinja2.UndefinedError if the template uses a value that is not given.
+    Values are escaped for HTML, and no text hides or turns around a part of itself.
+    Raises jinja2.UndefinedError if the template uses a value that is not given.
     """
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("shoal.report", "."),
@@ -72,7 +74,7 @@ def render_page(template: str, **values: object) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    return environment.get_template(template).render(**values)
+    return clean_text(environment.get_template(template).render(**values))
 
 
 def _write(path: Path, text: str) -> None:

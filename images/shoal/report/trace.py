@@ -184,7 +184,7 @@ def _read_events(file: Path) -> tuple[list[dict[str, Any]], bool]:
         raise TraceError(f"{file}: not text; {_EXPECTED}") from error
     try:
         document, complete = json.loads(text), True
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         document, complete = _parse_complete_events(text), False
         if not document:
             raise TraceError(f"{file}: not JSON ({error}); {_EXPECTED}") from error
@@ -204,7 +204,7 @@ def _parse_complete_events(text: str) -> list[Any]:
     Empty if it has another form.
     """
     for complete in (text, text.rpartition("\n")[0]):
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, RecursionError):
             return list(json.loads(complete.rstrip().rstrip(",") + "]"))
     return []
 

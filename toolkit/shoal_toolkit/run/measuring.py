@@ -10,6 +10,7 @@ from shoal_toolkit.hosts import messages
 from shoal_toolkit.hosts.measure import Meter
 from shoal_toolkit.hosts.messages import Measure, Measured
 from shoal_toolkit.light_typing import Any
+from shoal_toolkit.log import clean_line
 from shoal_toolkit.preflight.findings import Finding, check_network, describe_network
 from shoal_toolkit.result.result import Result
 from shoal_toolkit.run.first import FirstHost
@@ -98,7 +99,15 @@ class MeasuringFirstHost(FirstHost):
         assert self._preflight is not None
         found = [*self._preflight.find(), *check_network(self.name, self._measured)]
         lines = [f"preflight of {len(self.task.hosts)} hosts", *describe_network(self._measured)]
-        print("\n".join([*lines, *map(_format, found), f"{len(found) or 'no'} finding{'s' * (len(found) != 1)}"]))
+        # One finding is one line, and other hosts bring its text.
+        print(
+            "\n".join(
+                [
+                    *map(clean_line, [*lines, *map(_format, found)]),
+                    f"{len(found) or 'no'} finding{'s' * (len(found) != 1)}",
+                ]
+            )
+        )
         sys.stdout.flush()
         text = f"preflight: {len(found)} findings, see the log of {self.name}"
         self.set_result(Result(FAILED, text) if found else Result(SUCCESS))

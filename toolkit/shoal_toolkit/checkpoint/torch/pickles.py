@@ -1,11 +1,12 @@
 """Loads pickles of checkpoints as data: numbers, texts, containers, arrays, tensors, and torch's own metadata.
 
 A pickle can name any function, and loading it calls that function. So others than these are refused, unless the script
-or SHOAL_TRUST_CHECKPOINTS says that the checkpoint is trusted. The rule is that of smp.load.
+or SHOAL_TRUST_CHECKPOINTS says that the checkpoint is trusted. smp.load has the same rule.
 """
 
 from __future__ import annotations
 
+import enum
 import io
 import os
 import pickle
@@ -76,6 +77,8 @@ class _DataUnpickler(pickle.Unpickler):
         """Return a class or function of data."""
         if (module, name) == ("torch.storage", "_load_from_bytes"):
             return _load_storage  # torch's own one loads any object
+        if (module, name) == ("builtins", "getattr"):
+            return _get_member  # Python 3.11 pickles members of enumerations in this way
         if name in _ALLOWED.get(module, ()):
             return super().find_class(module, name)
         if module == "torch" and "." not in name and isinstance(getattr(torch, name, None), torch.dtype):
@@ -89,6 +92,13 @@ class _DataUnpickler(pickle.Unpickler):
 
 def _load_storage(data: bytes) -> Any:
     return torch.load(io.BytesIO(data), weights_only=True)
+
+
+def _get_member(enumeration: Any, name: str) -> Any:
+    """Return a member of an enumeration. Raises UntrustedError for an attribute of anything else."""
+    if not isinstance(enumeration, enum.EnumMeta):
+        raise UntrustedError(f"it takes an attribute of {enumeration!r}")
+    return enumeration[name]
 
 
 def load(file: IO[bytes], weights_only: bool | None = None) -> Any:

@@ -45,7 +45,7 @@ def flatten(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def find_objects(tensors: Mapping[str, torch.Tensor]) -> str:
-    """Return the error that loading the tensors of `flatten` raises unless they are trusted; else an empty text."""
+    """Return the error of loading the tensors of `flatten` without trust; empty if there is none."""
     try:
         unflatten(tensors, weights_only=True)
     except pickles.UntrustedError as error:

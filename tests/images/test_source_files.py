@@ -487,3 +487,16 @@ def test_pods_get_the_included_files(source: Path, monkeypatch: pytest.MonkeyPat
         with tarfile.open(fileobj=io.BytesIO(base64.b64decode(line.split('"')[1]))) as packed:
             assert set(packed.getnames()) == {"train.py", "lib/data.txt", *names}
         assert ("left out of the job, as they may hold secrets: .env" in ended.stderr) == (not options)
+
+
+def test_a_link_to_a_virtual_environment_elsewhere_is_left_out(source: Path, tmp_path: Path) -> None:
+    """It would be left out as a directory too. With --include, it is a link out of the source as any other."""
+    environment = tmp_path / "environments" / "torch"
+    environment.mkdir(parents=True)
+    (environment / "pyvenv.cfg").touch()
+    (source / ".venv").symlink_to(environment)
+    files = {each.name: each for each in list_source(select(source))}
+    assert files[".venv"].left_out == "a virtual environment"
+    assert not list_names(copy(select(source), tmp_path)) & {".venv", ".venv/pyvenv.cfg"}
+    with pytest.raises(UsageError, match=r"\.venv: a link to .*, outside the source"):
+        list_source(select(source, include=(".venv",)))

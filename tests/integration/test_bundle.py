@@ -18,6 +18,7 @@ from shoal.docker_client.containers import JOB_LABEL
 from shoal.docker_client.images import find_image
 from shoal.matrix.project import LAYERS, Project
 
+from ..trusting import trust_directories
 from .test_build import link_cache
 
 pytestmark = pytest.mark.xdist_group("commands")  # their images have one tag
@@ -49,8 +50,9 @@ RUN ls /sys/class/net > /networks
 
 
 @pytest.fixture
-def offline(project: Project, tmp_path: Path) -> Iterator[Path]:
+def offline(project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A project whose images, on two releases of Debian, have a Debian package and a wheel."""
+    trust_directories(monkeypatch, tmp_path / "settings", tmp_path, project.root)
     write_project(project, tmp_path)
     yield tmp_path
     client = docker_client.connect()

@@ -21,6 +21,7 @@ from shoal.matrix.project import Project
 from shoal.matrix.spec import BuildSpec
 
 from ..repeats import SEED, times
+from ..trusting import trust_directories
 from . import test_bundle, test_push
 from .test_build import SHOAL, is_interrupted, wait_until
 from .test_push import Way, checkout, registry, way
@@ -72,7 +73,8 @@ def size(client: docker.DockerClient, matrix: BuildSpec, project: Project, fille
 
 
 @pytest.fixture
-def bundle(project: Project, tmp_path: Path, filled: Path) -> Command:
+def bundle(project: Project, tmp_path: Path, filled: Path, monkeypatch: pytest.MonkeyPatch) -> Command:
+    trust_directories(monkeypatch, tmp_path / "settings", tmp_path, project.root)
     test_bundle.write_project(project, tmp_path)
     return Command(["bundle", str(filled), test_bundle.TAG], tmp_path, filled)
 

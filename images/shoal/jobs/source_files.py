@@ -213,6 +213,9 @@ def _read_entry(selection: Selection, directory: _Directory, base: str) -> Itera
             link = _simplify_link(name, target, end)
             yield SourceFile(name, status.st_mode, link=link, leads_to=end, left_out=reason)
             return
+        if reason := _find_ignored_link(selection, name):
+            yield SourceFile(name, status.st_mode, link=target, left_out=reason)
+            return
         if not selection.follow_links:
             raise selection.fail(
                 name,
@@ -276,6 +279,18 @@ def _find_directory_rule(
                 os.stat(mark, dir_fd=descriptor, follow_symlinks=False)
             return reason
     return _KEPT
+
+
+def _find_ignored_link(selection: Selection, name: str) -> str:
+    """Return why a link that leaves the source is left out, as a virtual environment would be; empty if it is not.
+
+    Nothing is opened or copied through it.
+    """
+    if any(matches(pattern, name) for pattern in selection.include):
+        return _KEPT
+    (mark,), reason = _MARKED[0]
+    is_environment = (selection.directory / name / mark).exists()
+    return _IGNORED.get(name.rpartition("/")[2], reason if is_environment else _KEPT)
 
 
 def _find_secret_rule(selection: Selection, names: Sequence[str], beginning: bytes) -> str:

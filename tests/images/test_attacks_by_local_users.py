@@ -1,0 +1,123 @@
+"""Attacks of another user of this machine on a job that runs without Docker. They need root, to act as that user."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from smdistributed.core import native
+
+FILTER = native.PATH.with_name("_peer_filter.so")
+STRANGER = 65534
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to act as another user")
+
+PRELUDE = f"""
+import os, socket, sys, time
+"x".encode("idna")  # before setuid: another user may not be able to read Python's files
+with socket.create_server(("127.0.0.1", 0)) as probe: port = probe.getsockname()[1]
+os.environ["MASTER_PORT"] = str(port)
+ready, is_ready = os.pipe()
+def as_stranger(attack):
+    pid = os.fork()
+    if pid == 0:
+        os.setuid({STRANGER})
+        try: attack()
+        finally: os._exit(0)
+    os.read(ready, 1)
+    return pid
+def rank_hears(address, seconds=1):
+    try:
+        with socket.create_connection((address, port), 5) as connection:
+            connection.settimeout(seconds)
+            return connection.recv(20)
+    except OSError: return b""
+"""
+
+# The first rank's own socket at 0.0.0.0 must not vouch for a stranger's at the more specific address.
+BESIDE = """
+def attack():
+    server = socket.socket(socket.AF_INET6)
+    server.bind(("::1", port))
+    server.listen(5)
+    os.write(is_ready, b"x")
+    while True: server.accept()[0].sendall(b"stranger")
+pid = as_stranger(attack)
+own = socket.create_server(("0.0.0.0", port))
+print(rank_hears("::1"))
+os.kill(pid, 9)
+"""
+
+# A rank looks who listens before it connects. The stranger listens only for moments.
+BETWEEN = """
+def attack():
+    os.write(is_ready, b"x")
+    kept = []
+    def wait():
+        until = time.perf_counter() + 60e-6
+        while time.perf_counter() < until: pass
+    while os.getppid() != 1:
+        with socket.socket() as server:
+            server.setblocking(False)
+            server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                server.bind(("127.0.0.1", port))
+                server.listen(5)
+                wait()
+                connection, _ = server.accept()
+                connection.sendall(b"stranger")
+                kept.append(connection)
+            except OSError: pass
+        wait()
+pid = as_stranger(attack)
+until = time.monotonic() + 4
+heard = b""
+while time.monotonic() < until and not heard: heard = rank_hears("127.0.0.1", 0.3)
+print(heard)
+os.kill(pid, 9)
+"""
+
+# Connections of others make the kernel's table long, but not the time that a rank needs to accept one.
+MANY = """
+def attack():
+    server, kept = socket.create_server(("127.0.0.1", 0), backlog=500), []
+    for _ in range(450): kept.append(socket.create_connection(server.getsockname()))
+    os.write(is_ready, b"x")
+    time.sleep(60)
+server = socket.create_server(("127.0.0.1", 0), backlog=64)
+def measure():
+    best = 1e9
+    for _ in range(30):
+        with socket.create_connection(server.getsockname()):
+            began = time.perf_counter()
+            server.accept()[0].close()
+            best = min(best, time.perf_counter() - began)
+    return best
+few = measure()
+pids = [as_stranger(attack) for _ in range(10)]
+many = measure()
+for pid in pids: os.kill(pid, 9)
+print(b"" if many < 3 * few + 0.0005 else (few, many))
+"""
+
+
+def run(attack: str, **variables: str) -> str:
+    """Return what an attack prints. The attacked process has the filter."""
+    environment = {**os.environ, "LD_PRELOAD": str(FILTER), **variables}
+    command = [sys.executable, "-c", PRELUDE + attack]
+    return subprocess.run(
+        command, env=environment, stdout=subprocess.PIPE, text=True, timeout=60, check=True
+    ).stdout.strip()
+
+
+@pytest.mark.parametrize("attack", [BESIDE, BETWEEN, MANY], ids=["beside", "between", "many"])
+def test_a_stranger_neither_stands_in_for_the_first_rank_nor_delays_it(attack: str) -> None:
+    assert run(attack) == "b''"
+
+
+@pytest.mark.parametrize("attack", [BESIDE, BETWEEN], ids=["beside", "between"])
+def test_without_the_filter_the_stranger_stands_in_for_the_first_rank(attack: str) -> None:
+    assert run(attack, LD_PRELOAD="") == "b'stranger'"

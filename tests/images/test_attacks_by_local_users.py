@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import getpass
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from smdistributed.core import native
 
 FILTER = native.PATH.with_name("_peer_filter.so")
 STRANGER = 65534
+SHOAL = Path(sys.executable).with_name("shoal")
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to act as another user")
 
 PRELUDE = f"""
@@ -89,13 +92,13 @@ def attack():
     time.sleep(60)
 server = socket.create_server(("127.0.0.1", 0), backlog=64)
 def measure():
-    best = 1e9
-    for _ in range(30):
+    times = []
+    for _ in range(31):
         with socket.create_connection(server.getsockname()):
             began = time.perf_counter()
             server.accept()[0].close()
-            best = min(best, time.perf_counter() - began)
-    return best
+            times.append(time.perf_counter() - began)
+    return sorted(times)[15]
 few = measure()
 pids = [as_stranger(attack) for _ in range(10)]
 many = measure()
@@ -105,7 +108,7 @@ print(b"" if many < 3 * few + 0.0005 else (few, many))
 
 
 def run(attack: str, **variables: str) -> str:
-    """Return what an attack prints. The attacked process has the filter."""
+    """Return the output of an attack. The attacked process has the filter."""
     environment = {**os.environ, "LD_PRELOAD": str(FILTER), **variables}
     command = [sys.executable, "-c", PRELUDE + attack]
     return subprocess.run(
@@ -121,3 +124,27 @@ def test_a_stranger_neither_stands_in_for_the_first_rank_nor_delays_it(attack: s
 @pytest.mark.parametrize("attack", [BESIDE, BETWEEN], ids=["beside", "between"])
 def test_without_the_filter_the_stranger_stands_in_for_the_first_rank(attack: str) -> None:
     assert run(attack, LD_PRELOAD="") == "b'stranger'"
+
+
+# As torch.compile does with its cache, whose programs it loads.
+CACHED = """
+import getpass, os, tempfile
+cache = os.path.join(tempfile.gettempdir(), "torchinductor_" + getpass.getuser())
+os.makedirs(cache, exist_ok=True)
+found, directory = os.stat(cache), os.stat(tempfile.gettempdir())
+print("the cache is of", found.st_uid, "with", os.listdir(cache), "in", oct(directory.st_mode & 0o7777), flush=True)
+"""
+
+
+def test_directories_that_a_stranger_makes_with_known_names_are_not_the_jobs(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(CACHED)
+    with tempfile.TemporaryDirectory() as shared:
+        Path(shared).chmod(0o1777)
+        theirs = f"mkdir -m 777 {shared}/torchinductor_{getpass.getuser()} && cd $_ && touch program.so"
+        subprocess.run(["bash", "-c", theirs], user=STRANGER, group=STRANGER, extra_groups=[], cwd="/", check=True)
+        command = [SHOAL, "run", "pytorch", tmp_path / "train.py", "--engine", "none", "--output", tmp_path / "jobs"]
+        environment = {**os.environ, "TMPDIR": shared}
+        ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+        left = os.listdir(shared)
+    assert "the cache is of 0 with [] in 0o700" in ended.stdout, ended
+    assert left == [f"torchinductor_{getpass.getuser()}"]

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from shoal.jobs.checkpoints import copy_tree
 from smdistributed.core import native
 
 FILTER = native.PATH.with_name("_peer_filter.so")
@@ -126,7 +127,7 @@ def test_without_the_filter_the_stranger_stands_in_for_the_first_rank(attack: st
     assert run(attack, LD_PRELOAD="") == "b'stranger'"
 
 
-# As torch.compile does with its cache, whose programs it loads.
+# As torch.compile does with its cache, from which it loads programs.
 CACHED = """
 import getpass, os, tempfile
 cache = os.path.join(tempfile.gettempdir(), "torchinductor_" + getpass.getuser())
@@ -142,9 +143,32 @@ def test_directories_that_a_stranger_makes_with_known_names_are_not_the_jobs(tmp
         Path(shared).chmod(0o1777)
         theirs = f"mkdir -m 777 {shared}/torchinductor_{getpass.getuser()} && cd $_ && touch program.so"
         subprocess.run(["bash", "-c", theirs], user=STRANGER, group=STRANGER, extra_groups=[], cwd="/", check=True)
-        command = [SHOAL, "run", "pytorch", tmp_path / "train.py", "--engine", "none", "--output", tmp_path / "jobs"]
+        command: list[str | Path] = [
+            SHOAL,
+            "run",
+            "pytorch",
+            tmp_path / "train.py",
+            "--engine",
+            "none",
+            "--output",
+            tmp_path / "jobs",
+        ]
         environment = {**os.environ, "TMPDIR": shared}
         ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
-        left = os.listdir(shared)
+        left = [path.name for path in Path(shared).iterdir()]
     assert "the cache is of 0 with [] in 0o700" in ended.stdout, ended
     assert left == [f"torchinductor_{getpass.getuser()}"]
+
+
+@pytest.mark.parametrize("link", [False, True], ids=["copied", "linked"])
+def test_a_setuid_program_of_a_stranger_in_a_checkpoint_does_not_become_ones_own(tmp_path: Path, link: bool) -> None:
+    source, target = tmp_path / "from", tmp_path / "to"
+    source.mkdir()
+    target.mkdir()
+    program = source / "program"
+    program.write_bytes(b"#!")
+    os.chown(program, STRANGER, STRANGER)
+    program.chmod(0o6755)
+    copy_tree(source, target, link=link)
+    copy = (target / "program").stat()
+    assert copy.st_uid == STRANGER or copy.st_mode & 0o7777 == 0o755

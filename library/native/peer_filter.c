@@ -6,9 +6,8 @@
    - an address to which one of the names in SHOAL_PEERS resolves now: the other hosts of the job.
    From any other, the program reads the end of the stream at once, as if the stranger had connected and left.
 
-   connect() to MASTER_PORT on this machine is refused if another user listens there: that user was faster than the
-   first rank, which will report the port. It is looked at before and after the connection is made, so that nobody
-   listens in between.
+   connect() to MASTER_PORT on this machine is refused if another user listens there, who was faster than the first
+   rank. The listeners are looked at before and after the connection is made, so that nobody listens in between.
 
    Data of accepted connections do not pass through this file. Reasons: docs/decisions/only-members.md. */
 

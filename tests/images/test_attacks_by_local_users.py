@@ -7,11 +7,13 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from shoal.jobs.checkpoints import copy_tree
+from shoal.errors import UsageError
+from shoal.jobs.checkpoints import MARK, copy_tree, open_directory
 from smdistributed.core import native
 
 FILTER = native.PATH.with_name("_peer_filter.so")
@@ -172,3 +174,25 @@ def test_a_setuid_program_of_a_stranger_in_a_checkpoint_does_not_become_ones_own
     copy_tree(source, target, link=link)
     copy = (target / "program").stat()
     assert copy.st_uid == STRANGER or copy.st_mode & 0o7777 == 0o755
+
+
+MARKS: dict[str, Callable[[Path], object]] = {
+    "nested": lambda mark: mark.write_text("[" * 100_000),
+    "fifo": os.mkfifo,
+    "link": lambda mark: mark.symlink_to("/etc/passwd"),
+    "endless": lambda mark: mark.symlink_to("/dev/zero"),
+    "directory": lambda mark: mark.mkdir(),
+    "surrogates": lambda mark: mark.write_bytes(b"\xff\xfe"),
+}
+
+
+@pytest.mark.parametrize("make", MARKS.values(), ids=MARKS)
+def test_a_hostile_mark_in_a_checkpoint_is_an_error_at_once(tmp_path: Path, make: Callable[[Path], object]) -> None:
+    directory = tmp_path / "checkpoints"
+    directory.mkdir()
+    make(directory / MARK)
+    with (
+        pytest.raises(UsageError, match=r"does not name a job.*Fix: "),
+        open_directory(directory, "job", "--checkpoints"),
+    ):
+        pass

@@ -250,7 +250,7 @@ def _read_mark(mark: Path, option: str) -> dict[str, Any]:
         with os.fdopen(trust.open_own(mark, os.O_RDONLY)) as file:
             found = json.load(file)
         return {**found, "job": str(found["job"])}
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise UsageError(
             f"{option}: {mark} does not name a job, or is not your file, so its owner is unknown, and nothing was"
             " changed. Fix: remove that file if the checkpoints are yours"
@@ -295,8 +295,8 @@ def _link_or_copy(source: str, target: str) -> None:
 def _copy_file(source: str | os.DirEntry[str], target: str) -> None:
     """Copy a file with its permissions and times."""
     shutil.copyfile(source, target)
-    found = os.stat(source)
-    os.chmod(target, found.st_mode & 0o777)
+    found = Path(source).stat()
+    Path(target).chmod(found.st_mode & 0o777)
     os.utime(target, ns=(found.st_atime_ns, found.st_mtime_ns))
 
 

@@ -36,8 +36,8 @@ def run_job_locally(opened: OpenJob, view: View) -> job.JobResult:
     their own directory, also if the job fails. An interrupt ends `train`, which ends its ranks, and is raised again. A
     second interrupt kills both.
 
-    The job has a TMPDIR of its own. In /tmp, another user can make a directory before the job does. torch.compile's cache
-    has a known name there, and ranks load programs from it.
+    The job has a TMPDIR of its own. In /tmp, another user can make a directory before the job does. The cache of
+    torch.compile has a known name there, and ranks load programs from it.
 
     Args:
         opened: The job, which the caller has checked.

@@ -6,8 +6,8 @@
    - an address to which one of the names in SHOAL_PEERS resolves now: the other hosts of the job.
    From any other, the program reads the end of the stream at once, as if the stranger had connected and left.
 
-   connect() to MASTER_PORT on this machine is refused while another user listens there. The first rank then finds the
-   port taken, and reports it.
+   connect() to MASTER_PORT on this machine is refused if another user listens there, who was faster than the first
+   rank. The listeners are looked at before and after the connection is made, so that nobody listens in between.
 
    Data of accepted connections do not pass through this file. Reasons: docs/decisions/only-members.md. */
 
@@ -15,6 +15,9 @@
 #include <arpa/inet.h>
 #include <dlfcn.h>
 #include <errno.h>
+#include <linux/inet_diag.h>
+#include <linux/netlink.h>
+#include <linux/sock_diag.h>
 #include <netdb.h>
 #include <netinet/in.h>
 #include <stdatomic.h>
@@ -102,10 +105,24 @@ static bool is_row_between(const row_t *row, const endpoint_t *local, const endp
     return row->state != STATE_LISTEN && is_same(&row->local, local) && is_same(&row->remote, remote);
 }
 
-static bool is_listener(const row_t *row, const endpoint_t *local, const endpoint_t *unused) {
-    (void)unused;
+static bool is_trusted_owner(const row_t *row) {
+    return row->inode != 0 && (row->uid == geteuid() || row->uid == 0);
+}
+
+static bool is_listener(const row_t *row, const endpoint_t *local) {
     return row->state == STATE_LISTEN && row->local.port == local->port &&
            (is_any(&row->local.address) || is_same_address(&row->local.address, &local->address));
+}
+
+static bool is_trusted_listener(const row_t *row, const endpoint_t *local, const endpoint_t *unused) {
+    (void)unused;
+    return is_listener(row, local) && is_trusted_owner(row);
+}
+
+/* Somebody else can listen at ::1 next to a first rank at 0.0.0.0: all listeners count. */
+static bool is_foreign_listener(const row_t *row, const endpoint_t *local, const endpoint_t *unused) {
+    (void)unused;
+    return is_listener(row, local) && !is_trusted_owner(row);
 }
 
 /* Finds the first socket of this machine (of this network namespace) for which `matches` is true. */
@@ -123,8 +140,51 @@ static bool find_row(bool (*matches)(const row_t *, const endpoint_t *, const en
     return found;
 }
 
-static bool is_trusted_owner(const row_t *row) {
-    return row->inode != 0 && (row->uid == geteuid() || row->uid == 0);
+static void write_diag_address(const struct in6_addr *from, __be32 to[4]) {
+    size_t skipped = IN6_IS_ADDR_V4MAPPED(from) ? 12 : 0;
+    memcpy(to, from->s6_addr + skipped, sizeof *from - skipped);
+}
+
+/* Asks the kernel for one socket. It knows it by its hash: others' sockets, however many, make no difference. */
+static bool ask_kernel(const endpoint_t *local, const endpoint_t *remote, row_t *row) {
+    struct {
+        struct nlmsghdr header;
+        struct inet_diag_req_v2 socket;
+    } question = {{.nlmsg_len = sizeof question, .nlmsg_type = SOCK_DIAG_BY_FAMILY, .nlmsg_flags = NLM_F_REQUEST},
+                  {.sdiag_protocol = IPPROTO_TCP, .idiag_states = ~0u}};
+    union {
+        struct nlmsghdr header;
+        char bytes[4096];
+    } answer;
+    struct inet_diag_sockid *id = &question.socket.id;
+    bool is_ipv4 = IN6_IS_ADDR_V4MAPPED(&local->address) && IN6_IS_ADDR_V4MAPPED(&remote->address);
+    question.socket.sdiag_family = is_ipv4 ? AF_INET : AF_INET6;
+    id->idiag_sport = htons((uint16_t)local->port);
+    id->idiag_dport = htons((uint16_t)remote->port);
+    write_diag_address(&local->address, id->idiag_src);
+    write_diag_address(&remote->address, id->idiag_dst);
+    id->idiag_cookie[0] = id->idiag_cookie[1] = INET_DIAG_NOCOOKIE;
+
+    int kernel = socket(AF_NETLINK, SOCK_RAW | SOCK_CLOEXEC, NETLINK_SOCK_DIAG);
+    if (kernel < 0) return false;
+    ssize_t size = send(kernel, &question, sizeof question, 0) < 0 ? -1 : recv(kernel, &answer, sizeof answer, 0);
+    close(kernel);
+    const struct inet_diag_msg *found = NLMSG_DATA(&answer.header);
+    if (size < (ssize_t)NLMSG_LENGTH(sizeof *found) || answer.header.nlmsg_type != SOCK_DIAG_BY_FAMILY ||
+        found->idiag_state == STATE_LISTEN || found->id.idiag_dport != id->idiag_dport)
+        return false; /* it has no such socket, or only one that listens */
+    *row = (row_t){*local, *remote, found->idiag_state, found->idiag_uid, found->idiag_inode};
+    return true;
+}
+
+/* Finds the socket of this machine that is connected from `local` to `remote`.
+
+   `remote` is the end of a connected socket of this process. A kernel that does not even know that one cannot answer,
+   and its table is read. */
+static bool find_connected(const endpoint_t *local, const endpoint_t *remote, row_t *row) {
+    row_t other;
+    if (ask_kernel(local, remote, row)) return true;
+    return !ask_kernel(remote, local, &other) && find_row(is_row_between, local, remote, row);
 }
 
 static bool resolves_to(const char *name, const endpoint_t *peer) {
@@ -150,7 +210,7 @@ static bool is_other_host(const endpoint_t *peer) {
 
 static bool is_member(const endpoint_t *peer, const endpoint_t *own) {
     row_t row;
-    if (find_row(is_row_between, peer, own, &row)) return is_trusted_owner(&row); /* on this machine */
+    if (find_connected(peer, own, &row)) return is_trusted_owner(&row); /* on this machine */
     if (is_loopback(&peer->address) || is_same_address(&peer->address, &own->address)) return false; /* it has left */
     return is_other_host(peer);
 }
@@ -215,15 +275,34 @@ static bool is_rendezvous(const endpoint_t *target) {
     return port && target->port == (unsigned)strtoul(port, NULL, 10) && is_loopback(&target->address);
 }
 
+/* Whether the first rank has accepted a connection, or it and nobody else listens there. */
+static bool leads_to_member(int connection, const endpoint_t *target) {
+    struct sockaddr_storage ours = {0};
+    socklen_t size = sizeof ours;
+    endpoint_t own;
+    row_t row;
+    if (getsockname(connection, (struct sockaddr *)&ours, &size) != 0 ||
+        !read_endpoint((struct sockaddr *)&ours, &own))
+        return false;
+    if (find_connected(target, &own, &row) && row.inode != 0) return is_trusted_owner(&row); /* accepted already */
+    return find_row(is_trusted_listener, target, NULL, &row) && !find_row(is_foreign_listener, target, NULL, &row);
+}
+
 int connect(int connection, const struct sockaddr *address, socklen_t size) {
     int (*next)(int, const struct sockaddr *, socklen_t) = find_next("connect");
     endpoint_t target;
     row_t row;
-    if (address && size >= sizeof(struct sockaddr_in) && read_endpoint(address, &target) && is_rendezvous(&target) &&
-        find_row(is_listener, &target, NULL, &row) && !is_trusted_owner(&row)) {
-        report("to", &target);
-        errno = ECONNREFUSED;
-        return -1;
+    if (!address || size < sizeof(struct sockaddr_in) || !read_endpoint(address, &target) || !is_rendezvous(&target))
+        return next(connection, address, size);
+    if (!find_row(is_foreign_listener, &target, NULL, &row)) {
+        int result = next(connection, address, size), before = errno;
+        if ((result != 0 && before != EINPROGRESS) || leads_to_member(connection, &target)) {
+            errno = before;
+            return result;
+        }
+        discard(connection);
     }
-    return next(connection, address, size);
+    if (find_row(is_foreign_listener, &target, NULL, &row)) report("to", &target); /* otherwise nobody listens yet */
+    errno = ECONNREFUSED;
+    return -1;
 }

@@ -250,7 +250,7 @@ def _read_mark(mark: Path, option: str) -> dict[str, Any]:
         with os.fdopen(trust.open_own(mark, os.O_RDONLY)) as file:
             found = json.load(file)
         return {**found, "job": str(found["job"])}
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise UsageError(
             f"{option}: {mark} does not name a job, or is not your file, so its owner is unknown, and nothing was"
             " changed. Fix: remove that file if the checkpoints are yours"
@@ -271,6 +271,8 @@ def copy_tree(source: Path, target: Path, link: bool = False) -> None:
     """Copy files, directories and symbolic links to an existing directory; others, such as sockets, are left out.
 
     With `link`, files become hard links if both are on one file system, so that no bytes are copied.
+
+    A copy belongs to this user, so it has no setuid bit: a program of another user's would become one of this user's.
     """
 
     def ignore(directory: str, names: list[str]) -> set[str]:
@@ -278,7 +280,7 @@ def copy_tree(source: Path, target: Path, link: bool = False) -> None:
         modes = {name: stat.S_IFMT(Path(directory, name).lstat().st_mode) for name in names}
         return {name for name, mode in modes.items() if mode not in (stat.S_IFREG, stat.S_IFDIR, stat.S_IFLNK)}
 
-    copy = _link_or_copy if link else shutil.copy2
+    copy = _link_or_copy if link else _copy_file
     shutil.copytree(source, target, symlinks=True, ignore=ignore, copy_function=copy, dirs_exist_ok=True)
 
 
@@ -287,7 +289,15 @@ def _link_or_copy(source: str, target: str) -> None:
     try:
         os.link(source, target)
     except OSError:
-        shutil.copy2(source, target)
+        _copy_file(source, target)
+
+
+def _copy_file(source: str | os.DirEntry[str], target: str) -> None:
+    """Copy a file with its permissions and times."""
+    shutil.copyfile(source, target)
+    found = Path(source).stat()
+    Path(target).chmod(found.st_mode & 0o777)
+    os.utime(target, ns=(found.st_atime_ns, found.st_mtime_ns))
 
 
 def _flush(directory: Path) -> None:

@@ -9,6 +9,7 @@ import socket
 import sys
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from rich.console import Console
 
@@ -36,6 +37,9 @@ def run_job_locally(opened: OpenJob, view: View) -> job.JobResult:
     their own directory, also if the job fails. An interrupt ends `train`, which ends its ranks, and is raised again. A
     second interrupt kills both.
 
+    The job has a TMPDIR of its own. In /tmp, another user can make a directory before the job does. The cache of
+    torch.compile has a known name there, and ranks load programs from it.
+
     Args:
         opened: The job, which the caller has checked.
         view: Shows the output of `train`, and has the console for messages.
@@ -45,14 +49,15 @@ def run_job_locally(opened: OpenJob, view: View) -> job.JobResult:
         UsageError: If the source cannot be copied, or MPI would start ranks on several hosts of this machine.
     """
     try:
-        return _run_hosts(opened, view)
+        with TemporaryDirectory(prefix="shoal-", ignore_cleanup_errors=True) as temporary:
+            return _run_hosts(opened, view, temporary)
     finally:
         shutil.rmtree(opened.directory / SECRETS, ignore_errors=True)
 
 
-def _run_hosts(opened: OpenJob, view: View) -> job.JobResult:
+def _run_hosts(opened: OpenJob, view: View, temporary: str) -> job.JobResult:
     """Run the hosts of a job to their end, and return its result."""
-    hosts = _create_hosts(opened, view)
+    hosts = _create_hosts(opened, view, temporary)
     watch = Watch(hosts)
     shared = hosts.trees[hosts.first]
     opened.update(uncollected=True)
@@ -81,7 +86,7 @@ def _run_hosts(opened: OpenJob, view: View) -> job.JobResult:
     return replace(result, restarts=[*watch.restarts, *result.restarts])
 
 
-def _create_hosts(opened: OpenJob, view: View) -> LocalHosts:
+def _create_hosts(opened: OpenJob, view: View, temporary: str) -> LocalHosts:
     """Make the tree of each host, and return hosts that are ready to start. They share one directory of checkpoints."""
     train = Path(sys.executable).with_name("train")
     if not train.exists():
@@ -105,14 +110,14 @@ def _create_hosts(opened: OpenJob, view: View) -> LocalHosts:
             (tree / checkpoints.CONTENT).symlink_to(shared, target_is_directory=True)
     opened.checkpoints.copy_to(shared)
     _write_secrets(request, opened.directory / SECRETS)
-    environment = {**_make_environment(opened), "PATH": _extend_path(train.parent)}
+    environment = {**_make_environment(opened, temporary), "PATH": _extend_path(train.parent)}
     hosts = LocalHosts(request, view, train, environment, trees, opened.checkpoints.lock, opened.log)
     for name in names:
         hosts.create(name)
     return hosts
 
 
-def _make_environment(opened: OpenJob) -> dict[str, str]:
+def _make_environment(opened: OpenJob, temporary: str) -> dict[str, str]:
     """Return the variables that all hosts share. Several hosts get a free port, so that jobs can run side by side."""
     request = opened.record.request
     environment = {
@@ -120,6 +125,7 @@ def _make_environment(opened: OpenJob) -> dict[str, str]:
         **(job.share_cpus(request, len(os.sched_getaffinity(0))) if request.min_hosts else {}),
         **job.MEMBERS_ONLY,
         **os.environ,
+        "TMPDIR": temporary,
         **_gpu_environment(request.gpus),
         **request.script_variables,
         **restarts.limit_variables(request.max_restarts, request.min_hosts),

@@ -1,0 +1,198 @@
+"""Attacks of another user of this machine on a job that runs without Docker. They need root, to act as that user."""
+
+from __future__ import annotations
+
+import getpass
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from shoal.errors import UsageError
+from shoal.jobs.checkpoints import MARK, copy_tree, open_directory
+from smdistributed.core import native
+
+FILTER = native.PATH.with_name("_peer_filter.so")
+STRANGER = 65534
+SHOAL = Path(sys.executable).with_name("shoal")
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to act as another user")
+
+PRELUDE = f"""
+import os, socket, sys, time
+"x".encode("idna")  # before setuid: another user may not be able to read Python's files
+with socket.create_server(("127.0.0.1", 0)) as probe: port = probe.getsockname()[1]
+os.environ["MASTER_PORT"] = str(port)
+ready, is_ready = os.pipe()
+def as_stranger(attack):
+    pid = os.fork()
+    if pid == 0:
+        os.setuid({STRANGER})
+        try: attack()
+        finally: os._exit(0)
+    os.read(ready, 1)
+    return pid
+def rank_hears(address, seconds=1):
+    try:
+        with socket.create_connection((address, port), 5) as connection:
+            connection.settimeout(seconds)
+            return connection.recv(20)
+    except OSError: return b""
+"""
+
+# The first rank's own socket at 0.0.0.0 must not vouch for a stranger's at the more specific address.
+BESIDE = """
+def attack():
+    server = socket.socket(socket.AF_INET6)
+    server.bind(("::1", port))
+    server.listen(5)
+    os.write(is_ready, b"x")
+    while True: server.accept()[0].sendall(b"stranger")
+pid = as_stranger(attack)
+own = socket.create_server(("0.0.0.0", port))
+print(rank_hears("::1"))
+os.kill(pid, 9)
+"""
+
+# A rank looks who listens before it connects. The stranger listens only for moments.
+BETWEEN = """
+def attack():
+    os.write(is_ready, b"x")
+    kept = []
+    def wait():
+        until = time.perf_counter() + 60e-6
+        while time.perf_counter() < until: pass
+    while os.getppid() != 1:
+        with socket.socket() as server:
+            server.setblocking(False)
+            server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                server.bind(("127.0.0.1", port))
+                server.listen(5)
+                wait()
+                connection, _ = server.accept()
+                connection.sendall(b"stranger")
+                kept.append(connection)
+            except OSError: pass
+        wait()
+pid = as_stranger(attack)
+until = time.monotonic() + 4
+heard = b""
+while time.monotonic() < until and not heard: heard = rank_hears("127.0.0.1", 0.3)
+print(heard)
+os.kill(pid, 9)
+"""
+
+# Connections of others make the kernel's table long, but not the time that a rank needs to accept one.
+MANY = """
+def attack():
+    server, kept = socket.create_server(("127.0.0.1", 0), backlog=500), []
+    for _ in range(450): kept.append(socket.create_connection(server.getsockname()))
+    os.write(is_ready, b"x")
+    time.sleep(60)
+server = socket.create_server(("127.0.0.1", 0), backlog=64)
+def measure():
+    times = []
+    for _ in range(31):
+        with socket.create_connection(server.getsockname()):
+            began = time.perf_counter()
+            server.accept()[0].close()
+            times.append(time.perf_counter() - began)
+    return sorted(times)[15]
+few = measure()
+pids = [as_stranger(attack) for _ in range(10)]
+many = measure()
+for pid in pids: os.kill(pid, 9)
+print(b"" if many < 3 * few + 0.0005 else (few, many))
+"""
+
+
+def run(attack: str, **variables: str) -> str:
+    """Return the output of an attack. The attacked process has the filter."""
+    environment = {**os.environ, "LD_PRELOAD": str(FILTER), **variables}
+    command = [sys.executable, "-c", PRELUDE + attack]
+    return subprocess.run(
+        command, env=environment, stdout=subprocess.PIPE, text=True, timeout=60, check=True
+    ).stdout.strip()
+
+
+@pytest.mark.parametrize("attack", [BESIDE, BETWEEN, MANY], ids=["beside", "between", "many"])
+def test_a_stranger_neither_stands_in_for_the_first_rank_nor_delays_it(attack: str) -> None:
+    assert run(attack) == "b''"
+
+
+@pytest.mark.parametrize("attack", [BESIDE, BETWEEN], ids=["beside", "between"])
+def test_without_the_filter_the_stranger_stands_in_for_the_first_rank(attack: str) -> None:
+    assert run(attack, LD_PRELOAD="") == "b'stranger'"
+
+
+# As torch.compile does with its cache, from which it loads programs.
+CACHED = """
+import getpass, os, tempfile
+cache = os.path.join(tempfile.gettempdir(), "torchinductor_" + getpass.getuser())
+os.makedirs(cache, exist_ok=True)
+found, directory = os.stat(cache), os.stat(tempfile.gettempdir())
+print("the cache is of", found.st_uid, "with", os.listdir(cache), "in", oct(directory.st_mode & 0o7777), flush=True)
+"""
+
+
+def test_directories_that_a_stranger_makes_with_known_names_are_not_the_jobs(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(CACHED)
+    with tempfile.TemporaryDirectory() as shared:
+        Path(shared).chmod(0o1777)
+        theirs = f"mkdir -m 777 {shared}/torchinductor_{getpass.getuser()} && cd $_ && touch program.so"
+        subprocess.run(["bash", "-c", theirs], user=STRANGER, group=STRANGER, extra_groups=[], cwd="/", check=True)
+        command: list[str | Path] = [
+            SHOAL,
+            "run",
+            "pytorch",
+            tmp_path / "train.py",
+            "--engine",
+            "none",
+            "--output",
+            tmp_path / "jobs",
+        ]
+        environment = {**os.environ, "TMPDIR": shared}
+        ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+        left = [path.name for path in Path(shared).iterdir()]
+    assert "the cache is of 0 with [] in 0o700" in ended.stdout, ended
+    assert left == [f"torchinductor_{getpass.getuser()}"]
+
+
+@pytest.mark.parametrize("link", [False, True], ids=["copied", "linked"])
+def test_a_setuid_program_of_a_stranger_in_a_checkpoint_does_not_become_ones_own(tmp_path: Path, link: bool) -> None:
+    source, target = tmp_path / "from", tmp_path / "to"
+    source.mkdir()
+    target.mkdir()
+    program = source / "program"
+    program.write_bytes(b"#!")
+    os.chown(program, STRANGER, STRANGER)
+    program.chmod(0o6755)
+    copy_tree(source, target, link=link)
+    copy = (target / "program").stat()
+    assert copy.st_uid == STRANGER or copy.st_mode & 0o7777 == 0o755
+
+
+MARKS: dict[str, Callable[[Path], object]] = {
+    "nested": lambda mark: mark.write_text("[" * 100_000),
+    "fifo": os.mkfifo,
+    "link": lambda mark: mark.symlink_to("/etc/passwd"),
+    "endless": lambda mark: mark.symlink_to("/dev/zero"),
+    "directory": lambda mark: mark.mkdir(),
+    "surrogates": lambda mark: mark.write_bytes(b"\xff\xfe"),
+}
+
+
+@pytest.mark.parametrize("make", MARKS.values(), ids=MARKS)
+def test_a_hostile_mark_in_a_checkpoint_is_an_error_at_once(tmp_path: Path, make: Callable[[Path], object]) -> None:
+    directory = tmp_path / "checkpoints"
+    directory.mkdir()
+    make(directory / MARK)
+    with (
+        pytest.raises(UsageError, match=r"does not name a job.*Fix: "),
+        open_directory(directory, "job", "--checkpoints"),
+    ):
+        pass

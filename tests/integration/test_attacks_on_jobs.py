@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from .test_members import LAUNCHERS, SECONDS, STRANGER, Launcher, RunningJob, running_job
+from .test_members import LAUNCHERS, STRANGER, Launcher, RunningJob, running_job
 
 __all__ = ["running_job"]
 

@@ -111,19 +111,30 @@ os.setuid(int(uid))
 # HTTP/2 as gRPC, torch's store (its magic number), Open MPI, a rank's number, and silence
 words = [b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0", b"\0" + (0x3C85F7CE).to_bytes(4, "little") + bytes(20),
          b"\1\0\0\0\0\0\0\0" * 8, bytes(8), b""]
+def visit(host, port, words):
+    try:
+        connection = socket.create_connection((host, int(port)), 3)
+    except OSError:
+        return "unreachable"
+    with connection:
+        connection.settimeout(5)
+        try:
+            connection.sendall(words)
+            return connection.recv(100)
+        except OSError as error:
+            return type(error).__name__
+
 for target in targets:
     host, _, port = target.rpartition(":")
-    for word in words:
-        for _ in range(3):
-            try:
-                with socket.create_connection((host, int(port)), 5) as connection:
-                    connection.settimeout(5)
-                    connection.sendall(word)
-                    answer = connection.recv(100)
-                    print(target, answer)
-            except OSError as error:
-                print(target, type(error).__name__)
+    for said in words * 3:
+        answer = visit(host, port, said)
+        print(target, answer)
+        if answer == "unreachable":
+            break
 """
+
+
+UNHEARD = ("b''", "ConnectionResetError", "BrokenPipeError")
 
 
 class RunningJob(NamedTuple):
@@ -221,10 +232,10 @@ def _await_targets(job: RunningJob, count: int) -> list[str]:
     raise AssertionError(f"{earlier}, {job.output.read_text()}")
 
 
-def _assert_unheard(answers: str, targets: list[str]) -> None:
+def _assert_unheard(answers: str, targets: list[str], *others: str) -> None:
     lines = answers.splitlines()
     assert {line.split()[0] for line in lines} == set(targets)
-    heard = [line for line in lines if line.split(" ", 1)[1] not in ("b''", "ConnectionResetError", "BrokenPipeError")]
+    heard = [line for line in lines if line.split(" ", 1)[1] not in (*UNHEARD, *others)]
     assert not heard
 
 
@@ -248,6 +259,20 @@ def test_a_container_on_the_jobs_network_is_heard_by_no_rank(
     command = ["python3", "-c", ATTACK, "0", *targets]
     answers = client.containers.run(TORCH_2, command, network=network, remove=True).decode()
     _assert_unheard(answers, targets)
+    log = running_job.finish()
+    assert running_job.process.returncode == 0, log
+    assert launcher.last in log
+
+
+@pytest.mark.parametrize("network", ["bridge", "host"])
+@pytest.mark.parametrize("launcher", [LAUNCHERS[1]], ids=lambda launcher: launcher.name)
+def test_a_container_elsewhere_is_heard_by_no_rank(
+    launcher: Launcher, running_job: RunningJob, client: docker.DockerClient, network: str
+) -> None:
+    targets = _await_targets(running_job, launcher.ports)
+    command = ["python3", "-c", ATTACK, "0", *targets]
+    answers = client.containers.run(TORCH_2, command, network=network, remove=True).decode()
+    _assert_unheard(answers, targets, *(["unreachable"] if network == "bridge" else []))
     log = running_job.finish()
     assert running_job.process.returncode == 0, log
     assert launcher.last in log

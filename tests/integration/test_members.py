@@ -73,7 +73,7 @@ LAUNCHERS = [
         "pytorch",
         {"torch_distributed": {"enabled": True}},
         TORCH.format(backend="gloo"),
-        2,
+        1,  # gloo of torch 2.0 does not listen any more once the ranks have met
         "the sum is 2.0",
     ),
     Launcher(

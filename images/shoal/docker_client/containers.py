@@ -136,7 +136,9 @@ def read_archive(container: Container, path: str) -> Iterator[IO[bytes]]:
     assert container.client is not None  # the SDK sets it
     api = container.client.api
     url = f"{api.base_url}/v{api.api_version}/containers/{container.id}/archive"
-    with contextlib.closing(api.get(url, params={"path": path}, stream=True, timeout=api.timeout)) as response:
+    plain = {"Accept-Encoding": "identity"}  # `response.raw` is not decoded
+    stream = api.get(url, params={"path": path}, headers=plain, stream=True, timeout=api.timeout)
+    with contextlib.closing(stream) as response:
         try:
             response.raise_for_status()
         except requests.HTTPError as error:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pydantic
 
 from shoal.errors import UsageError
+from shoal.limits import MOST_PAGE, read_file
 from shoal.report.packed_log import LogLine, pack_log, unpack_log
 
 PAGE = "report.html"
@@ -78,10 +79,10 @@ def read_report(path: Path) -> JobReport:
     """
     page = path / PAGE if path.is_dir() else path
     try:
-        text = page.read_text(encoding="utf-8", errors="replace")
-    except OSError as error:
+        text = read_file(page, MOST_PAGE, follow=True).decode(errors="replace")
+    except (OSError, ValueError) as error:
         raise UsageError(
-            f"{page}: {error.strerror}. Fix: name the directory of a job that has ended, such as jobs/NAME"
+            f"{page}: {getattr(error, 'strerror', None) or error}. Fix: name the directory of a job that has ended, such as jobs/NAME"
         ) from error
     found, packed = _DATA.search(text), _LOG.search(text)
     try:

@@ -1,4 +1,4 @@
-"""Attacks with files that somebody else packed, or put where this user had some: each command ends, and says why.
+"""Attacks with files that somebody else packed, or put in the place of a job: each command ends, and says why.
 
 An archive of a project, and a shared directory, may have pipes, endless and huge files, and links to nothing.
 """
@@ -17,6 +17,8 @@ from pathlib import Path
 
 import pytest
 
+from shoal.docker_client import archive
+from shoal.errors import UsageError
 from shoal.jobs import checkpoints, record
 from shoal.jobs.job import JobRequest
 from shoal.jobs.record import LOCAL, JobRecord, open_job
@@ -263,7 +265,7 @@ def test_stop_of_a_lost_job_removes_its_secrets(tmp_path: Path) -> None:
 
 
 def test_marks_of_a_script_do_not_end_its_job(tmp_path: Path) -> None:
-    """A script can write any file to its checkpoints; in those of another job, marks still count."""
+    """A script can write any file to its checkpoints; in the checkpoints of another job, marks still count."""
     place = tmp_path / "checkpoints"
     with checkpoints.open_directory(place, "digits", "--checkpoints"):
         (place / "sub").mkdir()
@@ -271,5 +273,19 @@ def test_marks_of_a_script_do_not_end_its_job(tmp_path: Path) -> None:
     with checkpoints.open_directory(place, "digits", "--checkpoints"):
         pass
     (place / checkpoints.MARK).unlink()
-    with pytest.raises(checkpoints.UsageError, match="sub has the checkpoints"):
+    with pytest.raises(UsageError, match="sub has the checkpoints"):
         checkpoints.open_directory(place, "digits", "--checkpoints").__enter__()
+
+
+def test_links_with_long_ways_are_left_out_at_once(tmp_path: Path) -> None:
+    """A script can make thousands, each of which takes a tenth of a second to follow."""
+    top = tmp_path / "checkpoints"
+    (top / "a").mkdir(parents=True)
+    way = "a/../a/../" * 400
+    for number in range(40):
+        (top / f"link-{number}").symlink_to(f"{way}link-{number + 1}")
+    (top / "near").symlink_to("a/../a")
+    began = time.monotonic()
+    assert not any(archive.stays_inside(top / "link-0", top) for _ in range(100))
+    assert time.monotonic() - began < 5
+    assert archive.stays_inside(top / "near", top)

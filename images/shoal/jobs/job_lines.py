@@ -85,7 +85,7 @@ def _read_whole(file: IO[bytes]) -> Iterator[tuple[float, str, str]]:
         if not line.endswith(b"\n") and len(line) < _MOST_LINE:
             file.seek(place)
             return
-        with contextlib.suppress(ValueError, TypeError, OverflowError, RecursionError):  # not written by a job of ours
+        with contextlib.suppress(ValueError, TypeError, OverflowError, RecursionError):  # not written by `shoal run`
             at, host, text = json.loads(line)
             datetime.fromtimestamp(at)
             yield at, str(host), str(text)

@@ -20,8 +20,8 @@ from shoal.jobs import checkpoints, local_processes, results, running
 from shoal.jobs.docker_hosts import DockerHosts, stop_containers
 from shoal.jobs.docker_job import collect
 from shoal.jobs.known_jobs import LOST, KnownJob, read_job
-from shoal.jobs.local_job import SECRETS
 from shoal.jobs.live_view import PlainView
+from shoal.jobs.local_job import SECRETS
 from shoal.jobs.record import (
     LOCAL,
     STOPPED,

@@ -82,7 +82,8 @@ def read_report(path: Path) -> JobReport:
         text = read_file(page, MOST_PAGE, follow=True).decode(errors="replace")
     except (OSError, ValueError) as error:
         raise UsageError(
-            f"{page}: {getattr(error, 'strerror', None) or error}. Fix: name the directory of a job that has ended, such as jobs/NAME"
+            f"{page}: {getattr(error, 'strerror', None) or error}."
+            " Fix: name the directory of a job that has ended, such as jobs/NAME"
         ) from error
     found, packed = _DATA.search(text), _LOG.search(text)
     try:

@@ -48,7 +48,7 @@ sys.exit(3)
 def shoal(directory: Path, *words: str) -> str:
     """Run a job that fails with exit code 3, and return its messages."""
     ended = subprocess.run(
-        [*SHOAL, "run", *words],
+        [SHOAL, "run", *words],
         cwd=directory,
         env={**os.environ, "TOKEN_OF_TEST": "value-of-the-secret"},
         stdout=subprocess.PIPE,

@@ -243,7 +243,7 @@ class DockerHosts:
         return docker_client.connect()  # clients are not shared between threads
 
     def _print_omissions(self, start: str, omissions: Iterable[str]) -> None:
-        """Print the first of the files that are not copied, and the number of the others: a script can make millions."""
+        """Print the first files that are not copied, and the number of the others: a script can make millions."""
         count = 0
         for count, omission in enumerate(omissions, 1):
             if count <= _SHOWN_OMISSIONS:

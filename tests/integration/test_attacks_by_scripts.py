@@ -82,7 +82,7 @@ def test_volumes_of_an_image_keep_no_secret(tmp_path: Path, pytorch: str) -> Non
     """An image may have a volume in the place of secrets: the volume has them, and goes with the job."""
     client = docker.from_env()
     container = client.containers.create(pytorch)
-    image = container.commit("shoal-attack", changes="VOLUME /run")
+    container.commit("shoal-attack", changes="VOLUME /run")
     container.remove()
     try:
         before = {volume.id for volume in client.volumes.list()}
@@ -96,4 +96,4 @@ def test_volumes_of_an_image_keep_no_secret(tmp_path: Path, pytorch: str) -> Non
         assert files
         assert not any(b"value-of-the-secret" in path.read_bytes() for path in files)
     finally:
-        client.images.remove(image.id, force=True)
+        client.images.remove("shoal-attack:latest", force=True)

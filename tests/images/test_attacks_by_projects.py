@@ -19,7 +19,7 @@ import pytest
 
 from shoal.docker_client import archive
 from shoal.errors import UsageError
-from shoal.jobs import checkpoints, record
+from shoal.jobs import checkpoints, record, running
 from shoal.jobs.job import JobRequest
 from shoal.jobs.record import LOCAL, JobRecord, open_job
 from shoal.matrix.project import Project
@@ -289,3 +289,19 @@ def test_links_with_long_ways_are_left_out_at_once(tmp_path: Path) -> None:
     assert not any(archive.stays_inside(top / "link-0", top) for _ in range(100))
     assert time.monotonic() - began < 5
     assert archive.stays_inside(top / "near", top)
+
+
+def test_a_project_does_not_bring_its_own_trust(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Relative settings would name files of the directory in which a command runs."""
+    for name in ("CONFIG", "STATE"):
+        monkeypatch.setenv(f"XDG_{name}_HOME", "settings")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    directory = write_job(tmp_path / "clone" / "jobs" / "digits")
+    settings = tmp_path / "clone" / "settings" / "shoal"
+    links = settings / "jobs" / socket.gethostname()
+    links.mkdir(parents=True)
+    (links / running._link_name(directory, "digits")).symlink_to(directory)
+    (settings / "trusted").write_text(f"{directory}\n")
+    ended = shoal(tmp_path / "clone", "run", "--resume", "digits")
+    assert ended.returncode == 2
+    assert "is not a job of yours" in ended.stderr

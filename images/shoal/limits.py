@@ -11,13 +11,21 @@ import os
 import shutil
 import stat
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from shoal.errors import DiskError
+from shoal.errors import DiskError, SpecError
 
 MIB, GIB = 1024**2, 1024**3
 MOST_REPORT = 16 * MIB
 """Bytes of job.json and metrics.json. `train` writes kilobytes, and a document takes ten times its size in memory."""
+MOST_RECORD = MIB
+"""Bytes of the record of a job. A command writes kilobytes."""
+MOST_HOSTS = 100_000
+"""Hosts in the record of a job, which are listed by name."""
+MOST_LOCK = 64 * MIB
+"""Bytes of a file in a project that lists packages, or in a source that describes metrics."""
+MOST_PAGE = GIB
+"""Bytes of a report that is read again."""
 MOST_FAILURE = 64 * 1024
 """Bytes of the file `failure` that are read. `train` writes at most as much."""
 MOST_ENTRIES = 1_000_000
@@ -76,27 +84,55 @@ def open_file(path: Path) -> int:
     return os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
 
 
-def read_file(path: Path, most: int, *, cut: bool = False) -> bytes:
-    """Return the content of a file that a job has left.
+def open_regular(path: Path, *, follow: bool = False) -> IO[bytes]:
+    """Open a path, which may be anything. A pipe is not waited for.
 
     Args:
-        path: The file. A link is not followed, and a pipe is not waited for.
+        path: The file.
+        follow: Whether a link is followed.
+
+    Raises:
+        OSError: If it cannot be opened.
+        ValueError: If it is not a regular file.
+    """
+    if not follow and path.is_symlink():
+        raise ValueError("a link")
+    file = os.fdopen(open_file(Path(os.path.realpath(path)) if follow else path), "rb")
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise ValueError("not a file")
+    return file
+
+
+def read_file(path: Path, most: int, *, cut: bool = False, follow: bool = False) -> bytes:
+    """Return the content of a file that a job or a project has left. A pipe is not waited for.
+
+    Args:
+        path: The file.
         most: The largest number of bytes.
         cut: Return the first `most` bytes of a larger file.
+        follow: Whether a link is followed.
 
     Raises:
         OSError: If it cannot be read.
         ValueError: If it is not a file, or larger.
     """
-    if path.is_symlink():
-        raise ValueError("a link")
-    with os.fdopen(open_file(path), "rb") as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise ValueError("not a file")
+    with open_regular(path, follow=follow) as file:
         content = file.read(most + 1)
     if len(content) > most and not cut:
         raise ValueError(f"larger than {most:,} bytes")
     return content[:most]
+
+
+def read_project_file(path: Path) -> str:
+    """Return the text of a file of a project, such as a lock.
+
+    Raises FileNotFoundError, and `SpecError` if it is something else, too large, or not UTF-8.
+    """
+    try:
+        return read_file(path, MOST_LOCK, follow=True).decode()
+    except ValueError as error:
+        raise SpecError(f"{path}: {error}. Fix: replace it by a text file") from error
 
 
 def parse_json(content: bytes) -> Any:

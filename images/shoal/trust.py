@@ -166,7 +166,9 @@ def _name_group(number: int) -> str:
 
 def trusted_file() -> str:
     """Return the path of the list that `shoal trust` writes: one directory on each line."""
-    base = os.environ.get("XDG_CONFIG_HOME") or os.path.join(os.path.expanduser("~"), ".config")
+    base = os.environ.get("XDG_CONFIG_HOME", "")
+    if not os.path.isabs(base):  # a relative one would name a file of the current project
+        base = os.path.join(os.path.expanduser("~"), ".config")
     return os.path.join(base, "shoal", "trusted")
 
 

@@ -19,6 +19,7 @@ from shoal.tar_stream import open_stream
 Content = bytes | Path
 _ZEROS = bytes(64 * 1024)
 _MOST_HOPS = 40  # links on the way to a file, as in Linux
+_MOST_STEPS = 512  # directories and links on the way to a file: links with long targets would take minutes
 
 
 def pack_tree(root: Path, arcname: str, out: IO[bytes], left_out: str | None = None) -> None:
@@ -198,12 +199,16 @@ def _make_symlinks(links: Sequence[tuple[str, str]], target: Path) -> Iterator[s
 def stays_inside(path: Path, top: Path) -> bool:
     """Return whether a path leads to a place in `top` without leaving it on the way, wherever `top` is moved to.
 
-    So `../top/file` does not: the directory may get another name. A circle of links leads nowhere, and stays inside.
+    So `../top/file` does not: the directory may get another name. A circle of links leads nowhere, and stays inside. A
+    very long way counts as one that leaves it.
     """
     pending = [*reversed(path.relative_to(top).parts)]
     place = top
-    hops = 0
+    hops = steps = 0
     while pending:
+        steps += 1
+        if steps > _MOST_STEPS:
+            return False
         part = pending.pop()
         if part == "..":
             if place == top:

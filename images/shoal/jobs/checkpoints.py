@@ -215,17 +215,18 @@ def _check_owner(path: Path, job: str, option: str) -> bool:
 
     Raises `UsageError` if it, one above it or one in it has the checkpoints of another job.
     """
+    found = _read_mark(path / MARK, option) if os.path.lexists(path / MARK) else None
     marks = [parent / MARK for parent in path.parents if _has_own_mark(parent)]
-    marks += [mark for mark in path.rglob(MARK) if mark.parent != path]
+    if not found or found["job"] != job:  # otherwise the job has replaced all in it, and its script wrote them
+        marks += [mark for mark in path.rglob(MARK) if mark.parent != path]
     for mark in marks:
         raise UsageError(
             f"{option}: {mark.parent} has the checkpoints of a job ({MARK}), and a job replaces its directory as a"
             " whole. Fix: name a directory that is not above or below it"
         )
     has_files = any(each.name != MARK for each in path.iterdir())
-    if not os.path.lexists(path / MARK):
+    if not found:
         return has_files
-    found = _read_mark(path / MARK, option)
     owner = found["job"]
     if owner != job and has_files:
         raise UsageError(

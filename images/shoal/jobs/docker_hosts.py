@@ -41,6 +41,7 @@ from shoal.limits import MOST_REPORT
 from shoal.tar_stream import open_stream
 
 _STOP_MARGIN = 5
+_SHOWN_OMISSIONS = 20  # of a directory
 SECRET_PATH = "run/shoal-job-secret"
 """The file with the job's secret, relative to the container's root. `docker inspect` would show an environment."""
 _CHECKPOINTS = f"opt/ml/{checkpoints.CONTENT}"
@@ -191,8 +192,7 @@ class DockerHosts:
             directory.replace() as scratch,
             containers.read_archive(self._find_container(), f"/{_CHECKPOINTS}") as file,
         ):
-            for skipped in archive.unpack_safely(file, scratch, keep_symlinks=True):
-                self._print_skipped(f"not collected: {skipped}")
+            self._print_omissions("", archive.unpack_safely(file, scratch, keep_symlinks=True))
 
     def _find_container(self) -> Container:
         """Return a container that still exists, or the first one. All of them have the volume."""
@@ -214,8 +214,7 @@ class DockerHosts:
                     contextlib.suppress(docker.errors.NotFound),
                     containers.read_archive(self.by_name[host], f"/opt/ml/{part}") as file,
                 ):
-                    for skipped in archive.unpack_safely(file, target):
-                        self._print_skipped(f"{target.name}: not collected: {skipped}")
+                    self._print_omissions(f"{target.name}: ", archive.unpack_safely(file, target))
             except NOT_COLLECTED as error:
                 results.remove_tree(target / part)
                 self._print_skipped(f"{target.name}: {part} was not collected: {error}")
@@ -243,6 +242,15 @@ class DockerHosts:
     @functools.cached_property
     def _usage_client(self) -> docker.DockerClient:
         return docker_client.connect()  # clients are not shared between threads
+
+    def _print_omissions(self, start: str, omissions: Iterable[str]) -> None:
+        """Print the first files that are not copied, and the number of the others: a script can make millions."""
+        count = 0
+        for count, omission in enumerate(omissions, 1):
+            if count <= _SHOWN_OMISSIONS:
+                self._print_skipped(f"{start}not collected: {omission}")
+        if count > _SHOWN_OMISSIONS:
+            self._print_skipped(f"{start}not collected: {count - _SHOWN_OMISSIONS} more")
 
     def _print_skipped(self, text: str) -> None:
         print_line(text, self.console)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -12,10 +13,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import IO
 
+from shoal.errors import UsageError
 from shoal.jobs import running
 from shoal.jobs.job_log import parse_line
 from shoal.jobs.record import LOG
-from shoal.limits import MOST_LOG_LINE
+from shoal.limits import MOST_LOG_LINE, open_regular
 
 _PAUSE = 0.2
 """Seconds between two looks at a log that grows."""
@@ -48,13 +50,20 @@ def read_lines(
         tail: How many of the existing lines to yield, the last ones; None: all.
         follow: Whether to wait for further lines until the job has ended.
         timestamps: Whether a line begins with its time, in this machine's time zone.
+
+    Raises:
+        UsageError: If the log is not a file, but such as a link or a pipe.
     """
     path = directory / LOG
     while follow and not path.exists() and running.is_running(directory):
         time.sleep(_PAUSE)
-    if not path.exists():
+    if not os.path.lexists(path):
         return
-    with path.open("rb") as file:
+    try:
+        opened = open_regular(path)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path}: cannot be read: {error}. Fix: remove it") from error
+    with opened as file:
         found = (_format(*each, timestamps) for each in _read_whole(file) if chosen.accepts(*each[1:]))
         yield from found if tail is None else deque(found, maxlen=tail)
         while follow:

@@ -52,7 +52,7 @@ def run_job_locally(opened: OpenJob, view: View) -> job.JobResult:
         with TemporaryDirectory(prefix="shoal-", ignore_cleanup_errors=True) as temporary:
             return _run_hosts(opened, view, temporary)
     finally:
-        shutil.rmtree(opened.directory / SECRETS, ignore_errors=True)
+        results.remove_tree(opened.directory / SECRETS)
 
 
 def _run_hosts(opened: OpenJob, view: View, temporary: str) -> job.JobResult:
@@ -144,7 +144,7 @@ def _make_environment(opened: OpenJob, temporary: str) -> dict[str, str]:
 
 def _write_secrets(request: job.JobRequest, directory: Path) -> None:
     """Write a file for each secret. The caller removes the directory."""
-    shutil.rmtree(directory, ignore_errors=True)  # of a command that was killed
+    results.remove_tree(directory)  # of a command that was killed; a job that was copied here may have a link
     directory.mkdir(mode=0o700)
     for name, content in variables.read_secrets(request.secrets).items():
         job.write_private(directory / name, content, 0o400)

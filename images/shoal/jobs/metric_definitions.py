@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from shoal.errors import UsageError
 from shoal.jobs.job import JobRequest
+from shoal.limits import MOST_LOCK, read_file
 
 HYPERPARAMETER, _FILE = "sagemaker_metric_definitions", "metrics.json"
 _MAX_LENGTH = 4096  # characters of a line, as in `train`
@@ -58,7 +59,7 @@ def read_definitions(request: JobRequest) -> list[MetricDefinition]:
         if text is None:
             if request.source is None:  # the file may be in the image
                 return []
-            text = (request.source / _FILE).read_text("utf-8-sig")
+            text = read_file(request.source / _FILE, MOST_LOCK, follow=True).decode("utf-8-sig")
         listed = json.loads(text)
     except (OSError, ValueError, RecursionError):
         return []

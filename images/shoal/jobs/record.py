@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from shoal import trust
 from shoal.errors import UsageError, did_you_mean
 from shoal.jobs import checkpoints, job, local_processes, results, running
 from shoal.jobs.job_log import JobLog
+from shoal.limits import MOST_HOSTS, MOST_RECORD, read_file
 
 RECORD = "request.json"
 _EARLIER = "attempt-"
@@ -108,11 +110,18 @@ def read_record(output: Path, name: str) -> JobRecord:
 
 
 def load_record(path: Path, option: str) -> JobRecord:
-    """Return the record in a file. Raises `UsageError`, with an option or a job's name, if it is not a record."""
+    """Return the record in a file, which anybody may have put there.
+
+    Raises `UsageError`, with an option or a job's name, if it is not a record.
+    """
     try:
-        return _RECORDS.validate_json(path.read_bytes())
-    except pydantic.ValidationError as error:
-        raise UsageError(f"{option}: {path} was not written by this version: {error.errors()[0]['msg']}") from error
+        found = _RECORDS.validate_json(read_file(path, MOST_RECORD))
+        if found.request.hosts not in range(1, MOST_HOSTS + 1):
+            raise ValueError(f"{found.request.hosts} hosts")
+    except ValueError as error:
+        words = error.errors()[0]["msg"] if isinstance(error, pydantic.ValidationError) else str(error)
+        raise UsageError(f"{option}: {path} was not written by this version: {words}") from error
+    return found
 
 
 def _write_record(directory: Path, record: JobRecord) -> None:
@@ -257,7 +266,8 @@ def _list_trees(directory: Path) -> list[Path]:
 
 def _move_results(directory: Path) -> None:
     """Move the files of the last command in the directory of a job to attempt-N."""
-    number = 1 + len(list(directory.glob(f"{_EARLIER}*")))
+    numbers = [path.name.removeprefix(_EARLIER) for path in directory.glob(f"{_EARLIER}*")]
+    number = 1 + max((int(each) for each in numbers if re.fullmatch("[0-9]{1,9}", each)), default=0)
     target = directory / f"{_EARLIER}{number}"
     target.mkdir()
     for tree in find_trees(directory):

@@ -95,9 +95,10 @@ def _try_lock(descriptor: int, kind: int) -> bool:
 def _state_directory() -> Path:
     """Return the directory with a directory of links for each machine, which may be missing.
 
-    Machines may share a home directory.
+    Machines may share a home directory. As the standard says, a relative $XDG_STATE_HOME does not count.
     """
-    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state", "shoal", "jobs")
+    base = Path(os.environ.get("XDG_STATE_HOME", ""))
+    return (base if base.is_absolute() else Path.home() / ".local" / "state") / "shoal" / "jobs"
 
 
 def _link_name(directory: Path, identity: str) -> str:

@@ -21,6 +21,7 @@ from shoal.jobs.docker_hosts import DockerHosts, stop_containers
 from shoal.jobs.docker_job import collect
 from shoal.jobs.known_jobs import LOST, KnownJob, read_job
 from shoal.jobs.live_view import PlainView
+from shoal.jobs.local_job import SECRETS
 from shoal.jobs.record import (
     LOCAL,
     STOPPED,
@@ -148,5 +149,6 @@ def _end_local_job(opened: OpenJob) -> None:
     for tree in trees.values():
         results.remove_tree(tree / checkpoints.CONTENT)
         results.remove_tree(tree / "code")
+    results.remove_tree(opened.directory / SECRETS)
     if trees:
         results.read_result(opened.name, {}, opened.directory, trees)

@@ -24,6 +24,8 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,252}")
 _RESERVED = ("SHOAL_", "SM_", "SAGEMAKER_")
 _MAX_SECRET = 500 * 1000
 """The limit of Docker for a secret, in bytes."""
+_MAX_ENV_FILE = 16 * 1024**2
+"""Bytes. Linux takes 128 KiB for one variable."""
 
 # The same words as in shoal_toolkit's redact.py, which may not be imported here.
 _SECRET_WORDS = re.compile(
@@ -170,7 +172,11 @@ def read_env_file(path: Path) -> dict[str, str]:
     number of a line.
     """
     try:
-        text = path.read_bytes().removeprefix(b"\xef\xbb\xbf").decode()
+        with path.open("rb") as file:  # it may be a pipe, as of the shell's <(command)
+            content = file.read(_MAX_ENV_FILE + 1)
+        if len(content) > _MAX_ENV_FILE:
+            raise UsageError(f"--env-file {path}: more than {_MAX_ENV_FILE:,} bytes. Fix: a smaller file")
+        text = content.removeprefix(b"\xef\xbb\xbf").decode()
     except OSError as error:
         raise UsageError(f"--env-file {path}: cannot be read: {error.strerror}. Fix: name a file") from error
     except UnicodeDecodeError as error:

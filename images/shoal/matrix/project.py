@@ -54,7 +54,8 @@ class Project:
         all projects would use then.
         """
         if self.root == INSTALLED or not self.may_run_code():
-            return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shoal"
+            base = Path(os.environ.get("XDG_CACHE_HOME", ""))  # a relative one would be in the project
+            return (base if base.is_absolute() else Path.home() / ".cache") / "shoal"
         return self.root / ".cache" / "shoal"
 
     def part(self, name: str) -> Path:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pydantic
 
 from shoal.errors import UsageError
-from shoal.limits import MOST_REPORT, read_file
+from shoal.limits import MOST_PAGE, read_file
 from shoal.report.packed_log import LogLine, pack_log, unpack_log
 
 PAGE = "report.html"
@@ -79,11 +79,11 @@ def read_report(path: Path) -> JobReport:
     """
     page = path / PAGE if path.is_dir() else path
     try:
-        text = read_file(page, MOST_REPORT).decode(errors="replace")
+        text = read_file(page, MOST_PAGE, follow=True).decode(errors="replace")
     except (OSError, ValueError) as error:
-        problem = getattr(error, "strerror", None) or error
         raise UsageError(
-            f"{page}: {problem}. Fix: name the directory of a job that has ended, such as jobs/NAME"
+            f"{page}: {getattr(error, 'strerror', None) or error}."
+            " Fix: name the directory of a job that has ended, such as jobs/NAME"
         ) from error
     found, packed = _DATA.search(text), _LOG.search(text)
     try:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.errors import TraceError, UsageError, did_you_mean
+from shoal.limits import open_regular
 
 PATTERN = "smdataparallel_timeline*.json"
 """The files that ranks write if their path is a directory."""
@@ -177,14 +178,19 @@ def _read_events(file: Path) -> tuple[list[dict[str, Any]], bool]:
     Raises `TraceError` if it can't be read, or is not a Chrome trace.
     """
     try:
-        text = file.read_text()
+        with open_regular(file, follow=True) as opened:
+            text = opened.read().decode()
     except OSError as error:
         raise TraceError(f"{file}: cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise TraceError(f"{file}: not text; {_EXPECTED}") from error
+    except ValueError as error:
+        raise TraceError(f"{file}: {error}; {_EXPECTED}") from error
     try:
         document, complete = json.loads(text), True
-    except (ValueError, RecursionError) as error:
+    except RecursionError:
+        raise TraceError(f"{file}: nested too deeply; {_EXPECTED}") from None
+    except ValueError as error:
         document, complete = _parse_complete_events(text), False
         if not document:
             raise TraceError(f"{file}: not JSON ({error}); {_EXPECTED}") from error

@@ -5,6 +5,7 @@ The templates in this directory are for `shoal new`.
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from importlib.resources import files
@@ -70,7 +71,7 @@ def write_definitions(directory: Path) -> list[Path]:
     copies = {source: directory / source.name for source in (shipped.templates, shipped.buildspec)}
     if directory.exists() and not directory.is_dir():
         raise UsageError(f"{directory}: is a file; expected a directory. Fix: choose another name")
-    if present := [path.name for path in copies.values() if path.exists()]:
+    if present := [path.name for path in copies.values() if os.path.lexists(path)]:  # also a link to nothing
         raise UsageError(f"{directory}: has {' and '.join(present)} already. Fix: name another directory")
     directory.mkdir(parents=True, exist_ok=True)
     for source, target in copies.items():

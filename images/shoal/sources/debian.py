@@ -12,6 +12,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from shoal.errors import SpecError
+from shoal.limits import read_project_file
 from shoal.matrix.project import Project
 
 NOT_LOCKED = "shoal: not locked: "
@@ -44,7 +45,7 @@ def read_lock(project: Project, suite: str) -> DebianLock:
     """Return the lock of a suite, empty if there is none. Raises `SpecError` with file and line."""
     where = lock_path(project, suite)
     bases, packages = {}, {}
-    for number, line in enumerate(where.read_text().splitlines() if where.exists() else (), 1):
+    for number, line in enumerate(read_project_file(where).splitlines() if where.exists() else (), 1):
         if match := _BASE.fullmatch(line):
             bases[match[1]] = match[2]
         elif match := _PACKAGE.fullmatch(line):

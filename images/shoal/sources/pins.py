@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.errors import SpecError
+from shoal.limits import read_project_file
 from shoal.matrix.project import CHILD_LAYERS, LAYERS, Project
 from shoal.matrix.spec import BuildSpec, ImageSpec
 
@@ -75,7 +76,7 @@ def make_header(project: Project, spec: BuildSpec, image: ImageSpec, layer: str)
 def read_lock(path: Path, header: str | None = None) -> list[Pin]:
     """Return the pins of a lock file. Raises `SpecError` with the line if it is missing, wrong or lacks `header`."""
     try:
-        lines = path.read_text().splitlines()
+        lines = read_project_file(path).splitlines()
     except FileNotFoundError:
         raise SpecError(f"{path}: missing. Make it: .venv/bin/shoal lock <tag>") from None
     if header is not None and lines[:1] != [header]:

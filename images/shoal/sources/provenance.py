@@ -20,6 +20,8 @@ INPUTS = ("buildspec.yml", "dockerfiles", "images", "library", "rehearsal", "too
 """The paths that images are made from, or by."""
 REVISION = "revision"
 """The file with the commit of installed image definitions. A checkout does not have it."""
+_PATIENCE = 60.0
+"""Seconds in which git has to answer."""
 _HARMLESS = re.compile(
     r"(?:advice|branch|color|commit|gc|init|maintenance|pull|push|rebase|submodule|tag|user)\..+"
     r"|remote\..+\.(?:fetch|prune|pushurl|tagopt|url)"
@@ -72,13 +74,13 @@ def find_revision(root: Path) -> str:
 
 
 def _git(root: Path, *arguments: str) -> str | None:
-    """Return the output of git; None if it fails or is not installed."""
+    """Return the output of git; None if it fails, is not installed, or has not ended after a minute."""
     # A hook sets these for its own repository, which may be another one.
     environment = {name: value for name, value in os.environ.items() if name not in ("GIT_DIR", "GIT_INDEX_FILE")}
     command = ["git", "--no-optional-locks", "-c", "log.showSignature=false", "-C", str(root), *arguments]
     try:
-        ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    except FileNotFoundError:
+        ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=_PATIENCE)
+    except (FileNotFoundError, subprocess.TimeoutExpired):  # a repository may have a pipe in the place of a file
         return None
     return None if ended.returncode else ended.stdout.strip()
 

@@ -1,0 +1,307 @@
+"""Attacks with files that somebody else packed, or put in the place of a job: each command ends, and says why.
+
+An archive of a project, and a shared directory, may have pipes, endless and huge files, and links to nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from shoal.docker_client import archive
+from shoal.errors import UsageError
+from shoal.jobs import checkpoints, record, running
+from shoal.jobs.job import JobRequest
+from shoal.jobs.record import LOCAL, JobRecord, open_job
+from shoal.matrix.project import Project
+from shoal.sources import provenance
+
+from .command import shoal_command
+
+STRANGER = 65534
+SECONDS, MEMORY = 30, 3 << 30
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to another user; CI runs as root")
+
+
+@pytest.fixture(autouse=True)
+def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user who trusts nothing by name, and has no job and no cache."""
+    for name in ("STATE", "CONFIG", "CACHE"):
+        monkeypatch.setenv(f"XDG_{name}_HOME", str(tmp_path / "home" / name))
+    monkeypatch.delenv("SUDO_UID", raising=False)
+
+
+def pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def endless(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+def huge(path: Path) -> None:
+    with path.open("wb") as file:
+        file.truncate(64 << 30)
+
+
+def nested(path: Path) -> None:
+    path.write_text("[" * 200_000)
+
+
+def shoal(directory: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """Run a command with little memory. It must end soon, and without a traceback."""
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+
+    ended = subprocess.run(
+        [*shoal_command(), *words],
+        cwd=directory,
+        env={**os.environ, "DOCKER_HOST": "unix:///nonexistent/docker.sock"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=SECONDS,
+        preexec_fn=limit,
+    )
+    assert "Traceback" not in ended.stderr, ended.stderr
+    return ended
+
+
+def write_job(directory: Path, hosts: int = 1) -> Path:
+    """Write a job as a stranger would."""
+    directory.mkdir(parents=True)
+    document = {"image": "image:1", "engine": "docker", "request": {"hosts": hosts}, "exit_code": 1, "state": "failed"}
+    (directory / record.RECORD).write_text(json.dumps(document))
+    return directory
+
+
+@needs_root
+@pytest.mark.parametrize("make", [pipe, endless, huge])
+@pytest.mark.parametrize("words", [("ps",), ("logs", "digits"), ("run", "image:1", "train.py", "--name", "digits")])
+def test_a_stranger_in_the_place_of_a_removed_job_stops_no_command(
+    tmp_path: Path, make: Callable[[Path], None], words: tuple[str, ...]
+) -> None:
+    """As in /tmp, where a job was, and somebody else makes the directory again: all commands look at each job."""
+    place = tmp_path / "removed" / "digits"
+    place.mkdir(parents=True)
+    make(place / record.RECORD)
+    os.chown(place, STRANGER, STRANGER)
+    links = tmp_path / "home" / "STATE" / "shoal" / "jobs" / socket.gethostname()
+    links.mkdir(parents=True)
+    (links / "0").symlink_to(place)
+    (tmp_path / "train.py").touch()
+    shoal(tmp_path, *words)
+
+
+@pytest.mark.parametrize(
+    ("name", "make", "words"),
+    [
+        (record.RECORD, huge, ("logs", "digits")),
+        (record.RECORD, huge, ("stop", "digits")),
+        (record.RECORD, huge, ("run", "--resume", "digits")),
+        (record.RECORD, nested, ("logs", "digits")),
+        (record.LOG, pipe, ("logs", "digits")),
+        (record.LOG, endless, ("logs", "digits")),
+        (record.LOG, endless, ("logs", "--follow", "digits")),
+        ("report.html", pipe, ("report", "compare", "jobs/digits", "jobs/digits")),
+        ("report.html", endless, ("report", "compare", "jobs/digits", "jobs/digits")),
+        ("report.html", huge, ("report", "compare", "jobs/digits", "jobs/digits")),
+    ],
+)
+def test_files_of_a_job_in_a_project_do_not_keep_a_command(
+    tmp_path: Path, name: str, make: Callable[[Path], None], words: tuple[str, ...]
+) -> None:
+    path = write_job(tmp_path / "jobs" / "digits") / name
+    path.unlink(missing_ok=True)
+    make(path)
+    ended = shoal(tmp_path, *words)
+    assert ended.returncode == 2, ended.stderr
+    assert str(path.relative_to(tmp_path)) in ended.stderr
+
+
+def test_a_record_with_billions_of_hosts_is_refused(tmp_path: Path) -> None:
+    write_job(tmp_path / "jobs" / "digits", hosts=2_000_000_000)
+    ended = shoal(tmp_path, "logs", "digits", "--host", "algo-9")
+    assert ended.returncode == 2
+    assert "2000000000 hosts" in ended.stderr
+
+
+@pytest.mark.parametrize("make", [pipe, endless, nested])
+def test_an_odd_trace_is_an_error(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    make(tmp_path / "smdataparallel_timeline.json")
+    assert "expected a Chrome trace" in shoal(tmp_path, "timeline", ".").stderr
+
+
+def test_an_endless_file_of_variables_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "train.py").touch()
+    endless(tmp_path / "settings.env")
+    ended = shoal(tmp_path, "run", "image:1", "train.py", "--env-file", "settings.env")
+    assert ended.returncode == 2
+    assert "settings.env: more than" in ended.stderr
+
+
+@pytest.mark.parametrize("name", ["buildspec.yml", "dockerfiles"])
+def test_init_does_not_write_through_a_link_to_nothing(tmp_path: Path, name: str) -> None:
+    """Git keeps links: a clone may have one to a file that this user does not have yet, such as ~/.ssh/rc."""
+    (tmp_path / "clone").mkdir()
+    (tmp_path / "clone" / name).symlink_to(tmp_path / "new")
+    ended = shoal(tmp_path / "clone", "init")
+    assert ended.returncode == 2
+    assert not (tmp_path / "new").exists()
+
+
+def run_child(code: str, *words: str) -> None:
+    """Run Python code with little memory, as a hanging command of this process would end no test."""
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+
+    subprocess.run([shoal_command()[0], "-c", code, *words], check=True, timeout=SECONDS, preexec_fn=limit)
+
+
+@pytest.mark.parametrize("make", [pipe, endless, huge])
+def test_locks_of_a_project_do_not_keep_a_command(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    (tmp_path / "dockerfiles" / "debian").mkdir(parents=True)
+    make(tmp_path / "dockerfiles" / "debian" / "bookworm.txt")
+    code = """
+import pathlib, sys
+from shoal.errors import SpecError
+from shoal.matrix.project import Project
+from shoal.sources import debian, pins
+root = pathlib.Path(sys.argv[1])
+for read in (
+    lambda: debian.read_lock(Project(root), "bookworm"),
+    lambda: pins.read_lock(root / "dockerfiles" / "debian" / "bookworm.txt"),
+):
+    try:
+        read()
+    except SpecError as error:
+        assert "Fix: replace it by a text file" in str(error), error
+    else:
+        raise AssertionError
+"""
+    run_child(code, str(tmp_path))
+
+
+@pytest.mark.parametrize("make", [pipe, endless, huge])
+def test_a_hostile_description_of_metrics_is_none(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    """The live view reads it."""
+    make(tmp_path / "metrics.json")
+    code = """
+import pathlib, sys
+from shoal.jobs.job import JobRequest
+from shoal.jobs.metric_definitions import read_definitions
+assert read_definitions(JobRequest(source=pathlib.Path(sys.argv[1]), entry_point="train.py")) == []
+"""
+    run_child(code, str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["HEAD", "config", "index"])
+def test_git_is_not_waited_for(tmp_path: Path, project: Project, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    root = tmp_path / "project"
+    shutil.copytree(project.templates, root / "dockerfiles")
+    shutil.copy(project.buildspec, root)
+    subprocess.run(["git", "init", "-q", str(root)], check=True)
+    (root / ".git" / name).unlink(missing_ok=True)
+    pipe(root / ".git" / name)
+    monkeypatch.setattr(provenance, "_PATIENCE", 0.5)
+    began = time.monotonic()
+    assert not provenance.read_provenance(Project(root)).revision
+    assert time.monotonic() - began < SECONDS
+
+
+@pytest.fixture
+def local_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The directory of a job without Docker that has saved a checkpoint and failed."""
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "train.py").write_text(
+        "import os, sys\nplace = os.environ['SAGEMAKER_BASE_DIR'] + '/checkpoints'\n"
+        "open(place + '/step', 'w').close()\nsys.exit(3)\n"
+    )
+    monkeypatch.setenv("TOKEN_OF_TEST", "value-of-the-secret")
+    words = ("run", "--engine", "none", "pytorch", "code/train.py", "--name", "digits", "--secret", "TOKEN_OF_TEST")
+    ended = shoal(tmp_path, *words)
+    assert ended.returncode == 3, ended.stderr
+    return tmp_path / "jobs" / "digits"
+
+
+def test_a_link_in_the_place_of_secrets_gets_none(tmp_path: Path, local_job: Path) -> None:
+    """A job that was copied here, and is trusted, may have it; the resumed job goes on without it."""
+    (tmp_path / "public").mkdir()
+    (tmp_path / "public" / "kept").touch()
+    (local_job / ".secrets").symlink_to(tmp_path / "public")
+    assert shoal(tmp_path, "run", "--resume", "digits").returncode == 3
+    assert [path.name for path in (tmp_path / "public").iterdir()] == ["kept"]
+    assert not os.path.lexists(local_job / ".secrets")
+
+
+def test_gaps_in_attempts_keep_no_job_from_going_on(tmp_path: Path, local_job: Path) -> None:
+    (local_job / "attempt-2").mkdir()
+    (local_job / "attempt-7").symlink_to("/nonexistent")
+    (local_job / "attempt-x").touch()
+    assert shoal(tmp_path, "run", "--resume", "digits").returncode == 3
+    assert (local_job / "attempt-8" / "report.html").is_file()
+
+
+def test_stop_of_a_lost_job_removes_its_secrets(tmp_path: Path) -> None:
+    """Its command was killed, so it could not."""
+    request = JobRequest(output=tmp_path / "jobs")
+    with open_job(JobRecord("image:1", LOCAL, request), None, "digits") as opened:
+        (opened.checkpoints.path / "step").touch()
+    (opened.directory / ".secrets").mkdir()
+    (opened.directory / ".secrets" / "TOKEN").write_text("value-of-the-secret")
+    assert shoal(tmp_path, "stop", "digits").returncode == 0
+    assert not (opened.directory / ".secrets").exists()
+
+
+def test_marks_of_a_script_do_not_end_its_job(tmp_path: Path) -> None:
+    """A script can write any file to its checkpoints; in the checkpoints of another job, marks still count."""
+    place = tmp_path / "checkpoints"
+    with checkpoints.open_directory(place, "digits", "--checkpoints"):
+        (place / "sub").mkdir()
+        (place / "sub" / checkpoints.MARK).write_text('{"job": "other"}')
+    with checkpoints.open_directory(place, "digits", "--checkpoints"):
+        pass
+    (place / checkpoints.MARK).unlink()
+    with pytest.raises(UsageError, match="sub has the checkpoints"):
+        checkpoints.open_directory(place, "digits", "--checkpoints").__enter__()
+
+
+def test_links_with_long_ways_are_left_out_at_once(tmp_path: Path) -> None:
+    """A script can make thousands, each of which takes a tenth of a second to follow."""
+    top = tmp_path / "checkpoints"
+    (top / "a").mkdir(parents=True)
+    way = "a/../a/../" * 400
+    for number in range(40):
+        (top / f"link-{number}").symlink_to(f"{way}link-{number + 1}")
+    (top / "near").symlink_to("a/../a")
+    began = time.monotonic()
+    assert not any(archive.stays_inside(top / "link-0", top) for _ in range(100))
+    assert time.monotonic() - began < 5
+    assert archive.stays_inside(top / "near", top)
+
+
+def test_a_project_does_not_bring_its_own_trust(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Relative settings would name files of the directory in which a command runs."""
+    for name in ("CONFIG", "STATE"):
+        monkeypatch.setenv(f"XDG_{name}_HOME", "settings")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    directory = write_job(tmp_path / "clone" / "jobs" / "digits")
+    settings = tmp_path / "clone" / "settings" / "shoal"
+    links = settings / "jobs" / socket.gethostname()
+    links.mkdir(parents=True)
+    (links / running._link_name(directory, "digits")).symlink_to(directory)
+    (settings / "trusted").write_text(f"{directory}\n")
+    ended = shoal(tmp_path / "clone", "run", "--resume", "digits")
+    assert ended.returncode == 2
+    assert "is not a job of yours" in ended.stderr

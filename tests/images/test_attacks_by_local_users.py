@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import getpass
 import os
+import socket
+import stat
 import subprocess
 import sys
 import tempfile
@@ -106,7 +108,7 @@ few = measure()
 pids = [as_stranger(attack) for _ in range(10)]
 many = measure()
 for pid in pids: os.kill(pid, 9)
-print(b"" if many < 3 * few + 0.0005 else (few, many))
+print(b"" if many < 0.01 else (few, many))  # the table of 9,000 sockets takes 30 ms to read
 """
 
 
@@ -124,9 +126,37 @@ def test_a_stranger_neither_stands_in_for_the_first_rank_nor_delays_it(attack: s
     assert run(attack) == "b''"
 
 
-@pytest.mark.parametrize("attack", [BESIDE, BETWEEN], ids=["beside", "between"])
-def test_without_the_filter_the_stranger_stands_in_for_the_first_rank(attack: str) -> None:
-    assert run(attack, LD_PRELOAD="") == "b'stranger'"
+def test_without_the_filter_the_stranger_stands_in_for_the_first_rank() -> None:
+    assert run(BESIDE, LD_PRELOAD="") == "b'stranger'"
+
+
+MULTIPATH = 262  # the number of MPTCP, whose sockets the kernel lists as those of TCP
+VISIT = f"""
+server = socket.create_server(("127.0.0.1", 0))
+def attack():
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM, {MULTIPATH}) as client:
+        client.connect(server.getsockname())
+        client.sendall(b"stranger")
+        os.write(is_ready, b"x")
+        client.recv(1)
+as_stranger(attack)
+connection, _ = server.accept()
+connection.settimeout(10)
+print(connection.recv(20))
+"""
+
+
+def _has_multipath() -> bool:
+    try:
+        socket.socket(socket.AF_INET, socket.SOCK_STREAM, MULTIPATH).close()
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.skipif(not _has_multipath(), reason="needs a kernel with MPTCP")
+def test_another_kind_of_tcp_is_refused_too() -> None:
+    assert run(VISIT) == "b''"
 
 
 # As torch.compile does with its cache, from which it loads programs.
@@ -194,5 +224,53 @@ def test_a_hostile_mark_in_a_checkpoint_is_an_error_at_once(tmp_path: Path, make
     with (
         pytest.raises(UsageError, match=r"does not name a job.*Fix: "),
         open_directory(directory, "job", "--checkpoints"),
+    ):
+        pass
+
+
+def make_socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as made:
+        made.bind(str(path))
+
+
+ODD_FILES: dict[str, Callable[[Path], object]] = {
+    "fifo": os.mkfifo,
+    "socket": make_socket,
+    "endless": lambda path: os.mknod(path, 0o666 | stat.S_IFCHR, os.makedev(1, 5)),
+    "name": lambda path: Path(os.fsdecode(os.fsencode(path) + b"\xff\n\x1b]0;x\x07")).mkdir(),
+}
+
+
+@pytest.mark.parametrize("make", ODD_FILES.values(), ids=ODD_FILES)
+def test_odd_files_among_checkpoints_end_no_job(tmp_path: Path, make: Callable[[Path], object]) -> None:
+    directory, copied = tmp_path / "checkpoints", tmp_path / "copy"
+    directory.mkdir()
+    copied.mkdir()
+    (directory / "model.pt").write_text("weights")
+    make(directory / "odd")
+    with open_directory(directory, "job", "--checkpoints") as opened:
+        opened.copy_to(copied)
+        with opened.replace() as scratch:
+            copy_tree(directory, scratch / "checkpoints")
+    assert (copied / "model.pt").read_text() == (directory / "model.pt").read_text() == "weights"
+    assert not (copied / "odd").exists()
+
+
+IN_THE_WAY: dict[str, tuple[str, Callable[[Path], object]]] = {
+    "lock-fifo": (".checkpoints.shoal-lock", os.mkfifo),
+    "scratch-link": (".checkpoints.shoal-new", lambda path: path.symlink_to("/tmp")),
+    "scratch-file": (".checkpoints.shoal-new", lambda path: path.write_text("")),
+}
+
+
+@pytest.mark.parametrize("case", IN_THE_WAY.values(), ids=IN_THE_WAY)
+def test_files_in_the_way_of_checkpoints_are_an_error_before_the_training(
+    tmp_path: Path, case: tuple[str, Callable[[Path], object]]
+) -> None:
+    name, make = case
+    make(tmp_path / name)
+    with (
+        pytest.raises((UsageError, PermissionError), match=rf"{name}.*Fix: |Fix: .*{name}"),
+        open_directory(tmp_path / "checkpoints", "job", "--checkpoints"),
     ):
         pass

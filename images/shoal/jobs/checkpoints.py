@@ -122,7 +122,7 @@ def open_directory(path: Path, job: str, option: str, *, can_claim: bool = True)
     _check_place(path, option)
     path.parent.mkdir(parents=True, exist_ok=True)
     with _lock(path, job, option) as lock:
-        shutil.rmtree(_sibling(path, "new"), ignore_errors=True)
+        _clear_scratch(_sibling(path, "new"), option)
         old = _sibling(path, "old")
         if _has_own_mark(old) and not path.exists():  # killed between the two steps of `_exchange`
             old.rename(path)
@@ -136,6 +136,13 @@ def open_directory(path: Path, job: str, option: str, *, can_claim: bool = True)
             )
         _write_mark(path, job, is_found)
         yield CheckpointDirectory(path, job, lock)
+
+
+def _clear_scratch(scratch: Path, option: str) -> None:
+    """Remove the scratch directory of a command that was killed. Raise `UsageError` if something else is there."""
+    shutil.rmtree(scratch, ignore_errors=True)
+    if os.path.lexists(scratch):  # a link, a file, or of another user
+        raise UsageError(f"{option}: {scratch} is no directory that `shoal` has made. Fix: remove it")
 
 
 def _sibling(path: Path, suffix: str) -> Path:

@@ -127,10 +127,9 @@ ATTACKED = """
 import os, sys, time
 import torch, torch.distributed as dist
 dist.init_process_group("gloo")
-done = dist.distributed_c10d._get_default_store()
 if dist.get_rank() == 0: print("ready", flush=True)
 total = torch.ones(1000)
-while not os.path.exists(sys.argv[1]):
+while True:
     dist.all_reduce(total); total.fill_(1)
     flag = torch.tensor([float(os.path.exists(sys.argv[1]))])
     dist.broadcast(flag, 0)
@@ -138,7 +137,8 @@ while not os.path.exists(sys.argv[1]):
 dist.all_reduce(total)
 assert total[0] == dist.get_world_size()
 print("done", flush=True)
-dist.destroy_process_group()
+dist.barrier()
+os._exit(0)  # the threads of gloo can abort a rank that ends
 """
 
 NOISE = """

@@ -37,7 +37,7 @@ def describe_open_ports(job: Job, machine: Machine, ranks: Mapping[str, int]) ->
             return []
         return [
             f"{MEMBERS_ONLY}=1 has no effect: this Python has no package smdistributed, which refuses strangers. "
-            "Fix: pip install shoal-smdistributed in the image."
+            "Fix: run the job in an image that `shoal build` has made, or in one that extends it."
         ]
     several = len(job.cluster.hosts) > 1
     if not several and (job.cluster.found.source != _SLURM or sum(ranks.values()) < 2):

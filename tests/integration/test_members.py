@@ -196,7 +196,9 @@ def _await_containers(
     """Return the containers of a job when both run."""
     until = time.monotonic() + SECONDS
     while time.monotonic() < until and process.poll() is None:
-        found = [each for each in client.containers.list(ignore_removed=True) if str(each.name).startswith(f"{name}-algo-")]
+        found = [
+            each for each in client.containers.list(ignore_removed=True) if str(each.name).startswith(f"{name}-algo-")
+        ]
         if len(found) == 2:
             return sorted(found, key=lambda each: str(each.name))
         time.sleep(0.1)

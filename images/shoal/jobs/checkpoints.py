@@ -142,7 +142,7 @@ def _clear_scratch(scratch: Path, option: str) -> None:
     """Remove the scratch directory of a command that was killed. Raise `UsageError` if something else is there."""
     shutil.rmtree(scratch, ignore_errors=True)
     if os.path.lexists(scratch):  # a link, a file, or of another user
-        raise UsageError(f"{option}: {scratch} is no directory that `shoal` has made. Fix: remove it")
+        raise UsageError(f"{option}: {scratch} was not made by `shoal`. Fix: remove it")
 
 
 def _sibling(path: Path, suffix: str) -> Path:

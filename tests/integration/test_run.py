@@ -235,7 +235,7 @@ print("\x1b]52;c;eA==\x07\rshoal | exit code  9")
 def test_a_success_stays_one_whatever_the_script_leaves(
     client: docker.DockerClient, pytorch: str, source: Path, tmp_path: Path, is_huge: bool
 ) -> None:
-    """Checkpoints that do not fit on the disk stay in their volume."""
+    """Checkpoints that do not fit on the disk stay in their volume, and --resume continues from them."""
     (source / "train.py").write_text(HOSTILE)
     options = ("--checkpoints", str(tmp_path / "mine"), *(["--env", "HUGE=1"] if is_huge else []))
     result = subprocess.run(
@@ -251,8 +251,11 @@ def test_a_success_stays_one_whatever_the_script_leaves(
     if is_huge:
         assert "the checkpoints were not collected: checkpoints/huge: it has 8,796,093,022,208 bytes" in result.stdout
         assert len(left) == 1
-        (volume,) = client.volumes.list(filters={"name": f"shoal-{source.name}"})
-        volume.remove()
+        (source / "train.py").write_text("import pathlib; pathlib.Path('/opt/ml/checkpoints/huge').unlink()")
+        again = [SHOAL, "run", "--resume", directory.name, "--output", directory.parent]
+        resumed = subprocess.run(again, cwd=ROOT, capture_output=True, text=True, check=False)
+        assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+        assert job_objects(client, source.name) == set()
     else:
         assert left == set()
         assert "not collected: checkpoints/sibling" in result.stdout

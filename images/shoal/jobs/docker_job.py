@@ -109,7 +109,11 @@ def _remove_all_at_end(client: docker.DockerClient, opened: OpenJob, console: Co
             containers.remove_objects(client, opened.identity, volumes=not opened.record.uncollected)
         if opened.record.uncollected:
             volume = docker_hosts.volume_name(opened.identity)
-            print_line(f"the newest checkpoints were not collected. They are in the Docker volume {volume}", console)
+            print_line(
+                f"the newest checkpoints were not collected. They are in the Docker volume {volume}. Fix: make room for"
+                f" them, then continue from them with: shoal run --resume {opened.name}",
+                console,
+            )
 
 
 def collect(hosts: DockerHosts, opened: OpenJob) -> dict[str, Path]:

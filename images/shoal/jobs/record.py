@@ -213,7 +213,7 @@ def _prepare_resume(directory: Path, record: JobRecord, opened: checkpoints.Chec
     """
     option = f"--resume {directory.name}"
     last = read_record(directory.parent, directory.name)  # it may have ended since the first look
-    if last.exit_code == 0:
+    if last.exit_code == 0 and not last.uncollected:
         raise UsageError(f"{option}: the job has succeeded, so nothing is left to do. Fix: start a new job")
     is_uncollected = last.uncollected
     if is_uncollected and last.engine == LOCAL:

@@ -19,7 +19,6 @@ PYTEST := env -u MAKEFLAGS -u MAKELEVEL $(BIN)/pytest -n $(WORKERS) --dist loadg
 ifeq ($(filter $(ENGINE),docker none),)
 $(error ENGINE=$(ENGINE): choose docker or none)
 endif
-CHANNEL := .cache/digits
 SCRIPT := $(if $(findstring tensorflow,$(IMAGE)),train_tensorflow.py,train.py)
 
 # Some machines set it. Without bytecode, each start of our commands compiles them again, and pytest compiles all tests.
@@ -27,18 +26,21 @@ unexport PYTHONDONTWRITEBYTECODE
 # One for all checkouts: mypy compares digests. The first run takes half a minute of a core.
 export MYPY_CACHE_DIR ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/shoal-tests/mypy
 
-.PHONY: all-tests check-and-test-without-docker help setup doctor engine known-image image images train test test-fast test-integration conformance faults sagemaker soak cluster-demo check docs docs-serve reference wheels render lock bench-faults bench-launch bench-logs bench-live bench-resume bench-dataparallel bench-link bench-members bench-scale bench-cluster bench-gpu bench-modelparallel bench-tensorflow bench-images clean
+.PHONY: all-tests bench check-and-test-without-docker help setup setup-all doctor engine known-image image images train test test-fast test-integration conformance faults sagemaker soak cluster-demo check docs docs-serve reference wheels render lock bench-faults bench-launch bench-logs bench-live bench-resume bench-dataparallel bench-link bench-members bench-scale bench-cluster bench-gpu bench-modelparallel bench-tensorflow bench-images clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-setup: ## make .venv with our packages and the dependencies of the tests
+setup: ## make .venv with the command shoal
 	@scripts/setup.sh
+
+setup-all: setup ## add torch, our other packages and the tests to .venv: for jobs without Docker, and developers
+	@scripts/setup.sh all
 
 doctor: setup ## check this machine for builds and jobs, and print fixes
 	@$(SHOAL) doctor
 
-engine: ## start Docker if it does not answer (as root, install it if it is missing)
+engine: # start Docker if it does not answer (as root, install it if it is missing)
 	@scripts/engine.sh
 
 # The name is checked before Docker is set up for it.
@@ -51,20 +53,24 @@ image: known-image engine ## build one image: FRAMEWORK=pytorch|tensorflow|huggi
 images: setup engine ## build all images of buildspec.yml
 	@$(SHOAL) build --all
 
-train: known-image ## train the digits example on HOSTS=2 x PROCS_PER_HOST=2; ENGINE=none: without Docker
+train: known-image $(if $(filter none,$(ENGINE)),setup-all) ## train the digits example on HOSTS=2 x PROCS_PER_HOST=2; ENGINE=none: without Docker
 ifeq ($(ENGINE)$(findstring tensorflow,$(IMAGE)),nonetensorflow)
 	$(error ENGINE=none: .venv has PyTorch only. Fix: leave ENGINE out, or set FRAMEWORK=pytorch)
 endif
 ifneq ($(ENGINE),none)
 	@scripts/engine.sh
 endif
-	@$(BIN)/python examples/digits/prepare.py $(CHANNEL)
-	@$(SHOAL) run $(IMAGE) examples/digits/$(SCRIPT) --build --engine $(ENGINE) \
-	    --hosts $(HOSTS) --procs-per-host $(PROCS_PER_HOST) --channel training=$(CHANNEL)
+	@$(SHOAL) run $(IMAGE) examples/digits/$(SCRIPT) --build --engine $(ENGINE) --hosts $(HOSTS) --procs-per-host $(PROCS_PER_HOST)
 
+PARTS := fast integration conformance faults soak sagemaker
 # One run of pytest for all tests, so that waiting tests and computing tests run at the same time.
-ifdef CHANGED
-test: check ## run all checks and tests; CHANGED=1 or CHANGED=<revision>: only tests that the change can affect
+ifdef PART
+ifeq ($(filter $(PART),$(PARTS)),)
+$(error PART=$(PART): choose one of: $(PARTS))
+endif
+test: $(or $(filter test-$(PART),test-fast test-integration),$(PART))
+else ifdef CHANGED
+test: check ## run all checks and tests; CHANGED=1: those that a change affects; PART=fast|integration|…
 	@files=$$($(BIN)/python scripts/affected.py $(CHANGED)) || exit; \
 	if [ -z "$$files" ]; then echo "no test depends on what has changed"; exit; fi; \
 	if grep -qE '^tests/(integration|conformance|faults)/' <<<"$$files"; then $(MAKE) --no-print-directory images || exit; fi; \
@@ -72,21 +78,21 @@ test: check ## run all checks and tests; CHANGED=1 or CHANGED=<revision>: only t
 else
 # The checks take one core for a minute, beside the tests. On a machine without images, builds wait for downloads and the
 # disk, and take as long as half of the tests. So the tests without Docker run beside them too.
-test: setup engine
+test: setup-all engine
 	@if [ -n "$$(docker image ls -q '*-training')" ]; then \
 	    $(MAKE) --no-print-directory -j 2 check all-tests; \
 	else \
 	    $(MAKE) --no-print-directory -j 2 check-and-test-without-docker images && $(PYTEST) $(TESTS_WITH_DOCKER); \
 	fi
 
-all-tests: images
+all-tests: setup-all images
 	@$(PYTEST) tests
 
 check-and-test-without-docker: check
 	@$(PYTEST) $(WITHOUT_DOCKER)
 endif
 
-check: setup ## run ruff, mypy, the docstring and prose rules; check links, and that generated files are fresh
+check: setup-all ## run ruff, mypy, the docstring and prose rules; check links, and that generated files are fresh
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
@@ -97,33 +103,33 @@ check: setup ## run ruff, mypy, the docstring and prose rules; check links, and 
 	@$(BIN)/python scripts/docstrings.py
 	@$(BIN)/python scripts/prose.py
 
-test-fast: setup ## run the tests that need no Docker, without those that take five seconds or more
+test-fast: setup-all #: run the tests that need no Docker, without those that take five seconds or more
 	@$(PYTEST) $(WITHOUT_DOCKER) -m "not long"
 
-test-integration: images ## run the tests with real containers
+test-integration: setup-all images #: run the tests with real containers
 	@$(PYTEST) tests/integration
 
-conformance: setup engine ## run the same jobs through AWS's toolkit and ours, and compare
+conformance: setup-all engine #: run the same jobs through AWS's toolkit and ours, and compare
 	@$(SHOAL) build pytorch-training:2.13.0-cpu-py311-debian12 tensorflow
 	@SHOAL_CONFORMANCE_AGAIN=1 $(BIN)/pytest tests/conformance
 
 faults: IMAGE := pytorch-training:2.13.0-cpu-py311-debian12
-faults: image ## break things in real containers, and check the results in docs/reliability.md
+faults: setup-all image #: break things in real containers, and check the results in docs/reliability.md
 	@$(PYTEST) tests/faults
 
-cluster-demo: setup ## show a Slurm job of 2 nodes on this machine: the queue, the log, the result (as root)
+cluster-demo: setup-all #: show a Slurm job of 2 nodes on this machine: the queue, the log, the result (as root)
 	@$(BIN)/python -m tests.cluster.demo
 
 sagemaker: IMAGE := pytorch-training:2.13.0-cpu-py311-debian12
-sagemaker: image ## install the SageMaker SDKs, record their requests for examples/sagemaker, and run their local mode
+sagemaker: setup-all image #: install the SageMaker SDKs, record their requests for examples/sagemaker, and run their local mode
 	@$(BIN)/python tests/integration/sagemaker_requests.py
 	@SHOAL_SAGEMAKER_SDK=1 $(BIN)/pytest tests/toolkit/test_sagemaker_requests.py tests/integration/test_sagemaker_sdks.py --timeout 1800
 
-soak: images ## run the random tests for hours; SEED=<number> repeats a run
+soak: setup-all images #: run the random tests for hours; SEED=<number> repeats a run
 	@SHOAL_SOAK=1 $(if $(SEED),SHOAL_SEED=$(SEED)) $(PYTEST) tests -m soak --timeout 3600
 
 bench-faults: IMAGE := pytorch-training:2.13.0-cpu-py311-debian12
-bench-faults: image ## measure how long each fault takes to end, without other load (docs/reliability.md)
+bench-faults: setup-all image #: measure how long each fault takes to end, without other load (docs/reliability.md)
 	@$(BIN)/python benchmarks/faults.py
 
 # Not with --quiet: --strict would not see the warnings.
@@ -131,10 +137,10 @@ docs: reference .venv-docs/stamp ## write the generated pages, and build the doc
 	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict
 	@echo "open build/site/index.html"
 
-docs-serve: reference .venv-docs/stamp ## serve the documentation site on 127.0.0.1 (DOCS_PORT=8000), and rebuild it after changes
+docs-serve: reference .venv-docs/stamp #: serve the documentation site on 127.0.0.1 (DOCS_PORT=8000), and rebuild it after changes
 	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs serve --dev-addr 127.0.0.1:$(DOCS_PORT)
 
-reference: setup ## write docs/api and docs/reference from the code
+reference: setup-all #: write docs/api and docs/reference from the code
 	@$(BIN)/python scripts/api_docs.py
 	@$(BIN)/python scripts/reference.py
 
@@ -143,7 +149,7 @@ reference: setup ## write docs/api and docs/reference from the code
 	@scripts/install.sh .venv-docs requirements/docs.txt
 	@touch $@
 
-wheels: setup ## build wheels and sdists of all packages into dist/ and check them; URL=https://…: the project URL
+wheels: setup-all ## build wheels and sdists of all packages into dist/ and check them; URL=https://…: the project URL
 	@$(BIN)/python scripts/wheels.py $(if $(URL),--url $(URL))
 
 render: setup ## render the Dockerfiles from the templates
@@ -152,44 +158,55 @@ render: setup ## render the Dockerfiles from the templates
 lock: setup ## resolve the requirements of all images to lock files with hashes
 	@$(SHOAL) lock
 
-bench-launch: image ## measure how fast `train` launches, in containers of the image
+BENCHMARKS := $(shell sed -n 's/^bench-\([a-z]*\):.*\#:.*/\1/p' Makefile)
+bench: ## run a benchmark: NAME=<name>; without NAME, list them
+ifdef NAME
+ifeq ($(filter $(NAME),$(BENCHMARKS)),)
+	$(error NAME=$(NAME): choose one of: $(BENCHMARKS))
+endif
+	@$(MAKE) --no-print-directory bench-$(NAME)
+else
+	@awk -F ':.*#: ' '/^bench-[a-z]+:.*#: / { printf "  make bench NAME=%-14s %s\n", substr($$1, 7), $$2 }' $(MAKEFILE_LIST)
+endif
+
+bench-launch: setup-all image #: measure how fast `train` launches, in containers of the image
 	@$(BIN)/python benchmarks/launch.py --image $(IMAGE)
 
-bench-resume: setup ## measure restarts, elastic jobs, goodput and saves, against torchrun
+bench-resume: setup-all #: measure restarts, elastic jobs, goodput and saves, against torchrun
 	@$(BIN)/python benchmarks/resume.py
 
-bench-logs: setup ## measure logging: 1,000,000 lines through `train` against `cat`
+bench-logs: setup-all #: measure logging: 1,000,000 lines through `train` against `cat`
 	@$(BIN)/python benchmarks/logs.py
 
-bench-live: setup ## measure what the live view of `shoal run` costs the job, and the usage for report.html
+bench-live: setup-all #: measure what the live view of `shoal run` costs the job, and the usage for report.html
 	@$(BIN)/python benchmarks/live.py
 
-bench-dataparallel: setup ## measure collectives and a step on the backend smddp against gloo and MPI
+bench-dataparallel: setup-all #: measure collectives and a step on the backend smddp against gloo and MPI
 	@$(BIN)/python benchmarks/dataparallel.py
 
-bench-link: setup ## measure all_reduce between two hosts over 1 Gbit/s, smddp against gloo (needs root)
+bench-link: setup-all #: measure all_reduce between two hosts over 1 Gbit/s, smddp against gloo (needs root)
 	@$(BIN)/python benchmarks/link.py
 
-bench-members: setup ## measure what it costs that ranks accept members of the job only, on two hosts (needs root)
+bench-members: setup-all #: measure what it costs that ranks accept members of the job only, on two hosts (needs root)
 	@$(BIN)/python benchmarks/members.py
 
-bench-modelparallel: setup ## measure partitions, pipelines, calls, memory and throughput against torch
+bench-modelparallel: setup-all #: measure partitions, pipelines, calls, memory and throughput against torch
 	@$(BIN)/python benchmarks/modelparallel.py
 
 bench-tensorflow: FRAMEWORK = tensorflow
-bench-tensorflow: image ## measure the tape and collectives in the TensorFlow image, against MultiWorkerMirroredStrategy
+bench-tensorflow: setup-all image #: measure the tape and collectives in the TensorFlow image, against MultiWorkerMirroredStrategy
 	@$(BIN)/python benchmarks/tensorflow_image.py --image $(IMAGE)
 
-bench-scale: setup ## check a model of all_reduce on this machine; draw up to 2,048 ranks in docs/scaling.svg
+bench-scale: setup-all #: check a model of all_reduce on this machine; draw up to 2,048 ranks in docs/scaling.svg
 	@$(BIN)/python benchmarks/scale.py
 
-bench-cluster: setup ## launch jobs on 2 to 64 hosts of this machine, and on Slurm: time, memory, open files (as root)
+bench-cluster: setup-all #: launch jobs on 2 to 64 hosts of this machine, and on Slurm: time, memory, open files (as root)
 	@$(BIN)/python benchmarks/cluster.py
 
-bench-gpu: setup ## measure CUDA tensors on the backend smddp: NCCL, staging, AMP, overlap; exits 2 without a GPU
+bench-gpu: setup-all #: measure CUDA tensors on the backend smddp: NCCL, staging, AMP, overlap; exits 2 without a GPU
 	@$(BIN)/python benchmarks/gpu.py
 
-bench-images: image ## measure image sizes, and builds against docker build; QUICK=1: without the matrix, MATRIX=1: only the matrix
+bench-images: setup-all image #: measure image sizes, and builds against docker build; QUICK=1: without the matrix, MATRIX=1: only the matrix
 	@$(BIN)/python benchmarks/images.py --image $(IMAGE) $(if $(QUICK),--quick) $(if $(MATRIX),--matrix)
 
 clean: ## remove .venv, caches and job directories (for images: docker image rm)

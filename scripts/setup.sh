@@ -1,13 +1,23 @@
 #!/usr/bin/env bash
-# Makes .venv with our packages (editable), and with pinned packages for the tests and the local job.
+# Makes .venv with pinned packages, and with ours (editable).
+#
+#   scripts/setup.sh        `shoal`: all that images and jobs in containers need
+#   scripts/setup.sh all    also torch, the toolkit, the library and the tests: for jobs without Docker, and developers
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 python=${PYTHON:-python3}
-stamp=.venv/.shoal-setup
-wanted=$(cat requirements/dev.txt images/pyproject.toml toolkit/pyproject.toml library/pyproject.toml rehearsal/pyproject.toml rehearsal/*.pth library/native/*.[chpt]* scripts/setup.sh scripts/install.sh | sha256sum)
-if [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then exit 0; fi
 say() { echo "setup: $*" >&2; }
+digest() { cat "$@" scripts/setup.sh scripts/install.sh | sha256sum; }
+is_made() { [ "$(cat ".venv/.shoal-$1" 2>/dev/null)" = "$2" ]; }
+
+part=${1:-shoal} packages=(images) requirements=requirements/shoal.txt
+wanted=$(digest "$requirements" images/pyproject.toml)
+if [ "$part" = all ]; then
+    packages=(images toolkit library rehearsal) requirements=requirements/dev.txt
+    wanted=$(digest requirements/*.txt ./*/pyproject.toml rehearsal/*.pth library/native/*.[chpt]*)
+fi
+if is_made "$part" "$wanted"; then exit 0; fi
 
 if ! "$python" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null; then
     if command -v python3.11 >/dev/null; then
@@ -33,13 +43,15 @@ need() { # problem, package ...
     DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "$@" >/dev/null
 }
 if ! "$python" -c 'import ensurepip, venv' 2>/dev/null; then need "$python has no venv module" python3.11-venv; fi
-# Setup compiles the library's communication engine.
-if ! command -v ${CC:-cc} >/dev/null; then need "there is no C compiler" gcc libc6-dev; fi
+# The library's communication engine is compiled.
+if [ "$part" = all ] && ! command -v ${CC:-cc} >/dev/null; then need "there is no C compiler" gcc libc6-dev; fi
 
-say "making .venv with $("$python" --version)"
-"$python" -m venv .venv
-say "installing requirements/dev.txt"
-scripts/install.sh .venv requirements/dev.txt
-.venv/bin/pip install -qq --disable-pip-version-check --no-deps --no-build-isolation -e images -e toolkit -e library -e rehearsal
-echo "$wanted" >"$stamp"
+if [ ! -x .venv/bin/pip ] || ! .venv/bin/python -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))'; then
+    say "making .venv with $("$python" --version)"
+    "$python" -m venv --clear .venv
+fi
+say "installing $requirements"
+scripts/install.sh .venv "$requirements"
+.venv/bin/pip install -qq --disable-pip-version-check --no-deps --no-build-isolation "${packages[@]/#/-e./}"
+echo "$wanted" >".venv/.shoal-$part"
 say "done"

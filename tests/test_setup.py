@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import runpy
 import subprocess
+from importlib.metadata import distribution
 from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT: dict[str, Any] = runpy.run_path(str(ROOT / "scripts/uv_settings.py"))
@@ -61,3 +65,54 @@ def test_python_comes_from_uv_if_the_machine_has_another(tmp_path: Path, uv: str
     ended = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert ended.returncode
     assert ended.stderr.startswith(words)
+
+
+def test_shoal_is_set_up_with_what_it_imports_and_nothing_else() -> None:
+    """`make setup` installs requirements/shoal.txt, and the tests have the same versions."""
+    alone, everything = (
+        (ROOT / "requirements" / name).read_text().splitlines()[1:] for name in ("shoal.txt", "dev.txt")
+    )
+    assert set(alone) < set(everything)
+    needed, found = [*(distribution("shoal").requires or ())], set[str]()
+    while needed:
+        need = Requirement(needed.pop())
+        name = canonicalize_name(need.name)
+        if name in found | {"pip", "tomlkit"} or (need.marker and not need.marker.evaluate({"extra": ""})):
+            continue  # a virtual environment has pip; hatchling imports tomlkit only to edit files
+        found.add(name)
+        needed += distribution(name).requires or ()
+    assert found == {canonicalize_name(line.partition("==")[0]) for line in alone}
+
+
+def test_make_lists_a_screen_of_targets_and_all_benchmarks() -> None:
+    def run_make(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(["make", *words], cwd=ROOT, capture_output=True, text=True, check=False)
+
+    assert len(run_make("help").stdout.splitlines()) <= 15
+    makefile = (ROOT / "Makefile").read_text()
+    benchmarks = list(dict.fromkeys(re.findall(r"^bench-(\w+):", makefile, re.MULTILINE)))
+    listed = run_make("bench").stdout
+    assert [line.split()[2] for line in listed.splitlines()] == [f"NAME={name}" for name in benchmarks]
+    for name in benchmarks:
+        assert f"bench-{name}" in run_make("-n", "bench", f"NAME={name}").stdout
+    assert "NAME=foo: choose one of: " in run_make("bench", "NAME=foo").stderr
+    for part in ("fast", "integration", "conformance", "faults", "soak"):
+        assert "pytest" in run_make("-n", "test", f"PART={part}").stdout
+    assert "PART=foo: choose one of: " in run_make("test", "PART=foo").stderr
+
+
+def test_examples_write_only_where_git_ignores_it() -> None:
+    """In the checkout and in the example's directory, from which users start them."""
+    scripts = [path for path in ROOT.glob("examples/*/*.py") if "SM_MODEL_DIR" in path.read_text()]
+    defaults = re.compile(r'"SM_(?:MODEL|OUTPUT_DATA)_DIR", "(\w+)"|BASE_DIR.*/?(checkpoints)"')
+    written = {
+        (path.parent / name, name)
+        for path in scripts
+        for names in defaults.findall(path.read_text())
+        for name in names
+        if name
+    }
+    assert len(written) >= 10
+    places = [place for directory, name in written for place in (f"{directory}/x", f"{ROOT / name}/x")]
+    ignored = subprocess.run(["git", "check-ignore", *places], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert set(ignored.stdout.splitlines()) == set(places)

@@ -120,7 +120,7 @@ def test_the_sdist_has_the_definitions_of_the_checkout(dist: Path, project: Proj
     assert files.pop(provenance.REVISION, b"").decode().strip() == provenance.find_revision(project.root)
     wanted = tracked(project, "buildspec.yml", "dockerfiles", "library", "rehearsal", "toolkit")
     wanted |= {".gitignore", "LICENSE", "images/README.md", "images/pyproject.toml"}
-    wanted |= {"requirements/dev.txt", "scripts/engine.sh"}
+    wanted |= {"requirements/shoal.txt", "scripts/engine.sh"}
     assert files == {name: (project.root / name).read_bytes() for name in wanted}
 
 

@@ -115,13 +115,13 @@ def _add_system(
 def add_shoal(scratch_parent: Path, target: Path) -> None:
     """Add the wheels of `shoal` and its dependencies, for hosts with this Python and processor but no network.
 
-    The wheel of `shoal` has the image definitions that it comes with. Versions are pinned as for the project's tests,
-    if they are pinned there. Like `build_wheel`, it sets variables of this process, and changes its working directory
-    meanwhile. Raises `BuildError` with pip's words, or `DiskError`.
+    The wheel of `shoal` has the image definitions that it comes with. Versions are pinned as in a checkout. Like
+    `build_wheel`, it sets variables of this process, and changes its working directory meanwhile. Raises `BuildError`
+    with pip's words, or `DiskError`.
     """
     target.mkdir(parents=True, exist_ok=True)
     shipped = find_shipped()
-    pinned = shipped.root / "requirements" / "dev.txt"
+    pinned = shipped.root / "requirements" / "shoal.txt"
     constraint = [f"--constraint={pinned}"] if pinned.is_file() else []
     with _scratch(scratch_parent) as scratch:
         (scratch / "own").mkdir()

@@ -17,6 +17,7 @@ import docker.errors
 import pydantic
 import requests
 import typer
+import typer.core
 import urllib3.exceptions
 from rich.console import Console
 
@@ -29,16 +30,29 @@ from shoal.docker_client import images as docker_images
 from shoal.errors import DockerError, ShoalError, UsageError, convert_os_error
 from shoal.matrix import project, spec
 
+EVERY_DAY, BUILD, RUN, INSPECT, SET_UP = "Every day", "Build images", "Run jobs", "Inspect images", "Set up"
+"""The panels of `shoal --help`."""
+_FIRST = ("run", "build", "list", "ps", "logs", "stop", "shell", "report", "new", "doctor")
+"""The commands of every day, in their order."""
+
+
+class _Commands(typer.core.TyperGroup):
+    """The commands, those of every day first."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        others = [name for name in super().list_commands(ctx) if name not in _FIRST]
+        return [*(name for name in _FIRST if name in self.commands), *others]
+
+
 app = typer.Typer(
+    cls=_Commands,
     help="Build training images, run jobs, inspect results.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-BUILD, RUN, INSPECT, SET_UP = "Build images", "Run jobs", "Inspect images", "Get started"
-"""The panels of `shoal --help`."""
 _REPORT_HELP = "Compare the reports of jobs. The report of one job is report.html in its directory."
 reports = typer.Typer(help=_REPORT_HELP, no_args_is_help=True)
-app.add_typer(reports, name="report", rich_help_panel=RUN)
+app.add_typer(reports, name="report", rich_help_panel=EVERY_DAY)
 
 EXPECTED = (ShoalError, docker.errors.DockerException, requests.RequestException, urllib3.exceptions.HTTPError)
 """Errors that a user can act on. After one, `build` and `push` continue with the next image."""

@@ -14,6 +14,7 @@ from shoal import docker_client
 from shoal.builds import builder, listing, noop_cache, push
 from shoal.commands.common import (
     BUILD,
+    EVERY_DAY,
     EXPECTED,
     AsJson,
     EveryImage,
@@ -36,7 +37,7 @@ from shoal.matrix import project, spec
 from shoal.sources import render
 
 
-@app.command("list", rich_help_panel=BUILD, epilog="More: docs/build.md")
+@app.command("list", rich_help_panel=EVERY_DAY, epilog="More: docs/build.md")
 def list_images(images: Images = None, skip: Skip = None, as_json: AsJson = False) -> None:
     """List the images of buildspec.yml, and show which are built.
 
@@ -96,7 +97,7 @@ def _print_plans(here: project.Project, matrix: spec.BuildSpec, chosen: list[spe
         print_lines(str(plan) for plan in plans)
 
 
-@app.command("build", rich_help_panel=BUILD, epilog="More: docs/build.md")
+@app.command("build", rich_help_panel=EVERY_DAY, epilog="More: docs/build.md")
 def build_images(
     context: typer.Context,
     images: NamedImages = None,

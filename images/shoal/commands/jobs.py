@@ -21,6 +21,7 @@ from shoal import docker_client
 from shoal.builds import builder
 from shoal.commands import job_reports
 from shoal.commands.common import (
+    EVERY_DAY,
     RUN,
     AsJson,
     Image,
@@ -293,7 +294,7 @@ def _parse_hosts(text: str) -> dict[str, int]:
     return {"hosts": numbers[-1], "min_hosts": numbers[0] if colon else 0}
 
 
-@app.command("run", rich_help_panel=RUN, epilog="More: docs/resume.md", cls=ScriptCommand)
+@app.command("run", rich_help_panel=EVERY_DAY, epilog="More: docs/resume.md", cls=ScriptCommand)
 @takes_fields_of(RunOptions)
 def run_job(options: RunOptions) -> None:
     """Run a training job, and exit with its exit code.

@@ -11,6 +11,7 @@ import typer
 from shoal.clean_text import print_log_line
 from shoal.commands import completion
 from shoal.commands.common import (
+    EVERY_DAY,
     RUN,
     AsJson,
     app,
@@ -38,7 +39,7 @@ Job = Annotated[str, typer.Argument(metavar="JOB", help=_JOB_HELP, autocompletio
 Host = Annotated[str | None, typer.Option("--host", metavar="NAME", help="Host, such as algo-2. Default: the first.")]
 
 
-@app.command("ps", rich_help_panel=RUN, epilog="More: docs/background-jobs.md")
+@app.command("ps", rich_help_panel=EVERY_DAY, epilog="More: docs/background-jobs.md")
 def list_jobs(
     every: Annotated[bool, typer.Option("--all", "-a", help="All ended jobs too. Default: the last 20.")] = False,
     as_json: AsJson = False,
@@ -71,7 +72,7 @@ def _describe_row(job: KnownJob) -> list[str]:
     return [job.name, job.state, code, image, str(own.request.hosts), started, elapsed, str(job.directory)]
 
 
-@app.command("logs", rich_help_panel=RUN, epilog="More: docs/background-jobs.md")
+@app.command("logs", rich_help_panel=EVERY_DAY, epilog="More: docs/background-jobs.md")
 def print_logs(
     name: Job,
     follow: Annotated[
@@ -115,7 +116,7 @@ def _describe_state(job: KnownJob) -> str:
     return f"{job.name}: {state}. Files: {job.directory}" + (f" ({written})" if written else "")
 
 
-@app.command("stop", rich_help_panel=RUN, epilog="More: docs/background-jobs.md")
+@app.command("stop", rich_help_panel=EVERY_DAY, epilog="More: docs/background-jobs.md")
 def stop_job(name: Job, as_json: AsJson = False) -> None:
     """Stop a job as Ctrl-C does in its terminal, and wait for its end: its files and checkpoints are collected.
 
@@ -154,7 +155,7 @@ def run_command(
     raise typer.Exit(inside.run_in_host(find_running_job(name), host, command))
 
 
-@app.command("shell", rich_help_panel=RUN, epilog="More: docs/background-jobs.md")
+@app.command("shell", rich_help_panel=EVERY_DAY, epilog="More: docs/background-jobs.md")
 def open_shell(
     name: Annotated[
         str,

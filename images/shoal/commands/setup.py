@@ -8,12 +8,12 @@ from typing import Annotated
 import typer
 
 from shoal import doctor, scaffold, trust
-from shoal.commands.common import SET_UP, AsJson, app, open_project, print_json, print_written
+from shoal.commands.common import EVERY_DAY, SET_UP, AsJson, app, open_project, print_json, print_written
 from shoal.console import print_line, print_lines
 from shoal.errors import UsageError
 
 
-@app.command("doctor", rich_help_panel=SET_UP, epilog="More: docs/install.md")
+@app.command("doctor", rich_help_panel=EVERY_DAY, epilog="More: docs/install.md")
 def check_machine(
     fix: Annotated[
         bool, typer.Option("--fix", help="Fix what can be fixed: start Docker if it does not answer.")
@@ -37,7 +37,7 @@ def check_machine(
     doctor.raise_failures(findings)
 
 
-@app.command("new", rich_help_panel=SET_UP, epilog="More: docs/recipes.md")
+@app.command("new", rich_help_panel=EVERY_DAY, epilog="More: docs/recipes.md")
 def create_project(
     directory: Annotated[Path, typer.Argument(help="Directory to create. Its name becomes the image's name.")],
     image: Annotated[str, typer.Option(help="Base image: a tag, or a framework from buildspec.yml.")] = "pytorch",

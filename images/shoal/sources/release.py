@@ -12,7 +12,7 @@ from shoal.sources import packages, provenance
 PUBLISHED = ("images", *packages.PACKAGES)
 """The packages that `make wheels` builds: directories of the checkout."""
 _SHOAL = ("images/pyproject.toml", "images/README.md")
-_BUNDLE = ("LICENSE", "requirements/dev.txt", *_SHOAL)
+_BUNDLE = ("LICENSE", "requirements/shoal.txt", *_SHOAL)
 """With these, an installed `shoal bundle` makes a wheel of `shoal`."""
 _DEFINITIONS = (".gitignore", "buildspec.yml", "dockerfiles", "scripts/engine.sh", *packages.PACKAGES)
 

@@ -252,7 +252,7 @@ def test_a_success_stays_one_whatever_the_script_leaves(
         assert "the checkpoints were not collected: checkpoints/huge: it has 8,796,093,022,208 bytes" in result.stdout
         assert len(left) == 1
         (source / "train.py").write_text("import pathlib; pathlib.Path('/opt/ml/checkpoints/huge').unlink()")
-        again = [SHOAL, "run", "--resume", directory.name, "--output", directory.parent]
+        again: list[str | Path] = [SHOAL, "run", "--resume", directory.name, "--output", directory.parent]
         resumed = subprocess.run(again, cwd=ROOT, capture_output=True, text=True, check=False)
         assert resumed.returncode == 0, resumed.stdout + resumed.stderr
         assert job_objects(client, source.name) == set()

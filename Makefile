@@ -70,7 +70,7 @@ $(error PART=$(PART): choose one of: $(PARTS))
 endif
 test: $(or $(filter test-$(PART),test-fast test-integration),$(PART))
 else ifdef CHANGED
-test: check ## run all checks and tests; CHANGED=1: those that a change affects; PART=fast|integration|…
+test: check ## run all checks and tests; CHANGED=1 or PART=fast|integration|…: some of them
 	@files=$$($(BIN)/python scripts/affected.py $(CHANGED)) || exit; \
 	if [ -z "$$files" ]; then echo "no test depends on what has changed"; exit; fi; \
 	if grep -qE '^tests/(integration|conformance|faults)/' <<<"$$files"; then $(MAKE) --no-print-directory images || exit; fi; \

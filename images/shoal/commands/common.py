@@ -37,7 +37,7 @@ _FIRST = ("run", "build", "list", "ps", "logs", "stop", "shell", "report", "new"
 
 
 class _Commands(typer.core.TyperGroup):
-    """The commands, those of every day first."""
+    """The commands of every day, then the others."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         others = [name for name in super().list_commands(ctx) if name not in _FIRST]

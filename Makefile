@@ -26,7 +26,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # One for all checkouts: mypy compares digests. The first run takes half a minute of a core.
 export MYPY_CACHE_DIR ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/shoal-tests/mypy
 
-.PHONY: all-tests bench check-and-test-without-docker help setup setup-all doctor engine known-image image images train test test-fast test-integration conformance faults sagemaker soak cluster-demo check docs docs-serve reference wheels render lock bench-faults bench-launch bench-logs bench-live bench-resume bench-dataparallel bench-link bench-members bench-scale bench-cluster bench-gpu bench-modelparallel bench-tensorflow bench-images clean
+.PHONY: all-tests bench bench-start check-and-test-without-docker help setup setup-all doctor engine known-image image images train test test-fast test-integration conformance faults sagemaker soak cluster-demo check docs docs-serve reference wheels render lock bench-faults bench-launch bench-logs bench-live bench-resume bench-dataparallel bench-link bench-members bench-scale bench-cluster bench-gpu bench-modelparallel bench-tensorflow bench-images clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -168,6 +168,9 @@ endif
 else
 	@awk -F ':.*#: ' '/^bench-[a-z]+:.*#: / { printf "  make bench NAME=%-14s %s\n", substr($$1, 7), $$2 }' $(MAKEFILE_LIST)
 endif
+
+bench-start: #: measure README's first job, from a new clone to the trained model (without .venv)
+	@python3 benchmarks/start.py
 
 bench-launch: setup-all image #: measure how fast `train` launches, in containers of the image
 	@$(BIN)/python benchmarks/launch.py --image $(IMAGE)

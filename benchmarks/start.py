@@ -1,7 +1,7 @@
 """From a checkout to a trained model: `make bench NAME=start` runs README's first two commands in a new clone.
 
-The time is that of a bare machine only if this one has no Docker, no image of Shoal and no cache of builds: the command
-prints what it has. `--fresh` removes the image first, but neither Docker, its cache nor pip's.
+A bare machine has no Docker, no image of Shoal and no cache of builds. The command prints which of these this one has.
+`--fresh` removes the image first, but neither Docker, its cache nor pip's.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def describe_docker() -> str:
     """Say which parts of a bare machine's work are done already."""
     if not shutil.which("docker"):
         return "no Docker"
-    listed = ("docker", "image", "ls", "--quiet", "--filter", "reference=*-training", "--filter", "reference=shoal-base")
+    listed = ("docker", "image", "ls", "--quiet", "--filter", "reference=*-training")
     found = subprocess.run(listed, check=False, capture_output=True, text=True).stdout.split()
     return f"Docker is installed, with {len(found)} images of Shoal"
 

@@ -318,6 +318,16 @@ def groups_report_collectives_and_split() -> None:
     assert hasattr(dist, "split_group")
 
 
+@shows("docs/clusters.md", "by torchrun's names", HERE)
+def torchrun_reads_these_variables() -> None:
+    from torch.distributed.run import get_args_parser
+
+    for name, option in (("PET_NNODES", "nnodes"), ("PET_NODE_RANK", "node_rank"), ("PET_MASTER_ADDR", "master_addr")):
+        os.environ[name] = "7"
+        assert str(get_args_parser().get_default(option)) == "7"
+        del os.environ[name]
+
+
 @shows("docs/decisions/one-lifecycle.md", "With torch 2.0.1, torchrun checks every 5 s", OLD_PYTORCH)
 def torchrun_of_old_torch_checks_every_five_seconds() -> None:
     from torch.distributed.run import get_args_parser
@@ -584,7 +594,22 @@ def sagemakers_failure_reason_has_1024_characters() -> None:
     assert model["shapes"]["FailureReason"]["max"] == 1024
 
 
-@shows("docs/libraries.md", "multiplies the loss by the number of ranks if `forward` has `**kwargs`", HERE)
+@shows("docs/libraries.md", "| transformers 5.23 `Trainer`", HERE)
+@shows("docs/libraries.md", "| accelerate 1.15 |", HERE)
+@shows("docs/libraries.md", "| Lightning 2.6.6 |", HERE)
+@shows("docs/libraries.md", "| DeepSpeed 0.19.8,", HERE)
+def everyday_libraries_are_tested_in_these_versions() -> None:
+    assert importlib.metadata.version("transformers").startswith("5.23.")
+    assert importlib.metadata.version("accelerate").startswith("1.15.")
+    file = Path(__file__).parents[1] / "integration" / "everyday" / "requirements.txt"
+    assert file.read_text().split() == ["lightning==2.6.6", "deepspeed==0.19.8"]
+
+
+@shows(
+    "docs/libraries.md",
+    "transformers 5.23 multiplies the loss by the number of ranks if `forward` has `**kwargs`",
+    HERE,
+)
 def the_trainer_multiplies_the_loss() -> None:
     assert importlib.metadata.version("transformers").startswith("5.")
     found = importlib.util.find_spec("transformers")  # an import takes seconds

@@ -1,12 +1,14 @@
 """How fast `train` launches, against the stock toolkit in an image of its own: `make bench-launch`.
 
-The scripts do nothing. Figures are medians of the rounds, with the exceptions below:
+The scripts do nothing. A figure is the median of its rounds. `rounds` and `range` behind it are their number, the least
+and the most:
 
 - `train-noop`: the command `train` from its start to its end, in a container that runs already;
 - `launch-1host-2ranks`, `launch-2hosts-1rank`: MPI jobs, as SageMaker starts them. Time is from the start of the last
   container until all have ended (State.StartedAt and FinishedAt). Docker's work on containers and networks does not
   count. `with-engine` counts it, from the request to start the first container. `against-floor` compares with `mpirun`
-  alone in one container. `until-first-rank` is `launch_seconds` of our output/job.json;
+  alone in one container. `until-first-rank` is `launch_seconds` of our output/job.json. `without-sleep` subtracts
+  the stock toolkit's fixed sleep after the training. The length of the sleep is read from its source in the image;
 - `rank-failure-2hosts`: from the moment in which a rank fails until both containers have ended;
 - `rank-with-ddp`: the processor time of a rank that imports torch and Dynamo, as DistributedDataParallel does, and
   ends. The rival is the same rank with SHOAL_FAST_IMPORTS=0;
@@ -14,10 +16,10 @@ The scripts do nothing. Figures are medians of the rounds, with the exceptions b
 - `installed-size`: the files of our toolkit, and of the stock one with all that it requires, Python and the framework
   aside. The packages for code on S3 (boto3) are a row of their own.
 
-The stock toolkit runs without a framework toolkit, which would import its framework first. It sleeps for half a minute
-after each MPI job: those jobs run three times, beside each other while nothing else is measured. Its workers miss a job
-that is shorter than a second, so on two hosts its script takes two, which are subtracted. Its rank failure is measured
-once.
+The stock toolkit runs without a framework toolkit, which would import its framework first. Because of its sleep, its
+MPI jobs run three times, beside each other while nothing else is measured. Its workers miss a job that is shorter than
+a second, so on two hosts its script takes two, which are subtracted. Its rank failure, memory and sizes are measured
+once: `rival_rounds=1`.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ import tempfile
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +43,8 @@ from report import Figure, finish, make_parser, print_machine
 from shoal.matrix import project
 from shoal.matrix.spec import load
 
+Rounds = dict[str, list[float]]
+"""The values of each figure."""
 ROUNDS = 10
 STOCK_ROUNDS = 3
 ORACLE = Path(__file__).resolve().parents[1] / "tests" / "conformance" / "oracle.py"
@@ -88,6 +93,14 @@ for _ in range(int(sys.argv[2]) + 1):
     subprocess.run([sys.executable, "-c", "import torch, torch._dynamo"], check=True, env=rank)
     print(seconds() - before)
 """
+# Runs in a container: the seconds that the stock toolkit sleeps after each MPI job, on the first host.
+SLEEP = """\
+import ast, inspect, textwrap
+from sagemaker_training import mpi
+(run,) = ast.parse(textwrap.dedent(inspect.getsource(mpi.MasterRunner.run))).body
+sleeps = [step.value for step in run.body if isinstance(step, ast.Expr) and isinstance(step.value, ast.Call)]
+print(sum(call.args[0].value for call in sleeps if ast.unparse(call.func) == "time.sleep"))
+"""
 # Runs in a container: the bytes of a distribution and of all that it requires.
 SIZES = """\
 import importlib.metadata as metadata, json, pathlib, re, sys
@@ -118,32 +131,45 @@ def main(arguments: Sequence[str]) -> int:
     ours, rounds = resolve(options.image), options.rounds
     stock = oracle(ours)
     print_machine()
-    print(f"Docker: {client.version()['Version']}, image: {ours}, stock: {stock}, rounds: {rounds} (medians)")
+    print(f"Docker: {client.version()['Version']}, image: {ours}, stock: {stock}, rounds: {rounds}")
     with ThreadPoolExecutor(4) as pool:
         theirs = measure_stock(client, stock, pool, rounds)
     return finish(figures(theirs, measure_ours(client, ours, rounds)))
 
 
-def figures(stock: dict[str, float], ours: dict[str, float]) -> Iterable[Figure]:
+def figures(stock: Rounds, ours: Rounds) -> Iterable[Figure]:
     """Return a figure for each row, with its goal."""
 
-    def against_stock(name: str, unit: str, goal: float, ceiling: float | None = None) -> Figure:
-        return Figure(name, ours[name], unit, goal, stock[name], "stock", ceiling)
+    def figure(
+        name: str,
+        unit: str = "s",
+        goal: float | None = None,
+        rival: Sequence[float] = (),
+        rival_name: str = "stock",
+        ceiling: float | None = None,
+    ) -> Figure:
+        between = statistics.median(rival) if rival else None
+        return Figure(name, statistics.median(ours[name]), unit, goal, between, rival_name, ceiling, ours[name], rival)
 
-    yield against_stock("train-noop", "s", 0.060, ceiling=1 / 7)
-    yield against_stock("launch-1host-2ranks", "s", 0.4)
-    yield against_stock("launch-2hosts-1rank", "s", 1.5)
-    yield against_stock("rank-failure-2hosts", "s", 3)
-    yield against_stock("launcher-memory", "MB", 20)
-    yield against_stock("installed-size", "MB", 1)
-    usual = ours["rank-with-ddp-usual"]
-    yield Figure("rank-with-ddp", ours["rank-with-ddp"], "s", None, usual, "SHOAL_FAST_IMPORTS=0", ceiling=0.8)
-    floor = ours["bare-mpirun"]
-    yield Figure("launch-1host-2ranks-against-floor", ours["launch-1host-2ranks"], "s", None, floor, "bare-mpirun")
+    yield figure("train-noop", "s", 0.060, stock["train-noop"], ceiling=1 / 7)
+    (sleep,) = stock["sleep"]
+    for name, goal in (("launch-1host-2ranks", 0.4), ("launch-2hosts-1rank", 1.5)):
+        yield figure(name, "s", goal, stock[name])
+        awake = [seconds - sleep for seconds in stock[name]]
+        yield replace(figure(name, "s", None, awake, "stock-without-sleep"), name=f"{name}-without-sleep")
+    for name, unit, goal in (
+        ("rank-failure-2hosts", "s", 3),
+        ("launcher-memory", "MB", 20),
+        ("installed-size", "MB", 1),
+    ):
+        yield figure(name, unit, goal, stock[name])
+    yield figure("rank-with-ddp", rival=ours["rank-with-ddp-usual"], rival_name="SHOAL_FAST_IMPORTS=0", ceiling=0.8)
+    floor = figure("launch-1host-2ranks", rival=ours["bare-mpirun"], rival_name="bare-mpirun")
+    yield replace(floor, name="launch-1host-2ranks-against-floor")
     for name in ("launch-1host-2ranks", "launch-2hosts-1rank"):
-        yield Figure(f"{name}-with-engine", ours[f"{name}-with-engine"], "s")
-        yield Figure(f"{name}-until-first-rank", ours[f"{name}-until-first-rank"], "s")
-    yield Figure("installed-size-of-boto3", ours["boto3"], "MB")
+        yield figure(f"{name}-with-engine")
+        yield figure(f"{name}-until-first-rank")
+    yield figure("installed-size-of-boto3", "MB")
 
 
 def resolve(name: str) -> str:
@@ -157,52 +183,43 @@ def oracle(image: str) -> str:
     return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
 
 
-def measure_stock(client: Any, image: str, pool: ThreadPoolExecutor, rounds: int) -> dict[str, float]:
+def measure_stock(client: Any, image: str, pool: ThreadPoolExecutor, rounds: int) -> Rounds:
     """Measure the stock toolkit. Figures that need the whole machine come first."""
-    figures = {
-        "train-noop": median("train-noop", "stock", commands(client, image, TIMES, rounds)),
-        "installed-size": installed(client, image, "sagemaker-training"),
+    found: Rounds = {
+        "train-noop": commands(client, image, TIMES, rounds),
+        "installed-size": [installed(client, image, "sagemaker-training")],
+        "sleep": [float(client.containers.run(image, ["python", "-c", SLEEP], remove=True))],
     }
     failing = pool.submit(failure, image)
     memory = pool.submit(peak, image)
-    spans: dict[str, list[float]] = {}
     for _ in range(STOCK_ROUNDS):
         one = pool.submit(job, Job(image, NOTHING, ranks=2))
         two = pool.submit(job, Job(image, TWO_SECONDS, hosts=2, ranks=1))
-        for name, future in (("launch-1host-2ranks", one), ("launch-2hosts-1rank", two)):
-            spans.setdefault(name, []).append(future.result().span)
-    figures |= {name: median(name, "stock", values) for name, values in spans.items()}
-    figures["launch-2hosts-1rank"] -= STOCK_SECONDS
-    return figures | {"rank-failure-2hosts": failing.result(), "launcher-memory": memory.result()}
+        found.setdefault("launch-1host-2ranks", []).append(one.result().span)
+        found.setdefault("launch-2hosts-1rank", []).append(two.result().span - STOCK_SECONDS)
+    return found | {"rank-failure-2hosts": [failing.result()], "launcher-memory": [memory.result()]}
 
 
-def measure_ours(client: Any, image: str, rounds: int) -> dict[str, float]:
+def measure_ours(client: Any, image: str, rounds: int) -> Rounds:
     """Measure our toolkit, one job after the other."""
-    figures = {
-        "train-noop": median("train-noop", "ours", commands(client, image, TIMES, rounds)),
-        "rank-with-ddp": median("rank-with-ddp", "ours", commands(client, image, RANKS, 1, rounds)),
-        "rank-with-ddp-usual": median("rank-with-ddp", "usual", commands(client, image, RANKS, 0, rounds)),
-        "installed-size": installed(client, image, "shoal-toolkit"),
-        "boto3": installed(client, image, "boto3"),
-        "launcher-memory": peak(image),
+    found: Rounds = {
+        "train-noop": commands(client, image, TIMES, rounds),
+        "rank-with-ddp": commands(client, image, RANKS, 1, rounds),
+        "rank-with-ddp-usual": commands(client, image, RANKS, 0, rounds),
+        "installed-size": [installed(client, image, "shoal-toolkit")],
+        "installed-size-of-boto3": [installed(client, image, "boto3")],
+        "launcher-memory": [peak(image)],
     }
-    values: dict[str, list[float]] = {}
     for _ in range(rounds):
-        values.setdefault("bare-mpirun", []).append(bare(client, image))
-        values.setdefault("rank-failure-2hosts", []).append(failure(image))
+        found.setdefault("bare-mpirun", []).append(bare(client, image))
+        found.setdefault("rank-failure-2hosts", []).append(failure(image))
         for name, hosts, ranks in (("launch-1host-2ranks", 1, 2), ("launch-2hosts-1rank", 2, 1)):
             ran = job(Job(image, NOTHING, hosts, ranks))
-            values.setdefault(name, []).append(ran.span)
-            values.setdefault(f"{name}-with-engine", []).append(max(ran.finished) - ran.requested)
+            found.setdefault(name, []).append(ran.span)
+            found.setdefault(f"{name}-with-engine", []).append(max(ran.finished) - ran.requested)
             first_rank = float(ran.reports[0]["launch_seconds"])
-            values.setdefault(f"{name}-until-first-rank", []).append(first_rank)
-    return figures | {name: median(name, "ours", measured) for name, measured in values.items()}
-
-
-def median(name: str, side: str, values: Sequence[float]) -> float:
-    """Print the spread and return the median."""
-    print(f"{name} ({side}): {min(values):.3f} .. {max(values):.3f} s, {len(values)} rounds", flush=True)
-    return statistics.median(values)
+            found.setdefault(f"{name}-until-first-rank", []).append(first_rank)
+    return found
 
 
 def job(described: Job) -> Ran:

@@ -1,6 +1,6 @@
 """Draws the pictures of README.md and docs/benchmarks.md into docs/pictures, from recorded results.
 
-Times and total sizes are the figures in docs/benchmarks.md. Two options first measure something, and write it to
+Times and the total size are the figures in docs/benchmarks.md. Two options first measure something, and write it to
 benchmarks/data: `--parts IMAGE` the parts of an image, `--job IMAGE` a job of 2 hosts × 2 ranks. Docker must have the
 images.
 """
@@ -13,7 +13,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import log10
 from pathlib import Path
 from typing import Any
@@ -36,9 +36,10 @@ COLORS = """
   .ours { fill: #0b6bcb } .rival { fill: #9aa5b1 } .p0 { fill: #76b900 } .p1 { fill: #ee4c2c } .p2 { fill: #a33ea1 }
   .p3 { fill: #d08a00 } .p4 { fill: #0b6bcb } .bold { font-weight: 600 }
   .loss { fill: none; stroke: #b4540a; stroke-width: 2.5 }
+  .sleep { fill: #9aa5b1; fill-opacity: .2; stroke: #9aa5b1; stroke-dasharray: 4 3 }
   @media (prefers-color-scheme: dark) {
     .ours { fill: #58a6ff } .rival { fill: #6b7783 } .p0 { fill: #8fce24 } .p1 { fill: #ff7b5e } .p2 { fill: #d98ad7 }
-    .p3 { fill: #f0b43c } .p4 { fill: #58a6ff } .loss { stroke: #f0a35e }
+    .p3 { fill: #f0b43c } .p4 { fill: #58a6ff } .loss { stroke: #f0a35e } .sleep { fill: #6b7783; stroke: #6b7783 }
   }"""
 _PARTS = """
 import collections, importlib.metadata, os
@@ -121,13 +122,15 @@ def draw_times(figures: str) -> str:
     """Draw the times of launches and of a failure, on a logarithmic axis. figures: docs/benchmarks.md."""
 
     def x(seconds: float) -> float:
-        return LEFT + (RIGHT - LEFT - 70) * (log10(seconds) + 2) / (log10(300) + 2)  # from 0.01 to 300 s
+        return LEFT + (RIGHT - LEFT - 210) * (log10(seconds) + 2) / (log10(300) + 2)  # from 0.01 to 300 s
 
     top, row = 74, 66
     bottom = top + row * len(TIMES)
     parts = [
         text(LEFT, 34, "Start and failure times", "title"),
-        *_legend(56, ("ours", "Shoal"), ("rival", "sagemaker-training")),
+        *_legend(
+            56, ("ours", "Shoal"), ("rival", "sagemaker-training"), ("sleep", "its fixed sleep after the training")
+        ),
     ]
     for power in range(-2, 3):
         at = x(10.0**power)
@@ -135,54 +138,56 @@ def draw_times(figures: str) -> str:
         parts.append(text(at, bottom + 18, f"{10.0**power:g} s", "quiet", "middle" if power > -2 else "start"))
     for number, (beginning, title) in enumerate(TIMES.items()):
         height = top + row * number
+        _, ours, rival, *_ = read_row(figures, beginning)
         parts.append(text(LEFT, height + 16, title, "bold"))
-        for kind, cell, lower in zip(("ours", "rival"), read_row(figures, beginning)[1:], (22, 40)):
-            seconds = re.match(r"[\d.]+", cell)
-            assert seconds, cell
-            parts += _bar(kind, LEFT, x(float(seconds[0])), height + lower, 16)
-            label = f"{seconds[0]} s" + (", and one host reports success" if "false success" in cell else "")
-            inside = x(float(seconds[0])) > RIGHT - 260 and len(label) > 10
-            at = x(float(seconds[0])) + (-8 if inside else 8)
-            parts.append(text(at, height + lower + 13, label, "inside" if inside else "", "end" if inside else "start"))
-    parts.append(text(LEFT, bottom + 44, "Logarithmic axis. Medians; machine and command: docs/benchmarks.md", "quiet"))
+        parts += _bar("ours", LEFT, x(_seconds(ours)), height + 22, 16)
+        parts.append(text(x(_seconds(ours)) + 8, height + 35, f"{_seconds(ours):g} s"))
+        parts += _draw_rival(rival, x, height + 40)
+    caption = (
+        "Logarithmic axis. × compares with Shoal. Medians, except the time measured once. Machine: docs/benchmarks.md"
+    )
+    parts.append(text(LEFT, bottom + 44, caption, "quiet"))
     return _svg(bottom + 60, "Start and failure times of Shoal and sagemaker-training", parts)
 
 
+def _draw_rival(cell: str, x: Callable[[float], float], height: float) -> list[str]:
+    """Draw the rival's bar with the cell's words. The part of a fixed sleep looks different."""
+    total, awake = _seconds(cell), re.search(r"([\d.]+) s without the sleep", cell)
+    end = x(total)
+    between = x(float(awake[1])) if awake else end
+    parts = _bar("rival", LEFT, between, height, 16)
+    if awake:
+        parts += _bar("sleep", between, end, height, 16)
+        parts.append(
+            text((between + end) / 2, height + 13, f"sleep: {total - float(awake[1]):.0f} s", "quiet", "middle")
+        )
+    inside = end + 8 + 6.6 * len(cell) > WIDTH
+    place, anchor, kind = (end - 8, "end", "inside") if inside else (end + 8, "start", "")
+    return [*parts, text(place, height + 13, cell, kind, anchor)]
+
+
+def _seconds(cell: str) -> float:
+    found = re.match(r"([\d.]+) s", cell)
+    assert found, cell
+    return float(found[1])
+
+
 def draw_size(figures: str, recorded: dict[str, Any]) -> str:
-    """Draw the parts of the image for CUDA, and the size of AWS's image beside it."""
-    ours, rival = (_read_mib(read_row(figures, row)[place]) for row, place in _SIZES)
-    scale = (RIGHT - LEFT) / rival
+    """Draw the parts of the image for CUDA."""
+    found = re.search(r"([\d,]+) MiB", read_row(figures, "the image, uncompressed")[1])
+    assert found
+    title = f"The image for PyTorch 2.0.1 with CUDA 11: {found[1]} MiB"
     whole = sum(recorded["parts"].values())
-    parts = [text(LEFT, 34, "Size of the image for PyTorch 2.0.1 with CUDA 11", "title")]
-    parts.append(text(LEFT, 68, f"Shoal: {ours:,} MiB", "bold"))
+    parts = [text(LEFT, 34, title, "title")]
     at, legend = float(LEFT), []
     for number, (name, size) in enumerate(sorted(recorded["parts"].items(), key=lambda item: -item[1])):
-        width = ours * scale * size / whole
-        parts += _bar(f"p{number}", at, at + width, 78, 34)
+        width = (RIGHT - LEFT) * size / whole
+        parts += _bar(f"p{number}", at, at + width, 52, 34)
         legend.append((f"p{number}", f"{name.replace('nvidia', 'CUDA wheels')}: {100 * size / whole:.0f} %"))
         at += width
-    parts += _legend(134, *legend)
-    parts.append(text(LEFT, 182, f"AWS Deep Learning Container: {rival:,} MiB", "bold"))
-    parts += _bar("rival", LEFT, RIGHT, 192, 34)
-    parts.append(
-        text(
-            LEFT,
-            254,
-            "Uncompressed. AWS's size is from the log of a build. Machine and command: docs/benchmarks.md",
-            "quiet",
-        )
-    )
-    return _svg(270, f"{ours:,} MiB for Shoal's image, {rival:,} MiB for AWS's", parts)
-
-
-_SIZES = (("the image, uncompressed", 1), ("the same, compared with AWS's image of", 0))
-
-
-def _read_mib(cell: str) -> int:
-    """Return the first size in a cell, in MiB."""
-    found = re.search(r"([\d,]+) MiB", cell)
-    assert found, cell
-    return int(found[1].replace(",", ""))
+    parts += _legend(108, *legend)
+    parts.append(text(LEFT, 140, "Uncompressed. Machine and command: docs/benchmarks.md", "quiet"))
+    return _svg(156, title, parts)
 
 
 def draw_job(job: dict[str, Any]) -> str:

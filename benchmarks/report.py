@@ -6,7 +6,7 @@ import argparse
 import os
 import platform
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +19,7 @@ class Figure:
     """A measured figure, smaller is better.
 
     `goal` bounds `ours`; with a `rival`, `ceiling` bounds ours ÷ rival. A figure without a bound is information.
+    `rounds` and `rival_rounds` are the values of which the figures are medians, and are printed as a range.
     """
 
     name: str
@@ -28,6 +29,8 @@ class Figure:
     rival: float | None = None
     rival_name: str = "rival"
     ceiling: float | None = None
+    rounds: Sequence[float] = ()
+    rival_rounds: Sequence[float] = ()
 
     @property
     def met(self) -> bool:
@@ -47,6 +50,9 @@ class Figure:
             words.append(f"goal=<={self.ceiling:g}×rival")
         if self.goal is not None or self.ceiling is not None:
             words.append(f"met={'yes' if self.met else 'no'}")
+        for name, rounds in (("", self.rounds), ("rival_", self.rival_rounds)):
+            if rounds:
+                words.append(f"{name}rounds={len(rounds)} {name}range={min(rounds):.4g}..{max(rounds):.4g}")
         return " ".join(words)
 
 

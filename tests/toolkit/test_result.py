@@ -130,7 +130,7 @@ def fill_disk(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     replace = os.replace
 
     def fail(source: str, target: str) -> None:
-        if os.path.basename(target) == name:
+        if Path(target).name == name:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         replace(source, target)
 

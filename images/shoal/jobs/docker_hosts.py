@@ -14,7 +14,7 @@ import tarfile
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
 from typing import IO, Any
 
@@ -36,11 +36,13 @@ from shoal.jobs.gpu_usage import GpuMeter, read_lines, smi_command
 from shoal.jobs.job_log import JobLog
 from shoal.jobs.live_view import View
 from shoal.jobs.usage import Usage
+from shoal.jobs.volumes import Volume
 from shoal.jobs.watch import STOP_SECONDS, Arrival, HostExit
 from shoal.limits import MOST_REPORT
 from shoal.tar_stream import open_stream
 
 _STOP_MARGIN = 5
+_DOCKER_LOG = "64m"
 _SHOWN_OMISSIONS = 20  # of a directory
 SECRET_PATH = "run/shoal-job-secret"
 """The file with the job's secret, relative to the container's root. `docker inspect` would show an environment."""
@@ -231,7 +233,7 @@ class DockerHosts:
             copied = {f"/{name}" for name in packed.getnames()}
         changes = self.client.api.diff(str(self.by_name[self.first].id)) or ()
         new = {change["Path"] for change in changes if change["Path"].startswith(code)} - copied
-        directories = {str(path) for file in new for path in PurePosixPath(file).parents}
+        directories = {file.rpartition("/")[0] for file in new}  # those above them have changed too
         return sorted(path.removeprefix(code) for path in new - directories if "__pycache__" not in path)
 
     def read_usage(self) -> dict[str, Usage]:
@@ -361,11 +363,10 @@ def _container_settings(request: job.JobRequest, name: str, identity: str, netwo
 
     The request's environment wins over defaults, except over the job's name. The secret itself is not among them.
     """
-    mounts = [
-        docker.types.Mount(f"/opt/ml/input/data/{channel}", str(path.resolve()), type="bind", read_only=True)
-        for channel, path in request.channels.items()
-    ]
-    mounts += [volume.to_mount() for volume in request.volumes]
+    channels = (
+        Volume(path, f"/opt/ml/input/data/{channel}", read_only=True) for channel, path in request.channels.items()
+    )
+    mounts = [mount for volume in (*channels, *request.volumes) for mount in volume.to_mounts()]
     own = {key: value for key, value in request.environment.items() if key != job.SECRET}
     return {
         "environment": {
@@ -385,6 +386,8 @@ def _container_settings(request: job.JobRequest, name: str, identity: str, netwo
         "shm_size": request.shm_size or job.SHM_SIZE,
         "mem_limit": request.memory,
         "nano_cpus": None if request.cpus is None else round(request.cpus * 1e9),
+        # Without a limit, Docker's own copy of the log fills the disk. All lines are in the job's directory.
+        "log_config": docker.types.LogConfig(type="json-file", config={"max-size": _DOCKER_LOG}),
     }
 
 

@@ -222,7 +222,7 @@ def _format_report(report: Mapping[str, Any]) -> str:
 def _write_file(paths: Paths, name: str, text: str) -> None:
     """Writes a file in one step, so that no reader sees half of it. If that fails, it leaves no .part file.
 
-    A pipe, link or directory that the script has left in its place, or in that of the .part file, is removed.
+    A pipe, link or directory that the script has left in its place, or in the place of the .part file, is removed.
     """
     path = os.path.join(paths.output, name)
     _remove_file(paths, f"{name}.part")

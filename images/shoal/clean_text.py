@@ -13,6 +13,7 @@ import sys
 MOST_IN_LINE = 4_096
 """Characters of a line of a job's log. A terminal needs seconds for a line of megabytes."""
 _MOST_IN_MESSAGE = 20_000  # characters of a line: our own messages list hundreds of tags
+_MOST_LINES = 500  # of a message: the text of a job can have millions
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 # Printable for Python, and yet invisible: fillers, an empty pattern of Braille, separators of Mongolian and Khmer.
 _BLANK = frozenset("\u034f\u115f\u1160\u17b4\u17b5\u180b\u180c\u180d\u180f\u2800\u3164\uffa0")
@@ -55,7 +56,9 @@ def clean_text(text: str) -> str:
 
 def clean_message(text: str) -> str:
     """Return a clean text for one message: further lines are indented, so they do not look like lines of Shoal."""
-    return "\n  ".join(cut_line(line, _MOST_IN_MESSAGE) for line in clean_text(text).split("\n"))
+    *lines, rest = clean_text(text).split("\n", _MOST_LINES)
+    last = rest if "\n" not in rest else f"… ({rest.count(chr(10)) + 1:,} lines more)"
+    return "\n  ".join(cut_line(line, _MOST_IN_MESSAGE) for line in (*lines, last))
 
 
 def clean_log_line(text: str) -> str:

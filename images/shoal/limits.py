@@ -24,6 +24,10 @@ MOST_HOSTS = 100_000
 """Hosts in the record of a job, which are listed by name."""
 MOST_LOCK = 64 * MIB
 """Bytes of a file in a project that lists packages, or in a source that describes metrics."""
+MOST_TRACE = 512 * MIB
+"""Bytes of the timeline of a rank, which is held in memory. An hour of training writes 10 MB."""
+MOST_RANKS = 10_000
+"""Ranks in a timeline. Each has rows on the page."""
 MOST_PAGE = GIB
 """Bytes of a report that is read again."""
 MOST_FAILURE = 64 * 1024

@@ -13,6 +13,7 @@ import struct
 import sys
 import termios
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,8 @@ from shoal.jobs.job import JobRequest
 from shoal.jobs.job_log import JobLog, Line, Series
 from shoal.jobs.live_panel import PanelState, render_panel, render_result
 from shoal.jobs.live_view import LiveView, can_show_panel
-from shoal.jobs.metric_definitions import encode_definitions, find_metrics, read_definitions
+from shoal.jobs.metric_definitions import encode_definitions, read_definitions
+from shoal.jobs.metric_search import MetricDefinition, MetricSearch, find_metrics
 from shoal.jobs.usage import CPU, GPU, GPU_MEMORY, MEMORY, Usage, sample_usage
 
 SHOAL = Path(sys.executable).with_name("shoal")
@@ -187,6 +189,22 @@ def test_definitions_replace_the_numbers_of_the_log(tmp_path: Path) -> None:
     assert "1 host · 4 ranks" in text
     assert "loss 0.5" in text
     assert "other" not in text
+
+
+def test_an_expression_that_takes_years_keeps_no_terminal() -> None:
+    """It may be in a file beside the script, and the script chooses the lines. No thread runs during a search."""
+    search = MetricSearch([MetricDefinition("loss", re.compile("((a+)+)$"))])
+    began = time.monotonic()
+    assert search.search(["a" * 60 + "b"], seconds=0.5) is None
+    assert time.monotonic() - began < 20
+    receiver, sender = os.pipe()
+    view = make_view(sender, definitions=[MetricDefinition("loss", re.compile("((a+)+)$"))])
+    with view:
+        view.add("", view.log.add("algo-1", "a" * 60 + "b other=2"))
+    view.console.file.close()
+    received: list[bytes] = []
+    read_all(receiver, received)
+    assert "other 2" in SEQUENCES.sub("", b"".join(received).decode())
 
 
 def test_use_of_gpus_becomes_the_mean_and_the_sum_of_a_host() -> None:

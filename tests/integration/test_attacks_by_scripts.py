@@ -34,6 +34,31 @@ SCRIPTS = {
     "directories in the place of reports": (
         "for name in ('metrics.jsonl', 'data/metrics.json'):\n    os.makedirs(f'/opt/ml/output/{name}')\n"
     ),
+    "names of bytes, and deep, old and capable files": (
+        "import socket, stat\n"
+        "for top in ('model', 'output/data', 'checkpoints', 'code'):\n"
+        "    os.chdir('/opt/ml/' + top)\n"
+        "    os.mkdir(b'\\x80' * 255)\n"
+        "    open(b'\\x80' * 255 + b'/' + b'\\xff' * 255, 'w').close()\n"
+        "    os.mknod('null', stat.S_IFCHR | 0o666, os.makedev(1, 3))\n"
+        "    socket.socket(socket.AF_UNIX).bind('socket')\n"
+        "    open('tool', 'w').close()\n"
+        "    os.setxattr('tool', 'security.capability', bytes.fromhex('01000002' + 'f' * 32))\n"
+        "    os.utime('tool', (-2**31, 2**34))\n"
+        "    os.chmod('tool', 0o6000)\n"
+        "    for _ in range(1500):\n"
+        "        os.mkdir('d')\n"
+        "        os.chdir('d')\n"
+    ),
+    "a process that outlives it, and records of other hosts": (
+        "import signal\n"
+        'print(\'{"time": 1, "rank": 7, "host": "\\\\ud800", "message": "train: done\\\\nloss=1"}\', flush=True)\n'
+        "if not os.fork():\n"
+        "    os.setsid()\n"
+        "    if os.fork(): os._exit(0)\n"
+        "    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP): signal.signal(number, signal.SIG_IGN)\n"
+        "    while True: signal.pause()\n"
+    ),
     "a failure with forged lines": (
         "open('/opt/ml/output/failure', 'w').write('x\\nshoal: forged\\n\\x1b]52;c;aGk=\\x07\\rreport: forged')\n"
     ),
@@ -76,6 +101,41 @@ def test_results_of_a_hostile_script_are_collected(tmp_path: Path, pytorch: str,
     if "marks" in attack:
         (tmp_path / "code" / "train.py").write_text("raise SystemExit(3)")
         shoal(tmp_path, "--resume", directory.name)
+
+
+CHANNEL = """
+import os
+for place in ("/opt/ml/input/data/x", "/opt/ml/input/data/x/sub"):
+    for change in (os.unlink, lambda path: open(path, "w"), lambda path: os.chmod(path, 0o777)):
+        try:
+            change(place + "/file")
+        except OSError:
+            print("refused", flush=True)
+open("/opt/ml/output/success", "w").close()
+open("/opt/ml/output/job.json", "w").write('{"exit_code": 0, "restarts": []}')
+os.kill(os.getppid(), 9)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a file system; CI runs as root")
+def test_a_script_changes_no_channel_and_forges_no_success(tmp_path: Path, pytorch: str) -> None:
+    """The channel has another file system in it. The script writes the result of a success, and kills `train`."""
+    data = tmp_path / "data"
+    (data / "sub").mkdir(parents=True)
+    (tmp_path / "train.py").write_text(CHANNEL)
+    subprocess.run(["mount", "-t", "tmpfs", "tmpfs", data / "sub"], check=True)
+    try:
+        for place in (data / "file", data / "sub" / "file"):
+            place.write_text("the user's")
+        words = [SHOAL, "run", pytorch, "train.py", "--channel", f"x={data}"]
+        ended = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=SECONDS, check=False)
+        assert ended.returncode == 137, ended.stdout + ended.stderr
+        assert ended.stdout.count("refused") == 6
+        for place in (data / "file", data / "sub" / "file"):
+            assert place.read_text() == "the user's"
+            assert place.stat().st_mode & 0o777 == 0o644
+    finally:
+        subprocess.run(["umount", data / "sub"], check=True)
 
 
 def test_volumes_of_an_image_keep_no_secret(tmp_path: Path, pytorch: str) -> None:

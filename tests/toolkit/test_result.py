@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import signal
@@ -14,7 +15,7 @@ from shoal_toolkit.errors import LaunchError
 from shoal_toolkit.job.contract import Paths
 from shoal_toolkit.result.result import Result, describe_exit_code, prepare_output, write_result
 
-from .conftest import TRAIN, Tree, clean_environment
+from .conftest import TRAIN, Run, Tree, clean_environment
 
 
 @pytest.mark.parametrize(
@@ -65,6 +66,29 @@ def test_a_success_that_cannot_be_written_is_a_failure(tmp_path: Path) -> None:
     assert write_result(paths, Result(42, "x"), {}) == 42
 
 
+IN_THE_WAY = {
+    "pipes": "os.mkfifo",
+    "pipes behind links": "lambda path: (os.mkfifo(path + '.pipe'), os.symlink(path + '.pipe', path))",
+    "links to an endless file": "lambda path: os.symlink('/dev/zero', path)",
+    "directories with files": "lambda path: os.makedirs(path + '/sub')",
+    "links to nothing": "lambda path: os.symlink('/nonexistent/x', path)",
+}
+
+
+@pytest.mark.parametrize("make", IN_THE_WAY.values(), ids=IN_THE_WAY)
+@pytest.mark.parametrize("code", [0, 3])
+def test_files_that_a_script_leaves_in_the_way_change_no_result(tree: Tree, run: Run, make: str, code: int) -> None:
+    names = ("failure", "failure.part", "success", "success.part", "job.json.part", "metrics.jsonl")
+    script = f"import os, sys\nfor name in {names}: ({make})('../output/' + name)\nprint('loss=1')\nsys.exit({code})"
+    tree.script(script)
+    tree.hyperparameters(sagemaker_metric_definitions=[{"Name": "loss", "Regex": "loss=(.)"}])
+    done = run(SAGEMAKER_PROGRAM="train.py")
+    assert done.code == code, done.err
+    assert tree.outcome() == ({"failure"} if code else {"success"})
+    assert tree.report["exit_code"] == code
+    assert all((tree.output / name).is_file() for name in tree.outcome())
+
+
 FILL = """try:
     with open("../output/data/x", "wb", buffering=0) as file:
         while True: file.write(bytes(4096))
@@ -101,21 +125,33 @@ def test_a_full_disk_loses_no_result(tree: Tree, then: str, code: int, says: str
     assert says in done.stderr
 
 
+def fill_disk(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Make the disk full whenever a file of this name is written."""
+    replace = os.replace
+
+    def fail(source: str, target: str) -> None:
+        if Path(target).name == name:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", fail)
+
+
 @pytest.mark.parametrize("name", ["failure", "job.json"])
 def test_a_failure_that_cannot_be_written_is_printed(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], name: str
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    (tmp_path / "output").mkdir()
-    (tmp_path / "output" / f"{name}.part").symlink_to("/dev/full")
+    fill_disk(monkeypatch, name)
     assert write_result(Paths(str(tmp_path)), Result(3, "ValueError: boom\n\nthe end of the traceback"), {}) == 3
     assert "No space left on device" in (said := capfd.readouterr().err)
     assert "the end of the traceback" in said
     assert not (tmp_path / "output" / "success").exists()
 
 
-def test_a_success_that_cannot_be_recorded_is_a_failure_that_is(tmp_path: Path) -> None:
-    (tmp_path / "output").mkdir()
-    (tmp_path / "output" / "job.json.part").symlink_to("/dev/full")
+def test_a_success_that_cannot_be_recorded_is_a_failure_that_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill_disk(monkeypatch, "job.json")
     assert write_result(Paths(str(tmp_path)), Result(0), {}) == 1
     assert [path.name for path in (tmp_path / "output").iterdir()] == ["failure"]
     assert "The script succeeded" in (tmp_path / "output" / "failure").read_text()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import math
 import platform
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +19,7 @@ from typing import Any
 from rich.console import Console
 
 from shoal import __version__
-from shoal.clean_text import clean_text
+from shoal.clean_text import clean_text, cut_line
 from shoal.console import print_line
 from shoal.jobs import summary
 from shoal.jobs.job import SECRET, JobRequest, JobResult
@@ -34,6 +35,9 @@ from shoal.report.packed_log import LogLine
 MASK = "******"
 _METRICS = "output/metrics.jsonl"
 _MAX_METRICS_SIZE = 64 << 20  # characters of a file
+_MAX_TEXTS, _MAX_ROWS = 400_000, 1_000
+"""The most characters of all texts of a page that are not lines of the log, and the most rows of a table."""
+_MAX_NAME = 200  # characters of a metric, and of its host
 _PACKAGES = ("shoal-toolkit", "torch", "tensorflow", "mpi4py", "numpy", "transformers", "lightning", "accelerate")
 _PLAN_ROWS = ("launcher", "hosts", "ranks", "world_size", "interface", "hosts_from", "cwd", "command", "script")
 _MIN_SECRET_DIGITS = 12
@@ -70,12 +74,12 @@ def collect_report(opened: OpenJob, result: JobResult | None) -> JobReport:
         name=opened.name,
         started=time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(log.began)),
         exit_code=result.exit_code if result else None,
-        causes=[(hosts, masks.hide(text)) for hosts, text in _list_causes(result)] if result else [],
-        summary=[(name, masks.hide(text)) for name, text in summary.summary_rows(request, result)] if result else [],
-        plan=[(name, masks.hide(_to_text(plan[name]))) for name in _PLAN_ROWS if plan.get(name)],
-        reasons=[masks.hide(_to_text(note)) for note in _as_list(plan.get("notes"))],
+        causes=[(hosts, masks.show(text)) for hosts, text in _list_causes(result)] if result else [],
+        summary=[(name, masks.show(text)) for name, text in summary.summary_rows(request, result)] if result else [],
+        plan=[(name, masks.show(_to_text(plan[name]))) for name in _PLAN_ROWS if plan.get(name)],
+        reasons=[masks.show(_to_text(note)) for note in _as_list(plan.get("notes"))[:_MAX_ROWS]],
         settings=_collect_settings(opened, plan, masks),
-        restarts=[masks.hide(summary.describe_restart(each)) for each in result.restarts] if result else [],
+        restarts=[masks.show(line) for line in summary.describe_restarts(result.restarts)] if result else [],
         metrics=_read_metrics(opened.directory, log.began) or _make_curves(log.series),
         usage=_make_curves(log.usage),
         log=[LogLine(line.seconds, line.host, line.rank, masks.hide(line.text)) for line in log.lines],
@@ -109,7 +113,14 @@ class _Masks:
         # Without a plan nothing is known about a value, and all but short ones are masked.
         hidden = [_decode(value) for name, value in given.items() if MASK in shown[name]]
         secrets = {value for value in (*hidden, request.environment.get(SECRET, "")) if len(value) >= _MIN_SECRET}
+        self._left = _MAX_TEXTS
         self._secrets = sorted((value for value in secrets if not _is_number(value)), key=len, reverse=True)
+
+    def show(self, text: str) -> str:
+        """Return a clean text with masked secrets for the page, which has a largest size: without its end if needed."""
+        shown = cut_line(self.hide(text), max(self._left, 0))
+        self._left -= len(shown)
+        return shown
 
     def hide(self, text: str) -> str:
         """Return a clean text with masked secrets."""
@@ -175,7 +186,7 @@ def _collect_settings(opened: OpenJob, plan: Mapping[str, Any], masks: _Masks) -
         "environment of the script": environment,
     }
     return {
-        section: {masks.hide(name): masks.hide(value) for name, value in values.items()}
+        section: {masks.show(name): masks.show(value) for name, value in [*values.items()][:_MAX_ROWS]}
         for section, values in sections.items()
     }
 
@@ -211,8 +222,10 @@ def _read_metrics_file(path: Path) -> Iterator[tuple[Key, float, float]]:
             left -= len(line)
             try:
                 record = json.loads(line, parse_constant=str)
-                at = _parse_time(record["time"])
-                yield (str(record["name"]), str(record["host"]), int(record["rank"])), at, float(record["value"])
+                at, value = _parse_time(record["time"]), float(record["value"])
+                name, host = (clean_text(str(record[key]))[:_MAX_NAME] for key in ("name", "host"))
+                if math.isfinite(value) and type(record["rank"]) is int and record["rank"] in range(10**9):
+                    yield (name, host, record["rank"]), at, value
             except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
                 continue
 

@@ -12,9 +12,10 @@ import queue
 import re
 import tarfile
 import threading
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
 from typing import IO, Any
 
@@ -36,11 +37,14 @@ from shoal.jobs.gpu_usage import GpuMeter, read_lines, smi_command
 from shoal.jobs.job_log import JobLog
 from shoal.jobs.live_view import View
 from shoal.jobs.usage import Usage
+from shoal.jobs.volumes import Volume
 from shoal.jobs.watch import STOP_SECONDS, Arrival, HostExit
-from shoal.limits import MOST_REPORT
+from shoal.limits import GIB, MOST_REPORT
 from shoal.tar_stream import open_stream
 
 _STOP_MARGIN = 5
+_DOCKER_LOG = "64m"
+_LIST_SECONDS = 10
 _SHOWN_OMISSIONS = 20  # of a directory
 SECRET_PATH = "run/shoal-job-secret"
 """The file with the job's secret, relative to the container's root. `docker inspect` would show an environment."""
@@ -223,16 +227,25 @@ class DockerHosts:
     def list_lost_files(self) -> list[str]:
         """Return the files that the script has written beside the code on the first host, relative to the code.
 
-        They go with the container. Bytecode is left out.
+        They go with the container. Bytecode is left out. The list ends after some seconds, and at a large file.
         """
-        code = "/opt/ml/code/"
         self.tree.seek(0)
         with tarfile.open(fileobj=self.tree) as packed:
-            copied = {f"/{name}" for name in packed.getnames()}
-        changes = self.client.api.diff(str(self.by_name[self.first].id)) or ()
-        new = {change["Path"] for change in changes if change["Path"].startswith(code)} - copied
-        directories = {str(path) for file in new for path in PurePosixPath(file).parents}
-        return sorted(path.removeprefix(code) for path in new - directories if "__pycache__" not in path)
+            copied = set(packed.getnames())
+        deadline = time.monotonic() + _LIST_SECONDS
+        found = []
+        with (
+            # Docker's own list of changes can take hours, and nobody can remove the container meanwhile.
+            containers.read_archive(self.by_name[self.first], "/opt/ml/code") as file,
+            open_stream(file) as archive_of_code,
+        ):
+            for entry in archive_of_code:
+                archive_of_code.members = []  # type: ignore[attr-defined]  # otherwise it keeps all of them
+                if not (entry.isdir() or f"opt/ml/{entry.name}" in copied or "__pycache__" in entry.name):
+                    found.append(entry.name.removeprefix("code/"))
+                if entry.size > GIB or time.monotonic() > deadline:
+                    break
+        return sorted(found)
 
     def read_usage(self) -> dict[str, Usage]:
         """Return the CPU time, memory and GPUs of the containers that run. Only one thread may call this."""
@@ -361,11 +374,10 @@ def _container_settings(request: job.JobRequest, name: str, identity: str, netwo
 
     The request's environment wins over defaults, except over the job's name. The secret itself is not among them.
     """
-    mounts = [
-        docker.types.Mount(f"/opt/ml/input/data/{channel}", str(path.resolve()), type="bind", read_only=True)
-        for channel, path in request.channels.items()
-    ]
-    mounts += [volume.to_mount() for volume in request.volumes]
+    channels = (
+        Volume(path, f"/opt/ml/input/data/{channel}", read_only=True) for channel, path in request.channels.items()
+    )
+    mounts = [mount for volume in (*channels, *request.volumes) for mount in volume.to_mounts()]
     own = {key: value for key, value in request.environment.items() if key != job.SECRET}
     return {
         "environment": {
@@ -385,6 +397,8 @@ def _container_settings(request: job.JobRequest, name: str, identity: str, netwo
         "shm_size": request.shm_size or job.SHM_SIZE,
         "mem_limit": request.memory,
         "nano_cpus": None if request.cpus is None else round(request.cpus * 1e9),
+        # Without a limit, Docker's own copy of the log fills the disk. All lines are in the job's directory.
+        "log_config": docker.types.LogConfig(type="json-file", config={"max-size": _DOCKER_LOG}),
     }
 
 

@@ -77,7 +77,7 @@ def _list_lost_files(hosts: DockerHosts, trees: Mapping[str, Path], codes: Mappi
     has_model = any(path.is_file() for tree in trees.values() for path in tree.glob("model/**/*"))
     if has_model or any(codes.values()):
         return ()
-    with contextlib.suppress(docker.errors.APIError):  # the container is gone: the job has its result all the same
+    with contextlib.suppress(*docker_hosts.NOT_COLLECTED):  # the container is gone: the job has its result all the same
         return tuple(hosts.list_lost_files())
     return ()
 

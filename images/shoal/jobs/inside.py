@@ -95,7 +95,7 @@ def open_shell(image: str, volumes: Sequence[Volume]) -> int:
         "entrypoint": _WAIT[:1],
         "init": True,
         "labels": {containers.JOB_LABEL: label},
-        "mounts": [volume.to_mount() for volume in volumes],
+        "mounts": [mount for volume in volumes for mount in volume.to_mounts()],
         "device_requests": gpus.device_requests((gpus.ALL,)) if docker_client.has_gpus(client) else [],
     }
     with containers.remove_at_end(client, label):

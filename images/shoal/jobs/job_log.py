@@ -25,7 +25,9 @@ MAX_SERIES = 2_000
 _MAX_POINTS = 1_000  # of a series
 _PREFIX = re.compile(r"\[(\d{1,9}),([^\]\s]{1,255})\] ?")
 _ESCAPES = re.compile(r"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b]*\x07)")
-_NUMBER = re.compile(r"(?<![\w.-])([A-Za-z_][\w./-]{0,63})=([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)(?![\w.])")
+_NUMBER = re.compile(
+    r"(?<![\w.-])([A-Za-z_][\w./-]{0,63})=([-+]?(?:\d++(?:\.\d*+)?|\.\d++)(?:[eE][-+]?\d++)?)(?![\w.])"
+)
 
 
 class Line(NamedTuple):
@@ -164,12 +166,18 @@ def _parse_json(seconds: float, host: str, text: str) -> Line:
     """Return a line of SHOAL_LOG_FORMAT=json. A line that is none is returned as it is."""
     try:
         record = json.loads(text)
-        rank = record["rank"]
-        if rank is None or (type(rank) is int and rank >= 0):
-            return Line(seconds, str(record["host"]), rank, str(record["message"]))
+        rank, message = record["rank"], str(record["message"])
+        origin = _PREFIX.fullmatch(f"[{rank or 0},{record['host']}]")
+        if origin and (rank is None or type(rank) is int):
+            return Line(seconds, _one_line(origin[2]), rank, _one_line(message))
     except (ValueError, KeyError, RecursionError):
         pass
     return Line(seconds, host, None, text)
+
+
+def _one_line(text: str) -> str:
+    """Return a text without line ends and lone surrogates, which JSON can have."""
+    return text.replace("\n", " ").encode("utf-8", "replace").decode()
 
 
 def find_numbers(text: str) -> Iterator[tuple[str, float]]:

@@ -23,7 +23,7 @@ from shoal.clean_text import COLORS, clean_log_line
 from shoal.console import LogLines, print_log_lines
 from shoal.jobs.job_log import JobLog, Key, Line
 from shoal.jobs.live_panel import PanelState, render_panel, render_result
-from shoal.jobs.metric_definitions import MetricDefinition, find_metrics
+from shoal.jobs.metric_search import MetricDefinition, MetricSearch
 
 _PANEL_SECONDS = 1.0
 """How long a panel is shown before it is rendered again. Usage is measured as often."""
@@ -105,6 +105,7 @@ class LiveView:
     _panel_time: float = 0.0
 
     def __post_init__(self) -> None:
+        self._search = MetricSearch(self.definitions)
         self._thread = threading.Thread(target=self._write_lines, name="live view", daemon=True)
 
     def __enter__(self) -> LiveView:
@@ -121,6 +122,7 @@ class LiveView:
             self._thread.join()
             self._live.update(render_result(self._describe(), self.console.width))
         finally:  # also after an interrupt: the cursor is hidden until then
+            self._search.close()
             with contextlib.suppress(OSError):  # the terminal has gone
                 self._live.stop()
 
@@ -186,13 +188,20 @@ class LiveView:
         self._live = self._start_live()
 
     def _read_lines(self, lines: Iterable[Line]) -> None:
-        """Keep the highest rank and the last values of the metric definitions in lines."""
-        for line in lines:
-            if line.rank is not None:
-                self.ranks = max(self.ranks, line.rank + 1)
-            if not line.text.startswith("train: "):
-                for name, value in find_metrics(self.definitions, line.text):
-                    self._found[name, line.host, line.rank] = value
+        """Keep the highest rank and the last values of the metric definitions in lines.
+
+        If the search takes too long, the numbers of the log take the place of the definitions.
+        """
+        lines = [*lines]
+        self.ranks = max([self.ranks, *(line.rank + 1 for line in lines if line.rank is not None)])
+        searched = [line for line in lines if self.definitions and not line.text.startswith("train: ")]
+        if not searched:
+            return
+        found = self._search.search([line.text for line in searched])
+        if found is None:
+            self.definitions = ()
+        for line, metrics in zip(searched, found or ()):
+            self._found.update({(name, line.host, line.rank): value for name, value in metrics})
 
     def _describe(self) -> PanelState:
         """Return the state of the job now."""

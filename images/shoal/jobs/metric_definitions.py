@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from shoal.errors import UsageError
 from shoal.jobs.job import JobRequest
+from shoal.jobs.metric_search import MetricDefinition
 from shoal.limits import MOST_LOCK, read_file
 
 HYPERPARAMETER, _FILE = "sagemaker_metric_definitions", "metrics.json"
-_MAX_LENGTH = 4096  # characters of a line, as in `train`
-
-
-class MetricDefinition(NamedTuple):
-    """A metric. Its value is the first group of the expression."""
-
-    name: str
-    pattern: re.Pattern[str]
 
 
 def encode_definitions(given: Mapping[str, str]) -> str:
@@ -74,15 +66,3 @@ def _compile(listed: Iterable[Any]) -> Iterator[MetricDefinition]:
             continue
         if pattern.groups:
             yield MetricDefinition(str(each.get("Name")), pattern)
-
-
-def find_metrics(definitions: Iterable[MetricDefinition], text: str) -> Iterator[tuple[str, float]]:
-    """Yield the names and finite values of the metrics in a line."""
-    for name, pattern in definitions:
-        for match in pattern.finditer(text[:_MAX_LENGTH]):
-            try:
-                value = float(match[1] or "")
-            except ValueError:
-                continue
-            if math.isfinite(value):
-                yield name, value

@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 from shoal.clean_text import clean_text
 from shoal.errors import UsageError
+from shoal.limits import Room
 
 LARGE = 2**30
 """The size of a source, in bytes, from which a note asks whether it contains data."""
@@ -392,6 +393,7 @@ def copy_source(selection: Selection, target: Path) -> None:
     """Copy a source into a new directory, which only this user can read. Files keep their permissions and times.
 
     Raises:
+        DiskError: If a file has grown meanwhile, and does not fit any more, or there are millions of files.
         UsageError: If it cannot be read, or does not fit on the disk.
     """
     size = sum(each.size for each in list_source(selection) if each.is_packed)
@@ -401,10 +403,12 @@ def copy_source(selection: Selection, target: Path) -> None:
             f" {_format_size(free)}. Fix: move data out of the source, and use --channel NAME=DIR"
         )
     target.mkdir(mode=0o700)
+    room = Room(target)  # files may have grown since
     for each in read_source(selection):
         place = target / each.name
         if each.left_out:
             continue
+        room.take(each.name, each.size)
         if each.link:
             place.symlink_to(each.link)
         elif stat.S_ISDIR(each.mode):

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import shlex
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 
-from shoal.clean_text import clean_text
+from shoal.clean_text import clean_text, cut_line
 from shoal.console import print_line
 from shoal.jobs.job import JobRequest, JobResult
 
-_SHOWN_FILES = 3
+_SHOWN_FILES, _SHOWN_RESTARTS = 3, 20
+_MOST_METRIC = 200  # characters
 _STOPPED_BY = {
     128 + signal.SIGINT: "Ctrl-C (SIGINT)",
     128 + signal.SIGTERM: "SIGTERM (`shoal stop` or kill)",
@@ -31,7 +32,8 @@ def summary_rows(request: JobRequest, result: JobResult) -> list[tuple[str, str]
     """
     launch, metrics = result.launch, result.metrics
     known = {"test_accuracy": "test accuracy", "images_per_second": "images/s"}
-    rows = [(label, format_number(metrics[key])) for key, label in known.items() if key in metrics]
+    found = {label: format_number(metrics[key]) for key, label in known.items() if key in metrics}
+    rows = [(label, cut_line(value, _MOST_METRIC)) for label, value in found.items()]
     hosts = len(launch.get("hosts", request.host_names))
     ranks = int(launch.get("ranks") or hosts)  # null if `train` refused the job
     rows.append(("hosts × ranks", f"{hosts} × {ranks // hosts}"))
@@ -73,8 +75,8 @@ def print_summary(console: Console, request: JobRequest, result: JobResult) -> N
     for message, hosts in hosts_of.items():
         console.print()
         print_line(f"{', '.join(hosts)}: {message}", console)
-    for restart in result.restarts:
-        print_line(describe_restart(restart), console)
+    for line in describe_restarts(result.restarts):
+        print_line(line, console)
     rows = summary_rows(request, result)
     width = max(len(name) for name, _ in rows)
     console.rule(escape(result.name), align="left")
@@ -95,6 +97,13 @@ def describe_restart(restart: Mapping[str, Any]) -> str:
     at, reason, seconds = (restart.get(key) for key in ("at", "reason", "seconds"))
     after = f" ({seconds} s)" if seconds is not None else ""
     return clean_text(f"restart {restart.get('number')} at {at}: {reason}{after}").replace("\n", " ")
+
+
+def describe_restarts(restarts: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield the last restarts, each in one line, after the number of earlier ones."""
+    if len(restarts) > _SHOWN_RESTARTS:
+        yield f"{len(restarts) - _SHOWN_RESTARTS:,} earlier restarts are in job.json"
+    yield from map(describe_restart, restarts[-_SHOWN_RESTARTS:])
 
 
 def print_resume_command(console: Console, request: JobRequest, name: str) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -44,6 +47,23 @@ class Volume:
                 f" --channel NAME={self.source} for data"
             )
 
-    def to_mount(self) -> docker.types.Mount:
-        """Return it in the form of Docker's SDK."""
-        return docker.types.Mount(self.target, str(self.source.resolve()), type="bind", read_only=self.read_only)
+    def to_mounts(self) -> Iterator[docker.types.Mount]:
+        """Yield it in the form of Docker's SDK. If it is read-only, each file system that is mounted in it follows.
+
+        Docker before 25 makes only the topmost file system read-only.
+        """
+        source = self.source.resolve()
+        for place in (source, *(list_mounts(source) if self.read_only else ())):
+            target = str(PurePosixPath(self.target, place.relative_to(source)))
+            yield docker.types.Mount(target, str(place), type="bind", read_only=self.read_only)
+
+
+def list_mounts(directory: Path, table: Path = Path("/proc/self/mountinfo")) -> list[Path]:
+    """Return the places below a directory at which file systems of this machine are mounted; none without /proc."""
+    try:
+        lines = os.fsdecode(table.read_bytes()).splitlines()
+    except OSError:
+        return []
+    words = (re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), line.split(" ")[4]) for line in lines)
+    found = {Path(word) for word in words}
+    return sorted(place for place in found if directory in place.parents and os.path.lexists(place))

@@ -82,12 +82,12 @@ class Collective:
     operation: str
     spans: Mapping[int, Span]
 
-    @property
+    @cached_property
     def last(self) -> int:
         """The rank that begins last."""
         return max(self.spans, key=lambda rank: self.spans[rank].begin)
 
-    @property
+    @cached_property
     def first_begin(self) -> int:
         """When the first rank begins."""
         return min(span.begin for span in self.spans.values())

@@ -14,14 +14,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from shoal.clean_text import cut_line
 from shoal.errors import TraceError, UsageError, did_you_mean
-from shoal.limits import open_regular
+from shoal.limits import MOST_RANKS, MOST_TRACE, read_file
 
 PATTERN = "smdataparallel_timeline*.json"
 """The files that ranks write if their path is a directory."""
 
 _EXPECTED = "expected a Chrome trace, as written by smdistributed.dataparallel.start_profiler"
 _BEGIN = "start_time_since_epoch_in_micros"
+_MOST = 2**63
+"""The largest number of nanoseconds or bytes."""
+_MOST_LETTERS = 1_000  # of a text
+_KEYS = ("bucket", "group", "operation", "dtype", "engine")
+"""The arguments of a span that are shown or compared."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +49,7 @@ class Span:
     def bytes(self) -> int:
         """The bytes that the rank passed in; 0 if not recorded."""
         value = self.args.get("bytes", 0)
-        return value if isinstance(value, int) else 0
+        return value if isinstance(value, int) and 0 <= value <= _MOST else 0
 
 
 @dataclass(frozen=True)
@@ -138,7 +144,7 @@ class _Track:
     @property
     def began(self) -> int:
         """In nanoseconds since 1970; 0 if it was not recorded."""
-        return int(self.about.get(_BEGIN, 0)) * 1000
+        return int(self.about.get(_BEGIN) or 0) * 1000
 
 
 def _list_directory(directory: Path) -> list[Path]:
@@ -165,11 +171,20 @@ def _read_tracks(file: Path) -> Iterator[_Track]:
             f"{file}: contains no spans (events of phase X). Training may have stopped before the first step."
         )
     for pid, recorded in of_pid.items():
-        if not isinstance(pid, int):
-            raise TraceError(f"{file}: an event has pid {pid!r}; expected the rank, an integer")
-        if not isinstance(about[pid].get(_BEGIN, 0), int):
-            raise TraceError(f"{file}: {_BEGIN} is {about[pid][_BEGIN]!r}; expected an integer")
+        if type(pid) is not int or pid not in range(MOST_RANKS):
+            raise TraceError(
+                f"{file}: an event has pid {cut_line(repr(pid), 80)}; expected the rank, an integer below {MOST_RANKS}"
+            )
+        _check_numbers(file, about[pid])
         yield _Track(pid, file, complete, about[pid], recorded)
+
+
+def _check_numbers(file: Path, about: Mapping[str, Any]) -> None:
+    """Raise `TraceError` unless the begin and the world size of a process are integers of usual size, or missing."""
+    for key, most in ((_BEGIN, _MOST // 1000), ("world_size", MOST_RANKS)):
+        value = about.get(key)
+        if value is not None and (type(value) is not int or not 0 <= value <= most):
+            raise TraceError(f"{file}: {key} is {cut_line(repr(value), 80)}; expected an integer up to {most}")
 
 
 def _read_events(file: Path) -> tuple[list[dict[str, Any]], bool]:
@@ -178,8 +193,7 @@ def _read_events(file: Path) -> tuple[list[dict[str, Any]], bool]:
     Raises `TraceError` if it can't be read, or is not a Chrome trace.
     """
     try:
-        with open_regular(file, follow=True) as opened:
-            text = opened.read().decode()
+        text = read_file(file, MOST_TRACE, follow=True).decode()
     except OSError as error:
         raise TraceError(f"{file}: cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
@@ -201,7 +215,12 @@ def _read_events(file: Path) -> tuple[list[dict[str, Any]], bool]:
 
 
 def _is_event(event: object) -> bool:
-    return isinstance(event, dict) and isinstance(event.get("args", {}), dict)
+    return isinstance(event, dict) and isinstance(event.get("args", {}), dict) and not _is_odd(event.get("pid"))
+
+
+def _is_odd(value: object) -> bool:
+    """Return whether a value of an event cannot be compared: a list or an object."""
+    return isinstance(value, (list, dict))
 
 
 def _parse_complete_events(text: str) -> list[Any]:
@@ -242,7 +261,16 @@ def _make_span(event: Mapping[str, Any], shift: int) -> tuple[str, Span]:
     """Return the phase of an event, and its span, `shift` nanoseconds later."""
     begin = round(event["ts"] * 1000) + shift
     end = begin + (round(event["dur"] * 1000) if event["ph"] == "X" else 0)
-    return event["ph"], Span(event.get("cat", ""), event.get("name", ""), begin, end, event["args"])
+    if not -_MOST <= begin <= end <= _MOST:
+        raise ValueError("out of range")
+    category, name = (_cut(event.get(key, "")) for key in ("cat", "name"))
+    args = {key: _cut(value) if key in _KEYS and value is not None else value for key, value in event["args"].items()}
+    return event["ph"], Span(str(category), str(name), begin, end, args)
+
+
+def _cut(value: Any) -> int | str:
+    """Return a number, or the beginning of a value as text."""
+    return value if type(value) is int and abs(value) <= _MOST else cut_line(str(value), _MOST_LETTERS)
 
 
 def _check_one_job(ranks: Sequence[Rank]) -> None:

@@ -43,7 +43,7 @@ class MetricsFile:
             return
         try:
             if self._fd < 0:
-                self._fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+                self._fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK, 0o666)
             data = "".join(f"{json.dumps(record)}\n" for record in records).encode()
             while data:
                 data = data[os.write(self._fd, data) :]

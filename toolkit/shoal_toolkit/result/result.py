@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import stat
 from collections.abc import Mapping, Sequence
 
 from shoal_toolkit import redact
@@ -95,8 +96,9 @@ def read_script_failure(paths: Paths) -> str:
     Source: "How Amazon SageMaker AI processes training output" in AWS's developer guide.
     """
     try:
-        with open(os.path.join(paths.output, FAILURE), encoding="utf-8", errors="replace") as file:
-            return file.read(_MAX_SCRIPT_FAILURE).strip()
+        file = os.open(os.path.join(paths.output, FAILURE), os.O_RDONLY | os.O_NONBLOCK)  # it may be a pipe
+        with open(file, encoding="utf-8", errors="replace") as opened:
+            return opened.read(_MAX_SCRIPT_FAILURE).strip() if stat.S_ISREG(os.fstat(file).st_mode) else ""
     except OSError:
         return ""
 
@@ -218,11 +220,17 @@ def _format_report(report: Mapping[str, Any]) -> str:
 
 
 def _write_file(paths: Paths, name: str, text: str) -> None:
-    """Writes a file in one step, so that no reader sees half of it. If that fails, it leaves no .part file."""
+    """Writes a file in one step, so that no reader sees half of it. If that fails, it leaves no .part file.
+
+    A pipe, link or directory that the script has left in its place, or in the place of the .part file, is removed.
+    """
     path = os.path.join(paths.output, name)
+    _remove_file(paths, f"{name}.part")
     try:
-        with open(f"{path}.part", "w", encoding="utf-8", errors="backslashreplace") as file:
+        with open(f"{path}.part", "x", encoding="utf-8", errors="backslashreplace") as file:
             file.write(text)
+        if os.path.isdir(path):
+            _remove_file(paths, name)
         os.replace(f"{path}.part", path)
     except OSError:
         _remove_file(paths, f"{name}.part")
@@ -230,8 +238,13 @@ def _write_file(paths: Paths, name: str, text: str) -> None:
 
 
 def _remove_file(paths: Paths, name: str) -> None:
-    """Removes a file of the output directory; a missing one is ignored."""
+    """Removes a file of the output directory, or a directory in its place; a missing one is ignored."""
+    path = os.path.join(paths.output, name)
     try:
-        os.unlink(os.path.join(paths.output, name))
+        os.unlink(path)
     except FileNotFoundError:
         return
+    except IsADirectoryError:
+        import shutil  # needed after an odd script only
+
+        shutil.rmtree(path)

@@ -1,0 +1,229 @@
+"""Attacks by what a script prints and writes: its job's report, the summary, timelines and the log stay usable."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import tarfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest.mock import Mock
+
+import pytest
+from rich.console import Console
+
+from shoal.clean_text import clean_message
+from shoal.commands import job_reports
+from shoal.docker_client import containers
+from shoal.errors import DiskError, TraceError
+from shoal.jobs import docker_hosts, source_files, summary, volumes
+from shoal.jobs.docker_hosts import DockerHosts
+from shoal.jobs.job import JobRequest, JobResult
+from shoal.jobs.job_log import JobLog, find_numbers, parse_line
+from shoal.jobs.record import JobRecord, OpenJob
+from shoal.jobs.source_files import Selection
+from shoal.jobs.volumes import Volume
+from shoal.report import timeline
+from shoal.report.job_report import read_report
+
+MOST_PAGE = 6_000_000
+NOW = "2026-01-31T12:00:00Z"
+
+
+def record(**changes: Any) -> str:
+    return json.dumps({"time": NOW, "host": "algo-1", "rank": 0, "name": "loss", "value": 1, "message": "", **changes})
+
+
+LINES = {
+    "a lone surrogate as host": record(host="\ud800", message="loss=1"),
+    "a lone surrogate as text": record(message="loss=1 \udfff"),
+    "line ends": record(message="loss=1\n\n\nexit code 0"),
+    "a host of 4,000 letters": record(host="h" * 4000, message="loss=1"),
+    "a rank with 3,900 digits": record(rank=10**3900, message="loss=1"),
+    "a list as host": record(host=["x"], message="loss=1"),
+}
+
+
+@pytest.mark.parametrize("text", LINES.values(), ids=LINES)
+def test_a_forged_record_stays_one_line_of_a_usual_host(text: str) -> None:
+    line = parse_line(0.0, "algo-1", text)
+    line.text.encode()
+    line.host.encode()
+    assert "\n" not in line.text
+    assert len(line.host) <= 255
+    assert line.rank is None or line.rank < 10**9
+
+
+def test_numbers_of_a_line_are_found_at_once() -> None:
+    """A line of digits took 0.6 s, and readers of the log fell behind."""
+    began = time.monotonic()
+    for _ in range(50):
+        assert list(find_numbers("a=" + "1" * 4000 + "x b=" + "1" * 4000 + "ex c=1.5")) == [("c", 1.5)]
+    assert time.monotonic() - began < 5
+
+
+METRICS = {
+    "infinite": [record(value="Infinity"), record(value="1e999"), record(value="NaN")],
+    "surrogates": [record(name="\ud800", host="\udfff")],
+    "thousands of long names": [record(name=f"{at}" + "x" * 10_000) for at in range(1_500)],
+    "odd ranks": [record(rank=-1), record(rank=10**400), record(rank=True), record(rank=1.5)],
+}
+REPORTS: dict[str, dict[str, Any]] = {
+    "a metric of megabytes": {"metrics": {"test_accuracy": "x\n" * 4_000_000}},
+    "thousands of restarts": {"restarts": [{"number": at, "reason": "exit code 0 " * 9} for at in range(50_000)]},
+    "thousands of notes": {"plan": {"notes": ["<note>" * 9] * 50_000}},
+    "thousands of variables": {"plan": {"environment": {f"<{at}>": "<" * 200 for at in range(50_000)}}},
+    "a failure of 30,000 lines": {"messages": {"algo-1": "exit code 0\n" * 5_000}},
+}
+
+
+@pytest.mark.parametrize("metrics", METRICS.values(), ids=METRICS)
+def test_hostile_metrics_are_read_back(tmp_path: Path, metrics: list[str]) -> None:
+    check_report(tmp_path, "\n".join([*metrics, record(name="good")]), {})
+    assert "good" in {curve.name for curve in read_report(tmp_path).metrics}
+
+
+@pytest.mark.parametrize("changes", REPORTS.values(), ids=REPORTS)
+def test_a_hostile_result_fills_neither_page_nor_terminal(tmp_path: Path, changes: dict[str, Any]) -> None:
+    result = check_report(tmp_path, record(), changes)
+    console = Console(file=io.StringIO(), width=100)
+    summary.print_summary(console, JobRequest(), result)
+    assert len(cast(io.StringIO, console.file).getvalue().splitlines()) < 1_000
+
+
+def check_report(directory: Path, metrics: str, changes: dict[str, Any]) -> JobResult:
+    """Write the report of a job, and check that it is not large and can be read again."""
+    (directory / "algo-1" / "output").mkdir(parents=True)
+    (directory / "algo-1" / "output" / "metrics.jsonl").write_text(metrics)
+    result = JobResult("j", 3, directory, {}, {}, **{"metrics": {}, "messages": {}, **changes})
+    opened = SimpleNamespace(
+        name="j", directory=directory, record=JobRecord("i:1", "docker", JobRequest()), log=JobLog(began=0.0)
+    )
+    page = job_reports.write_job_report(Mock(), cast(OpenJob, opened), result)
+    assert page is not None
+    assert page.stat().st_size < MOST_PAGE
+    read_report(directory)
+    return result
+
+
+def test_a_message_has_a_largest_number_of_lines() -> None:
+    assert len(clean_message("x\n" * 1_000_000).splitlines()) < 600
+    assert clean_message("\n".join("ab")).splitlines() == ["a", "  b"]
+
+
+SPAN = {"ph": "X", "pid": 0, "cat": "communication", "name": "all_reduce", "ts": 1, "dur": 5, "args": {"bytes": 8}}
+ABOUT = {"world_size": 1, "job": "j", "host": "h"}
+TIMELINES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "a trillion ranks": ({}, {"world_size": 10**12}),
+    "a world size in words": ({}, {"world_size": "x"}),
+    "a time with 400 digits": ({"ts": 10**400}, {}),
+    "a duration of ages": ({"dur": 1e300}, {}),
+    "an end before its begin": ({"dur": -5}, {}),
+    "a rank with 4,000 digits": ({"pid": 10**4000}, {}),
+    "a list as rank": ({"pid": [1]}, {}),
+    "true as rank": ({"pid": True}, {}),
+    "an epoch with 400 digits": ({}, {"start_time_since_epoch_in_micros": 10**400}),
+}
+READABLE: dict[str, dict[str, Any]] = {
+    "bytes with 400 digits": {"args": {"bytes": 10**400}},
+    "a list as category": {"cat": ["a"]},
+    "a list as name": {"name": ["a"]},
+    "a number as name": {"name": 5},
+    "a list as bucket": {"args": {"bucket": [1], "group": {"a": 1}, "operation": []}},
+    "megabytes as bucket": {"args": {"bucket": "x" * 5_000_000}},
+    "megabytes as name": {"name": "x" * 5_000_000},
+}
+
+
+def write_timeline(directory: Path, span: dict[str, Any], about: dict[str, Any]) -> Path:
+    """Write the timelines of two ranks, of which the first is changed, and return the page."""
+    for rank, (changes, facts) in enumerate([(span, about), ({}, {})][: 1 if about else 2]):
+        named = {"ph": "M", "name": "process_name", "pid": changes.get("pid", rank), "args": {**ABOUT, **facts}}
+        events = [named, {**SPAN, "pid": rank, **changes}]
+        (directory / f"smdataparallel_timeline_{rank}.json").write_text(json.dumps(events))
+    page = directory / "page.html"
+    timeline.write_timeline_report([directory], page, as_json=True)
+    return page
+
+
+@pytest.mark.parametrize(("span", "about"), TIMELINES.values(), ids=TIMELINES)
+def test_a_timeline_with_numbers_of_no_job_is_an_error(
+    tmp_path: Path, span: dict[str, Any], about: dict[str, Any]
+) -> None:
+    with pytest.raises(TraceError) as caught:
+        write_timeline(tmp_path, span, about)
+    assert len(str(caught.value)) < 1_000
+
+
+@pytest.mark.parametrize("span", READABLE.values(), ids=READABLE)
+def test_a_timeline_with_odd_texts_is_read(tmp_path: Path, span: dict[str, Any]) -> None:
+    assert write_timeline(tmp_path, span, {}).stat().st_size < 100_000
+
+
+def test_a_timeline_that_fills_the_memory_is_an_error(tmp_path: Path) -> None:
+    with (tmp_path / "smdataparallel_timeline_0.json").open("wb") as file:
+        file.truncate(64 << 30)
+    with pytest.raises(TraceError, match="larger than"):
+        timeline.write_timeline_report([tmp_path], tmp_path / "page.html", as_json=False)
+
+
+def test_file_systems_below_a_read_only_directory_are_mounted_one_by_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Docker before 25 leaves them writable: a script could remove files of the user."""
+    (tmp_path / "data" / "a b" / "c").mkdir(parents=True)
+    table = tmp_path / "mountinfo"
+    rows = [f"{tmp_path}/data/a\\040b", f"{tmp_path}/data", f"{tmp_path}/data/a\\040b/c", "/", f"{tmp_path}/data/gone"]
+    table.write_text("".join(f"1 1 0:1 / {row} rw - tmpfs none rw\n" for row in rows))
+    found = [tmp_path / "data" / "a b", tmp_path / "data" / "a b" / "c"]
+    assert volumes.list_mounts(tmp_path / "data", table) == found
+    monkeypatch.setattr(volumes, "list_mounts", lambda _: found)
+    request = JobRequest(channels={"x": tmp_path / "data"}, volumes=(Volume(tmp_path / "data", "/w"),))
+    mounts = docker_hosts._container_settings(request, "j", "j", "n")["mounts"]
+    places = [(mount["Target"], mount["ReadOnly"]) for mount in mounts if mount["Type"] == "bind"]
+    below = "/opt/ml/input/data/x"
+    assert places == [(below, True), (f"{below}/a b", True), (f"{below}/a b/c", True), ("/w", False)]
+
+
+def test_dockers_own_log_has_a_limit() -> None:
+    settings = docker_hosts._container_settings(JobRequest(), "j", "j", "n")
+    assert settings["log_config"]["Config"]["max-size"]
+
+
+@pytest.mark.parametrize(("size", "most"), [(0, 20_000), (1 << 43, 1)])
+def test_many_or_huge_files_beside_the_code_do_not_keep_a_job(
+    monkeypatch: pytest.MonkeyPatch, size: int, most: int
+) -> None:
+    """Docker took ten minutes to list 20,000 files in deep directories, and the success became an error."""
+
+    def pack() -> Iterator[bytes]:
+        for at in range(20_000):
+            entry = tarfile.TarInfo("code" + "/d" * 40 + f"/{at}")
+            entry.size = size
+            yield entry.tobuf(tarfile.GNU_FORMAT)
+
+    monkeypatch.setattr(containers, "read_archive", lambda *_: contextlib.nullcontext(io.BytesIO(b"".join(pack()))))
+    hosts = SimpleNamespace(tree=io.BytesIO(bytes(10240)), by_name={"a": None}, first="a")
+    began = time.monotonic()
+    assert 1 <= len(DockerHosts.list_lost_files(cast(DockerHosts, hosts))) <= most
+    assert time.monotonic() - began < 30
+
+
+def test_a_source_that_grows_between_two_looks_fills_no_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "train.py").touch()
+    look = source_files.list_source
+
+    def grow(selection: Selection) -> list[source_files.SourceFile]:
+        found = look(selection)
+        os.truncate(tmp_path / "code" / "train.py", 1 << 43)
+        return found
+
+    monkeypatch.setattr(source_files, "list_source", grow)
+    with pytest.raises(DiskError, match=r"train\.py: it has 8,796,093,022,208 bytes"):
+        source_files.copy_source(Selection(tmp_path / "code", "train.py"), tmp_path / "copy")

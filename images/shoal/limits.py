@@ -44,6 +44,8 @@ MOST_LOG_LINE = MIB
 """Bytes of a line of output. Longer ones are split, since a line is held in memory."""
 MOST_LAYER = 256 * GIB
 """Unpacked bytes of an image's layers. A gzip of 256 MiB can hold as much, and it would take hours."""
+MOST_LAYERS = 1_000
+"""Layers that an image names. Each takes time for all files of the image, and one may be named often."""
 MOST_LAYER_ENTRIES = 5_000_000
 """Entries of an image's layers, which are held in memory. Large images have 300,000."""
 MOST_LAYER_TEXT = GIB

@@ -241,7 +241,7 @@ def test_json_has_what_was_collected(
     )
     monkeypatch.setattr(bundle, "_save_image", lambda _, reference, path: path.write_text(reference))
     monkeypatch.setattr(bundle, "_add_debs", lambda *_: None)
-    monkeypatch.setattr(bundle, "_add_wheels", lambda *_: None)
+    monkeypatch.setattr(bundle, "_add_wheels", lambda *_: set())
     monkeypatch.setattr(bundle, "add_shoal", lambda *_: None)
     monkeypatch.chdir(project.root)
     dependencies.bundle_images(tmp_path, ["huggingface"], as_json=True)

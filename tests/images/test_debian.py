@@ -194,7 +194,9 @@ def test_what_a_mirror_has_now_is_written_or_only_compared(
     scripts: list[str] = []
 
     @contextmanager
-    def in_base(_: object, reference: str, suite: str, script: str, doing: str) -> Iterator[SimpleNamespace]:
+    def in_base(
+        _: object, reference: str, suite: str, script: str, doing: str, host: object
+    ) -> Iterator[SimpleNamespace]:
         scripts.append(script)
         yield SimpleNamespace(logs=lambda **_: f"Reading package lists...\n{listed}".encode())
 

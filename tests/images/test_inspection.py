@@ -189,7 +189,7 @@ def test_probe_container_has_no_privileges(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(containers, "create_container", create)
     client: Any = SimpleNamespace(
-        images=SimpleNamespace(get=lambda _: None),
+        images=SimpleNamespace(get=lambda _: SimpleNamespace(attrs={"Config": {"Volumes": {"/data": {}}}})),
         containers=SimpleNamespace(list=lambda **_: []),
         networks=SimpleNamespace(list=lambda **_: []),
     )
@@ -202,7 +202,10 @@ def test_probe_container_has_no_privileges(monkeypatch: pytest.MonkeyPatch) -> N
         "network_mode": "none",
     }
     assert made["pids_limit"] > 0
-    assert not {"mounts", "volumes", "privileged", "cap_add", "pid_mode"} & made.keys()
+    (mount,) = made["mounts"]
+    assert (mount["Target"], mount["Source"], mount["ReadOnly"]) == ("/data", None, True)
+    assert made["mem_limit"] == made["memswap_limit"] == "2g"
+    assert not {"volumes", "privileged", "cap_add", "pid_mode"} & made.keys()
 
 
 def ask_image(monkeypatch: pytest.MonkeyPatch, says: str) -> ImageFacts:

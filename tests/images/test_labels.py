@@ -129,8 +129,10 @@ def test_without_git_there_is_no_revision(checkout: Path, monkeypatch: pytest.Mo
     assert provenance.find_revision(checkout) == ""
 
 
-def test_installed_definitions_have_the_commit_of_their_wheel(tmp_path: Path) -> None:
+def test_installed_definitions_have_the_commit_of_their_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / provenance.REVISION).write_text("ab\n")
+    assert provenance.find_revision(tmp_path) == "", "a project has no such file"
+    monkeypatch.setattr(provenance, "INSTALLED", tmp_path)
     assert provenance.find_revision(tmp_path) == "ab"
 
 

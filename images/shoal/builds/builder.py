@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -28,11 +29,11 @@ from shoal.builds.base_image import BaseImage, Say
 from shoal.builds.progress import BuildProgress, make_display
 from shoal.console import print_line
 from shoal.docker_client import archive, containers
-from shoal.docker_client.images import find_image, remove_replaced
+from shoal.docker_client.images import find_image, read_labels, remove_replaced
 from shoal.errors import BuildError, DiskError
 from shoal.matrix.project import Project
 from shoal.matrix.spec import BuildSpec, ImageSpec, System
-from shoal.network.settings import NetworkSettings, read_network_settings
+from shoal.network.settings import NetworkSettings, read_settings_for
 from shoal.sources import context, debian, provenance
 from shoal.sources.context import Sources
 from shoal.sources.record import Plan, Record, make_plan
@@ -135,7 +136,7 @@ def build_images(
     sources = _gather_sources(project, spec, wanted.values())
     say = functools.partial(print_line, on=console)
     systems = list(dict.fromkeys(image.system for image in wanted.values()))
-    read_settings = read_network_settings
+    read_settings = functools.cache(functools.partial(read_settings_for, project, say))
     if bundle:
         _load_bundle(client, bundle, bundle_digest, systems, say)
         read_settings = functools.cache(functools.partial(bundled.read_settings, bundle))
@@ -224,13 +225,13 @@ def _build(session: _Session, image: ImageSpec) -> BuildResult:
     parent = _find_parent(client, image.extends) if image.extends else session.bases[image.system]
     record = session.sources[image.tag].make_record(parent.identity)
     present = find_image(client, image.tag)
-    if present is not None and record.matches(present.labels):
+    if present is not None and record.matches(read_labels(present)):
         return BuildResult(image.tag, "up to date", image_id=str(present.id))
     if present is None:
         docker_client.check_disk(client, image.disk_gib)
     _run_build(session, client, image, parent, record)
     result = find_image(client, image.tag)
-    if result is None or not record.matches(result.labels):
+    if result is None or not record.matches(read_labels(result)):
         raise BuildError(
             f"{image.tag}: Docker ended the build without an error or an image. Log: {session.log_path(image)}"
         )
@@ -253,14 +254,14 @@ def _run_build(
             progress.log_note(f"not used in builds: {words}")
         archive.write_tar(session.sources[image.tag].context_files(session.spec, settings), files)
         files.seek(0)
-        inherited = client.images.get(parent.reference).labels
+        inherited = read_labels(client.images.get(parent.reference))
         oci_labels = provenance.make_oci_labels(parent.name, parent.digest, inherited, session.read_provenance())
         options = {
             "t": image.tag,
             "version": "2",  # BuildKit
             "rm": "1",
             "forcerm": "1",
-            "buildargs": json.dumps({"BASE": parent.reference, **dict(settings.proxies)}),
+            "buildargs": json.dumps({"BASE": parent.reference, **dict(settings.proxies), **_caches(session.project)}),
             "networkmode": session.network,
             "labels": json.dumps({**record.labels(), **oci_labels}),
         }
@@ -270,6 +271,16 @@ def _run_build(
         print_line(f"! {words}", session.display.console)
     if progress.failure or progress.failed_step:
         raise _failure(image.tag, progress, log)
+
+
+def _caches(project: Project) -> dict[str, str]:
+    """Return the build argument that separates the caches of steps, which hold packages, from those of other projects.
+
+    A step of one that was copied from elsewhere could put packages there for builds of others.
+    """
+    if project.may_run_code():
+        return {}
+    return {"BUILDKIT_CACHE_MOUNT_NS": f"shoal-{hashlib.sha256(bytes(project.root.resolve())).hexdigest()[:16]}"}
 
 
 def find_decisive_ids(images: Iterable[ImageSpec], results: Iterable[BuildResult]) -> dict[str, str | None]:
@@ -305,7 +316,7 @@ def plan_images(project: Project, spec: BuildSpec, images: Iterable[ImageSpec]) 
             identity = f"{image.extends} (rebuilt)@"
         present = find_image(client, image.tag)
         record = sources[image.tag].make_record(identity)
-        plans[image.tag] = make_plan(image.tag, present.labels if present else None, record)
+        plans[image.tag] = make_plan(image.tag, read_labels(present) if present else None, record)
     return list(plans.values())
 
 

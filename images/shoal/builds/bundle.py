@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from stat import S_ISREG
 from tempfile import TemporaryDirectory
 
 import docker
@@ -28,12 +29,14 @@ from shoal.docker_client import archive, containers
 from shoal.errors import BuildError, BundleError, DiskError, UsageError, is_disk_full
 from shoal.matrix.project import Project, find_shipped
 from shoal.matrix.spec import BuildSpec, ImageSpec, System
-from shoal.network.settings import read_network_settings
+from shoal.network.settings import NetworkSettings, read_network_settings, read_settings_for
 from shoal.sources import debian, lock, packages, pins, release, wheels
 
 INSTALL = "python3 -m venv .venv && .venv/bin/pip install --no-index --find-links {directory} shoal"
 """The command that installs `shoal` from a bundle, for users to type."""
 _HOST = "host"
+_OWN = re.compile(rf"({WHEELS}|{_HOST})/[^/]+\.whl|[^/]+/({DEBS}/[^/]+|{re.escape(BASE)})")
+"""The paths of files in a bundle."""
 # Runs in the base image: downloads packages and all that they need there, and writes an index that apt reads.
 _FETCH = """
 mkdir -p /debs/partial &&
@@ -69,13 +72,13 @@ def fill_bundle(project: Project, spec: BuildSpec, images: Iterable[ImageSpec], 
 
     Raises:
         BuildError: With the words of apt or pip.
-        BundleError: If files of the bundle have changed since it was made.
+        BundleError: If files of the bundle have changed since it was made, or others are among them.
         UsageError: If `directory` is a file.
         DiskError, DockerError, BaseImageError: As their names say.
     """
     wanted = spec.with_parents(images)
     _make_directories(directory)
-    _check_unchanged(directory)
+    unlisted = _check_unchanged(directory)
     client = docker_client.connect()
     bases: list[str] = []
     installed: set[str] = set()
@@ -86,10 +89,12 @@ def fill_bundle(project: Project, spec: BuildSpec, images: Iterable[ImageSpec], 
         installed.update(names)
     for image in wanted:
         say(f"wheels: {image.tag}")
-        _add_wheels(project, spec, image, directory / WHEELS)
+        locked = _add_wheels(project, spec, image, directory / WHEELS)
+        unlisted = {name: inode for name, inode in unlisted.items() if name not in locked}
     install = INSTALL.format(directory=directory / _HOST)
     say(f"shoal itself, for Python {sys.version_info.major}.{sys.version_info.minor}; there: {install}")
     add_shoal(directory, directory / _HOST)
+    _refuse(directory, [name for name, inode in unlisted.items() if (directory / name).lstat().st_ino == inode])
     digest = bundled.write_sums(directory)
     size = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
     return Bundle(directory, tuple(bases), tuple(sorted(installed)), tuple(image.tag for image in wanted), size, digest)
@@ -108,7 +113,7 @@ def _add_system(
     say(f"base: {found.reference}")
     _save_image(client, found.reference, directory / BASE)
     say(f"Debian packages: {' '.join(names)}, and their dependencies")
-    _add_debs(client, found.reference, system.suite, names, directory)
+    _add_debs(client, found.reference, system.suite, names, directory, read_settings_for(project, say))
     return found.reference
 
 
@@ -140,17 +145,31 @@ def _make_directories(directory: Path) -> None:
     (directory / WHEELS).mkdir(parents=True, exist_ok=True)
 
 
-def _check_unchanged(directory: Path) -> None:
-    """Raise BundleError if a file of an earlier bundle has been changed, for it would be listed as made here.
+def _check_unchanged(directory: Path) -> dict[str, int]:
+    """Return the inodes of files that `SHA256SUMS` does not list, by path. An interrupted `shoal bundle` leaves some.
 
-    An interrupted `shoal bundle` leaves files missing or unlisted; both are allowed.
+    A file that somebody else has added looks the same, so each of them must be made again. Raises BundleError if a file
+    of an earlier bundle has been changed, for it would be listed as made here, and if there is a link or another file.
     """
-    if not (directory / SUMS).exists():
-        return
-    if changed := [name for name, what in bundled.find_differences(directory).items() if what == "changed"]:
+    is_listed = os.path.lexists(directory / SUMS)
+    found = dict(bundled.list_files(directory))
+    differences = bundled.find_differences(directory) if is_listed else dict.fromkeys(found, "not listed")
+    if changed := [name for name, what in differences.items() if what == "changed"]:
         raise BundleError(
             f"{directory}: changed since it was made: {', '.join(changed[:10])}. Fix: remove these files; missing"
             " files are downloaded again"
+        )
+    unlisted = {name: found[name].lstat() for name, what in differences.items() if what == "not listed"}
+    _refuse(directory, [name for name, of in unlisted.items() if not (_OWN.fullmatch(name) and S_ISREG(of.st_mode))])
+    return {name: status.st_ino for name, status in unlisted.items()}
+
+
+def _refuse(directory: Path, names: list[str]) -> None:
+    """Raise BundleError if there are files that were not made here: they would be listed as if they were."""
+    if names:
+        raise BundleError(
+            f"{directory}: not made by this command: {', '.join(sorted(names)[:10])}. Fix: remove these files, or"
+            " name a new directory"
         )
 
 
@@ -183,7 +202,14 @@ def _save_image(client: docker.DockerClient, reference: str, path: Path) -> None
         (scratch / path.name).replace(path)
 
 
-def _add_debs(client: docker.DockerClient, reference: str, suite: str, names: Iterable[str], directory: Path) -> None:
+def _add_debs(
+    client: docker.DockerClient,
+    reference: str,
+    suite: str,
+    names: Iterable[str],
+    directory: Path,
+    host: NetworkSettings,
+) -> None:
     """Download Debian packages and their dependencies in a container, and add them and their index to the bundle.
 
     The index also lists packages that the bundle has already. Raises `BuildError`, or `DiskError` if the disk is full.
@@ -191,7 +217,7 @@ def _add_debs(client: docker.DockerClient, reference: str, suite: str, names: It
     script = _FETCH.format(names=" ".join(names), index=INDEX)
     try:
         with (
-            debian_lock.run_in_base(client, reference, suite, script, f"fetch {' '.join(names)}") as container,
+            debian_lock.run_in_base(client, reference, suite, script, f"fetch {' '.join(names)}", host) as container,
             _scratch(directory) as scratch,
         ):
             _fetch(container, f"/{DEBS}", scratch)
@@ -231,15 +257,16 @@ def _move(source: Path, target: Path, last: str = "") -> None:
         path.replace(target / path.name)
 
 
-def _add_wheels(project: Project, spec: BuildSpec, image: ImageSpec, directory: Path) -> None:
-    """Download the locked wheels of an image that the bundle does not have; nothing if it has all.
+def _add_wheels(project: Project, spec: BuildSpec, image: ImageSpec, directory: Path) -> set[str]:
+    """Download the locked wheels of an image that the bundle does not have; return the paths of those that it has.
 
     pip tries the configured indexes, then the image's own. Raises `BuildError` with pip's words, or `DiskError`.
     """
     wanted = [pin for layer in pins.read_image_pins(project, spec, image).values() for pin in layer]
-    present = {pin for pin, _ in wheels.find_locked_wheels(wanted, [directory])}
-    if not (missing := [pin for pin in wanted if pin not in present]):
-        return
+    present = [*wheels.find_locked_wheels(wanted, [directory])]
+    names = {f"{WHEELS}/{path.name}" for _, path in present}
+    if not (missing := [pin for pin in wanted if pin not in {pin for pin, _ in present}]):
+        return names
     with _scratch(directory.parent) as scratch:
         # `===`: pip may have a file for the CPU at hand that has the same version.
         lines = [f"{pin.name}==={pin.version} --hash=sha256:{pin.sha256}\n" for pin in missing]
@@ -252,15 +279,17 @@ def _add_wheels(project: Project, spec: BuildSpec, image: ImageSpec, directory: 
         if result.returncode:
             raise _failure(f"{image.tag}: pip cannot download its wheels:\n{result.stderr.strip()[-2000:]}")
         _move(scratch / "wheels", directory)
+    return names
 
 
 def _pip_download(scratch: Path, options: list[str]) -> subprocess.CompletedProcess[str]:
     """Run `pip download` into `scratch`/wheels, and return how it ended; a failure raises nothing.
 
-    Temporary files are in `scratch` too: an interrupt stops pip at once.
+    Temporary files are in `scratch` too: an interrupt stops pip at once. `-P`: no module of the working directory is
+    imported.
     """
     for name in ("wheels", "temporary"):
         (scratch / name).mkdir(exist_ok=True)
-    command = [sys.executable, "-m", "pip", "download", "--quiet", f"--dest={scratch / 'wheels'}", *options]
+    command = [sys.executable, "-P", "-m", "pip", "download", "--quiet", f"--dest={scratch / 'wheels'}", *options]
     environment = {**os.environ, "TMPDIR": str(scratch / "temporary")}
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

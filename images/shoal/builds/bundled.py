@@ -21,6 +21,7 @@ import docker
 from shoal.builds import base_image
 from shoal.docker_client import archive
 from shoal.errors import BundleError, UsageError
+from shoal.limits import MOST_DEPTH, MOST_LOCK, MOST_REPORT, read_file
 from shoal.matrix.spec import System
 from shoal.network.settings import NetworkSettings
 
@@ -39,7 +40,7 @@ _IMAGE_NAMES = ("io.containerd.image.name", "org.opencontainers.image.ref.name")
 
 def write_sums(directory: Path) -> str:
     """Write `SHA256SUMS`, and return its own SHA-256 (hexadecimal): the bundle's digest."""
-    lines = [f"{_sha256(path)}  {name}\n" for name, path in sorted(_files(directory))]
+    lines = [f"{_sha256(path)}  {name}\n" for name, path in sorted(list_files(directory))]
     (directory / SUMS).write_text("".join(lines))
     return _sha256(directory / SUMS)
 
@@ -54,14 +55,13 @@ def check_bundle(directory: Path, expected: str | None) -> str:
         UsageError: If the directory is not a bundle.
         BundleError: If a file is changed, missing or new, or the digest is another one.
     """
-    found = find_differences(directory)
-    digest = _sha256(directory / SUMS)
+    digest = hashlib.sha256(_read_list(directory)).hexdigest()
     if expected is not None and expected.removeprefix("sha256:") != digest:
         raise BundleError(
             f"--bundle {directory}: its digest is sha256:{digest}, not {expected}. Fix: give the digest that"
             " `shoal bundle` printed when it made this bundle, or copy the bundle again from where it was made"
         )
-    if found:
+    if found := find_differences(directory):
         lines = [f"  {name}: {what}" for name, what in list(found.items())[:_SHOWN]]
         lines += [f"  and {len(found) - _SHOWN} more"] * (len(found) > _SHOWN)
         raise BundleError(
@@ -76,8 +76,8 @@ def find_differences(directory: Path) -> dict[str, Literal["changed", "missing",
 
     Raises UsageError if there is no such file, and BundleError if it is damaged.
     """
-    listed = _read_sums(directory)
-    there = dict(_files(directory))
+    listed = read_sums(directory)
+    there = dict(list_files(directory))
     found: dict[str, Literal["changed", "missing", "not listed"]] = {}
     for name in sorted({*listed, *there}):
         if name not in listed:
@@ -89,30 +89,42 @@ def find_differences(directory: Path) -> dict[str, Literal["changed", "missing",
     return found
 
 
-def _read_sums(directory: Path) -> dict[str, str]:
+def _read_list(directory: Path) -> bytes:
+    """Return the content of `SHA256SUMS`. Raises UsageError if there is no such file, or something else."""
+    try:
+        return read_file(directory / SUMS, MOST_LOCK)
+    except (OSError, ValueError):
+        raise _not_a_bundle(directory) from None
+
+
+def read_sums(directory: Path) -> dict[str, str]:
     """Return the SHA-256 of each file by path, as `SHA256SUMS` lists them.
 
     Raises UsageError without it, BundleError if damaged.
     """
-    try:
-        lines = (directory / SUMS).read_text().splitlines()
-    except (OSError, UnicodeDecodeError):
-        raise _not_a_bundle(directory) from None
-    matches = [_SUM.fullmatch(line) for line in lines]
+    lines = _read_list(directory).decode(errors="replace").split("\n")
+    matches = [_SUM.fullmatch(line) for line in lines if line]
     if not all(matches):
         raise BundleError(f"{directory / SUMS}: not what `sha256sum` writes. Fix: copy the bundle again")
     return {match[2]: match[1] for match in matches if match}
 
 
-def _files(directory: Path) -> Iterator[tuple[str, Path]]:
+def list_files(directory: Path) -> Iterator[tuple[str, Path]]:
     """Yield the files of a bundle except `SHA256SUMS`, with their paths in it.
 
-    A link to a directory is yielded too: it would bring in files that the list does not contain.
+    A link to a directory is yielded too: it would bring in files that the list does not contain. Raises BundleError if
+    directories are nested deeply.
     """
-    for path in directory.rglob("*"):
-        is_directory = path.is_dir() and not path.is_symlink()
-        if not is_directory and (name := path.relative_to(directory).as_posix()) != SUMS:
-            yield name, path
+    pending = [(directory, 0)]
+    while pending:
+        parent, depth = pending.pop()
+        if depth > MOST_DEPTH:
+            raise BundleError(f"{directory}: more than {MOST_DEPTH} directories in each other. Fix: copy it again")
+        for path in parent.iterdir():
+            if path.is_dir() and not path.is_symlink():
+                pending.append((path, depth + 1))
+            elif (name := path.relative_to(directory).as_posix()) != SUMS:
+                yield name, path
 
 
 def _sha256(path: Path) -> str:
@@ -189,7 +201,7 @@ def copy_image(path: Path, out: IO[bytes]) -> set[str]:
             if left_out := list(archive.unpack_safely(source, root)):
                 raise ValueError(left_out[0])
             files = {file.relative_to(root).as_posix(): file for file in root.rglob("*") if file.is_file()}
-            documents = {name: json.loads(files[name].read_bytes()) for name in _DOCUMENTS if name in files}
+            documents = {name: json.loads(read_file(files[name], MOST_REPORT)) for name in _DOCUMENTS if name in files}
             archive.write_tar(files, out)
             out.seek(0)
         return {name.removeprefix(_REGISTRY) for name in _names(documents)}

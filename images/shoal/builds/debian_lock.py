@@ -22,7 +22,7 @@ from shoal.docker_client import archive, containers
 from shoal.errors import BuildError
 from shoal.matrix.project import Project
 from shoal.matrix.spec import BuildSpec, ImageSpec, System
-from shoal.network.settings import read_network_settings
+from shoal.network.settings import NetworkSettings, read_network_settings, read_settings_for
 from shoal.sources import debian, render
 from shoal.sources.debian import DebianLock
 
@@ -62,7 +62,9 @@ def lock_systems(
         images = [image for image in spec.images if image.system == system]
         found = base_image.provide_base(client, system, read_network_settings, project.cache, say, newest=True)
         before = debian.read_lock(project, system.suite)
-        packages = _list_packages(client, found, system, list_installed(project, images))
+        packages = _list_packages(
+            client, found, system, list_installed(project, images), read_settings_for(project, say)
+        )
         after = DebianLock({**before.bases, **_identity(client, found, system)}, packages)
         path, changes = debian.lock_path(project, system.suite), tuple(debian.describe_changes(before, after))
         if changes and write:
@@ -121,14 +123,13 @@ def describe_drift(tag: str, system: System, files: Sequence[str]) -> str:
 
 @contextmanager
 def run_in_base(
-    client: docker.DockerClient, reference: str, suite: str, script: str, doing: str
+    client: docker.DockerClient, reference: str, suite: str, script: str, doing: str, host: NetworkSettings
 ) -> Iterator[Container]:
     """Run a script in a container of a base image and yield the container, which has ended and is removed afterwards.
 
-    `apt-get update` runs before the script. /run/machine has this machine's settings. Raises BuildError with the end of
+    `apt-get update` runs before the script. /run/machine has the settings `host`. Raises BuildError with the end of
     its log if it cannot do what `doing` says.
     """
-    host = read_network_settings()
     files = io.BytesIO()
     archive.write_tar({f"machine/{name}": content for name, content in host.build_files(suite).items()}, files)
     label = containers.unique_name("debian")
@@ -145,12 +146,16 @@ def run_in_base(
 
 
 def _list_packages(
-    client: docker.DockerClient, found: BaseImage, system: System, wanted: Iterable[tuple[str, ...]]
+    client: docker.DockerClient,
+    found: BaseImage,
+    system: System,
+    wanted: Iterable[tuple[str, ...]],
+    host: NetworkSettings,
 ) -> dict[str, str]:
     """Return the digests of the packages that apt would install now, by file name. Raises BuildError."""
     script = "\n".join(_PRINT.format(names=" ".join(names)) for names in wanted)
     with run_in_base(
-        client, found.reference, system.suite, script, f"list packages of Debian {system.suite}"
+        client, found.reference, system.suite, script, f"list packages of Debian {system.suite}", host
     ) as container:
         lines = container.logs(stderr=False).decode(errors="replace").splitlines()
     listed = [_LISTED.fullmatch(line.strip()) for line in lines if line.startswith("'")]

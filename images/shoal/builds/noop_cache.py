@@ -28,6 +28,9 @@ _VARIABLES = ("DOCKER_BUILDKIT", "DOCKER_HOST", "DOCKER_TLS_VERIFY", "DOCKER_CER
 _SOCKET = "/var/run/docker.sock"
 _PATIENCE = 10
 """Seconds for Docker to answer."""
+_MOST_DEPTH = 100  # as in shoal.limits, which takes longer to import
+_MOST_CHARACTERS = 16 * 1024**2
+"""Characters of the saved answers that are read. They have kilobytes."""
 _SETTLED = 2 * 10**9
 """Nanoseconds: the coarsest clock of a file system (FAT's). A younger file may change again unnoticed."""
 
@@ -116,10 +119,11 @@ def _load_answers(command: BuildCommand) -> dict[str, Any]:
     try:
         if trust.find_stranger(command.file):
             return {}
-        with open(command.file, encoding="utf-8") as file:
-            document = json.load(file)
+        # A project that was copied from elsewhere may have a pipe, a link, an endless or a nested file there.
+        with os.fdopen(trust.open_own(command.file, os.O_RDONLY), encoding="utf-8") as file:
+            document = json.loads(file.read(_MOST_CHARACTERS))
         return dict(document["answers"]) if document["state"] == command.state else {}
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return {}
 
 
@@ -139,19 +143,22 @@ def _files(root: str) -> Iterator[tuple[str, os.stat_result]]:
     yield packages, os.stat(packages)
 
 
-def _walk(path: str) -> Iterator[tuple[str, os.stat_result]]:
+def _walk(path: str, depth: int = 0) -> Iterator[tuple[str, os.stat_result]]:
     """Yield the files under a directory without `__pycache__`, or the one file.
 
-    Raises OSError if it is missing, or a link to a directory, which may be any: the builder decides about it.
+    Raises OSError if it is missing, deeply nested, or a link to a directory, which may be any: the builder decides
+    about it.
     """
     if not os.path.isdir(path):
         yield path, os.stat(path)
         return
+    if depth > _MOST_DEPTH:
+        raise OSError(f"{path[:200]}…: in too many directories")
     if os.path.islink(path):
         raise OSError(f"{path}: a link to a directory")
     for entry in sorted(os.scandir(path), key=lambda entry: entry.name):
         if entry.name != "__pycache__":
-            yield from _walk(entry.path) if entry.is_dir() else [(entry.path, entry.stat())]
+            yield from _walk(entry.path, depth + 1) if entry.is_dir() else [(entry.path, entry.stat())]
 
 
 def _ask_docker(tag: str) -> list[str | None]:

@@ -166,7 +166,7 @@ def format_manifest(request: KubernetesRequest, objects: Sequence[Object]) -> st
 def _quote(value: Any) -> Any:
     """Return a copy in which text is in quotes if YAML could read it as something else."""
     if isinstance(value, dict):
-        return {key: _quote(each) for key, each in value.items()}
+        return {_quote(key): _quote(each) for key, each in value.items()}
     if isinstance(value, list):
         return [_quote(each) for each in value]
     is_block = isinstance(value, LiteralScalarString) or not isinstance(value, str)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import docker
 import docker.errors
 import docker.models.images
@@ -39,9 +41,22 @@ def describe_missing(client: docker.DockerClient, tag: str, matrix: BuildSpec | 
     return f"{tag}: no such image in Docker or in buildspec.yml.{hint} Build or pull it; docker images lists them."
 
 
+def read_config(image: docker.models.images.Image) -> dict[str, Any]:
+    """Return the configuration of an image; empty if the image has none."""
+    return dict(image.attrs.get("Config") or {})
+
+
+def read_labels(image: docker.models.images.Image) -> dict[str, str]:
+    """Return the labels of an image; none if the image has no configuration."""
+    try:
+        return image.labels
+    except AttributeError:  # the SDK's, for an image without a configuration
+        return {}
+
+
 def has_script(image: docker.models.images.Image) -> bool:
     """Return whether an image names the script of a job, or has an entry point, which gets the word `train`."""
-    config = image.attrs["Config"]
+    config = read_config(image)
     variables = {variable.partition("=")[0] for variable in config.get("Env") or ()}
     return bool(SCRIPT_VARIABLES & variables or config.get("Entrypoint"))
 

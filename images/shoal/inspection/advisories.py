@@ -6,7 +6,6 @@ An allow-list accepts vulnerabilities, each with a reason and until a date.
 from __future__ import annotations
 
 import datetime
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,10 +13,11 @@ from typing import Annotated
 
 import pydantic
 from packaging.utils import canonicalize_name
-from packaging.version import InvalidVersion, Version
+from packaging.version import Version
 
 from shoal.errors import SpecError
 from shoal.inspection.facts import Distribution, ImageFacts
+from shoal.limits import MOST_LOCK, read_file
 from shoal.matrix import yaml_file
 
 
@@ -98,10 +98,10 @@ class Vulnerability:
 def read_report(path: Path) -> AuditReport:
     """Read a report of pip-audit. Raises `SpecError` if it cannot be read, or is not one."""
     try:
-        return AuditReport.model_validate(json.loads(path.read_text()))
+        return AuditReport.model_validate_json(read_file(path, MOST_LOCK, follow=True))
     except OSError as error:
         raise SpecError(f"{path}: cannot be read: {error.strerror}") from error
-    except (ValueError, pydantic.ValidationError) as error:
+    except ValueError as error:
         raise SpecError(f"{path}: not a report of `pip-audit --format json`: {error}") from error
 
 
@@ -146,6 +146,6 @@ def _is_same_version(installed: str, known: str) -> bool:
     """Return whether two versions are equal; a local part (after `+`) counts only if both have one."""
     try:
         ours, theirs = Version(installed), Version(known)
-    except InvalidVersion:
+    except ValueError:  # InvalidVersion, or a number with thousands of digits
         return installed == known
     return ours == theirs or (theirs.local is None and Version(ours.public) == theirs)

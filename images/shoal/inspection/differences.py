@@ -10,6 +10,7 @@ from typing import Literal
 
 import docker
 
+from shoal.docker_client.images import read_config
 from shoal.errors import DifferenceError
 from shoal.inspection import filesystem
 from shoal.inspection.filesystem import File, FileSystem
@@ -20,6 +21,10 @@ EXPECTED: Mapping[str, str] = {
     "bytecode's time": "bytecode records the time of its source",
 }
 """The differences between two builds of one commit on one base, and why they are there."""
+_CONFIGURATION = (
+    *("Cmd", "Entrypoint", "Env", "ExposedPorts", "Healthcheck", "Labels", "OnBuild", "Shell", "StopSignal", "User"),
+    *("Volumes", "WorkingDir"),
+)
 MAX_LISTED = 50
 """How many unexplained differences are printed."""
 
@@ -89,14 +94,14 @@ def read_image(client: docker.DockerClient, tag: str) -> FileSystem:
         DockerError: If Docker lacks the image.
     """
     found = filesystem.read_filesystem(client, tag)
-    found.files.update(_configuration_files(client.images.get(tag).attrs["Config"]))
+    found.files.update(_configuration_files(read_config(client.images.get(tag))))
     return found
 
 
 def _configuration_files(config: Mapping[str, object]) -> Iterator[tuple[str, File]]:
-    """Yield the command, entry point, environment, labels, user and working directory of an image, each as a file."""
-    for key in ("Cmd", "Entrypoint", "Env", "Labels", "User", "WorkingDir"):
-        content = json.dumps(config.get(key), sort_keys=True)
+    """Yield each part of the configuration of an image that containers and later builds obey, as a file."""
+    for key in _CONFIGURATION:
+        content = json.dumps(config.get(key) or None, sort_keys=True)
         yield f"(configuration) {key}", File(mode=0, uid=0, gid=0, time=0, content=content, source_time=0)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import docker
 import pydantic
 
+from shoal.docker_client.images import read_labels
 from shoal.errors import ImageError
 from shoal.inspection import sandbox
 
@@ -77,7 +78,7 @@ def read_facts(client: docker.DockerClient, tag: str) -> ImageFacts:
         "id": image.id,
         "created": image.attrs["Created"],
         "bytes": image.attrs["Size"],
-        "labels": image.labels,
+        "labels": read_labels(image),
     }
     try:
         return ImageFacts.model_validate(found | known)

@@ -1,7 +1,7 @@
 """Runs a command in a locked-down container of an image that is not trusted, and returns its output.
 
 The command runs as an unprivileged user, without a network, without capabilities or a way to gain them, and on a
-read-only file system. It may have 128 processes. Its time and memory have no limit.
+read-only file system, also in volumes of the image. It may have 128 processes and 2 GiB. Its time has no limit.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from typing import Any
 
 import docker
 import docker.errors
-from docker.types import LogConfig
+from docker.types import LogConfig, Mount
 
 from shoal.docker_client import containers
+from shoal.docker_client.images import read_config
 from shoal.errors import ImageError
 from shoal.limits import MOST_PROBED
 
@@ -29,6 +30,8 @@ _SETTINGS: dict[str, Any] = {
     "security_opt": ["no-new-privileges"],
     "read_only": True,
     "pids_limit": 128,
+    "mem_limit": "2g",
+    "memswap_limit": "2g",
     "working_dir": "/",
     "network_mode": "none",
     "log_config": LogConfig(type=LogConfig.types.JSON, config={"max-size": "1g"}),
@@ -64,12 +67,14 @@ def run_command(client: docker.DockerClient, tag: str, command: Sequence[str]) -
         ImageError: If Docker lacks the image, it has no such command, or the command fails.
     """
     try:
-        client.images.get(tag)
+        image = client.images.get(tag)
     except docker.errors.ImageNotFound:
         raise ImageError(f"{tag}: Docker does not have this image. Fix: build it or pull it") from None
     program, *arguments = command
     label = containers.unique_name("inside")
     settings = _SETTINGS | {"entrypoint": [program], "labels": {containers.JOB_LABEL: label}}
+    # Docker makes a volume that can be written for each that the image names.
+    settings["mounts"] = [Mount(path, None, read_only=True) for path in read_config(image).get("Volumes") or ()]
     with containers.remove_at_end(client, label):
         container = containers.create_container(client, tag, arguments, settings)
         try:

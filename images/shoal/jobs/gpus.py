@@ -15,6 +15,7 @@ from docker.types import DeviceRequest
 
 from shoal import docker_client
 from shoal.docker_client import containers
+from shoal.docker_client.images import read_labels
 from shoal.errors import DockerError, UsageError
 
 ALL, NONE = "all", "none"
@@ -107,7 +108,7 @@ def _uses_gpus(client: docker.DockerClient, image: str, hosts: int) -> bool:
     if not docker_client.has_gpus(client):
         return False
     try:
-        return hosts == 1 or _CPU_LABEL not in client.images.get(image).labels
+        return hosts == 1 or _CPU_LABEL not in read_labels(client.images.get(image))
     except docker.errors.ImageNotFound:
         return False  # reported when the first host is created
 

@@ -5,6 +5,7 @@ It also lists the installed packages and distributions, with their versions.
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import posixpath
 import re
@@ -22,7 +23,7 @@ _LIST = re.compile(r"var/lib/dpkg/info/([^/:]+)(:[^/]+)?\.list")
 _DIST_INFO = re.compile(r"((?:.*/)?)([^/]+)\.dist-info/(METADATA|RECORD)")
 _BYTECODE = re.compile(r"(.*/)?__pycache__/([^/]+?)\.[^/.]+(\.opt-[12])?\.pyc")
 _OTHER_DEPTH = 4  # directories of a path that name a file without an owner
-_MOST_LINKS = 40  # on one path, as in the kernel
+_MOST_STEPS = 256  # directories and links on one path: each is a level of Python's recursion
 
 
 @dataclass(frozen=True, order=True)
@@ -96,9 +97,10 @@ class Owners:
         found = _DIST_INFO.fullmatch(path)
         if found and found[3] == "RECORD":
             owner = Owner("python", _name_and_version(found[2])[0])
-            for row in csv.reader(_decoded(text).splitlines()):
-                if row:
-                    self._claim(posixpath.normpath(posixpath.join(found[1], row[0])).lstrip("/"), owner)
+            with contextlib.suppress(csv.Error):  # a field of an image may have any length
+                for row in csv.reader(_decoded(text).splitlines()):
+                    if row:
+                        self._claim(posixpath.normpath(posixpath.join(found[1], row[0])).lstrip("/"), owner)
 
     def _claim_list(self, path: str, text: bytes) -> None:
         """Give the files of one of dpkg's lists to their Debian package; do nothing for other files."""
@@ -129,20 +131,20 @@ class _Tree:
         directory, _, name = path.rpartition("/")
         return posixpath.join(self._directory(directory, 0), name)
 
-    def _directory(self, path: str, links: int) -> str:
-        """Return a directory without symlinks in its path; after 40 links, the rest of the path is as it is.
+    def _directory(self, path: str, steps: int) -> str:
+        """Return a directory without symlinks in its path; after many steps, the rest of the path is as it is.
 
         Results are kept in `_known`, so all links must be known before the first call.
         """
-        if not path or links > _MOST_LINKS:
+        if not path or steps > _MOST_STEPS:
             return path
         if path not in self._known:
             parent, _, name = path.rpartition("/")
-            above = self._directory(parent, links)
+            above = self._directory(parent, steps + 1)
             here = posixpath.join(above, name)
             if here in self._links:
                 target = posixpath.normpath(posixpath.join(above, self._links[here])).lstrip("/")
-                here = self._directory("" if target == "." else target, links + 1)
+                here = self._directory("" if target == "." else target, steps + 1)
             self._known[path] = here
         return self._known[path]
 

@@ -21,7 +21,7 @@ from typing import IO, Any, Literal, cast
 
 from shoal.errors import ImageError
 from shoal.layers import deflate
-from shoal.limits import MOST_LAYER, MOST_LAYER_ENTRIES, MOST_LAYER_TEXT
+from shoal.limits import MOST_LAYER, MOST_LAYER_ENTRIES, MOST_LAYER_TEXT, MOST_LAYERS
 from shoal.tar_stream import open_stream
 
 Kind = Literal["file", "directory", "symlink", "hardlink"]
@@ -243,6 +243,8 @@ def _layers(name: str, members: _Members) -> Iterator[LayerTar]:
     """
     image = _manifest(name, members)
     paths = _texts(name, "Layers in manifest.json", image.get("Layers"))
+    if len(paths) > MOST_LAYERS:
+        raise ImageError(f"{name}: {len(paths):,} layers, and Docker allows 127. Fix: do not trust this image")
     config = _json(name, members, normalize_path(str(image.get("Config", ""))))
     digests, commands = _describe_layers(config if isinstance(config, dict) else {}, len(paths))
     for path, digest, command in zip(paths, digests, commands, strict=True):

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from shoal import trust
 from shoal.errors import SpecError, UsageError
+from shoal.limits import MOST_DEPTH
 from shoal.matrix.spec import ImageSpec
 
 LAYERS = ("cuda", "framework", "mpi", "aws")
@@ -162,10 +163,17 @@ def _refuse(root: Path, words: str, directory: Path) -> SpecError:
 
 
 def _walk(path: str, *, deep: bool) -> Iterator[tuple[str, os.stat_result]]:
-    """Yield a file, if it exists, with its status, and if `deep`, all below it. No link is followed."""
-    with contextlib.suppress(FileNotFoundError):  # another command may remove files of the cache meanwhile
-        status = os.lstat(path)
-        yield path, status
-        if deep and stat.S_ISDIR(status.st_mode):
-            for entry in os.scandir(path):
-                yield from _walk(entry.path, deep=True)
+    """Yield a file, if it exists, with its status, and if `deep`, all below it. No link is followed.
+
+    Raises `SpecError` if directories are nested deeper than people do.
+    """
+    pending = [(path, 0)]
+    while pending:
+        path, depth = pending.pop()
+        with contextlib.suppress(FileNotFoundError):  # another command may remove files of the cache meanwhile
+            status = os.lstat(path)
+            yield path, status
+            if depth > MOST_DEPTH:
+                raise SpecError(f"{path[:200]}…: in more than {MOST_DEPTH} directories. Fix: remove them")
+            if deep and stat.S_ISDIR(status.st_mode):
+                pending += [(entry.path, depth + 1) for entry in os.scandir(path)]

@@ -5,7 +5,7 @@ It has the models of these files and of dropped.yml, and checks that the files f
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sized
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -18,6 +18,8 @@ from shoal.matrix import selectors, yaml_file
 from shoal.matrix.yaml_file import Location, Model
 
 VERSIONS = Path("dockerfiles", "versions.yml")
+_MOST_IMAGES = 2_000
+"""Possible images: releases times systems times variants, and children of each. We have 30."""
 
 Word = Annotated[str, pydantic.Field(pattern=r"^[a-z0-9][a-z0-9._+-]*$")]
 Version = Annotated[str, pydantic.Field(pattern=r"^\d+(\.\d+)+$")]
@@ -143,7 +145,10 @@ class VersionsFile(Model):
     """Images that extend other images."""
 
     def combinations(self) -> list[tuple[Location, ImageSpec]]:
-        """Return every possible image, parents first, each with the place of its entry."""
+        """Return every possible image, parents first, each with the place of its entry.
+
+        Raises `SpecError` if there are more than a project needs.
+        """
         found: list[tuple[Location, ImageSpec]] = []
         for number, release in enumerate(self.releases):
             for name, system in self.systems.items():
@@ -151,11 +156,18 @@ class VersionsFile(Model):
                     place = {"os": name, "system": system, "python": system.python}
                     place |= {"variant": variant, "packages": packages}
                     found.append((("releases", number), ImageSpec.model_validate(release.model_dump() | place)))
+                    _check_number(found)
         for number, child in enumerate(self.children):
             for tag, parent in _parents(image for _, image in found).items():
                 if selectors.matches(child.extends, tag):
                     found.append((("children", number), _extend(parent, child)))
+                    _check_number(found)
         return found
+
+
+def _check_number(images: Sized) -> None:
+    if len(images) > _MOST_IMAGES:
+        raise SpecError(f"{VERSIONS}: makes more than {_MOST_IMAGES} images. Fix: remove releases, systems or children")
 
 
 def _parents(images: Iterable[ImageSpec]) -> dict[str, ImageSpec]:
@@ -230,7 +242,7 @@ class BuildFile(Model):
     """pip requirements of the MPI in every image."""
     aws: tuple[str, ...] = ()
     """pip requirements of every image that must not change its other packages."""
-    defaults: Mapping[str, str]
+    defaults: Mapping[Word, str]
     """The tag of the image that a framework's name means."""
     axes: Axes = Axes()
     """The values to build images for."""

@@ -12,10 +12,11 @@ import os
 import platform
 import re
 import subprocess
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from shoal.matrix.project import Project
 from shoal.network import credentials, pip_settings
 
 _PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "FTP_PROXY", "ALL_PROXY", "NO_PROXY")
@@ -29,6 +30,8 @@ _UNUSABLE_PIP_KEYS = ("client-cert", "constraint", "keyring-provider", "use-feat
 _URL_KEYS = ("index-url", "extra-index-url", "find-links")
 _CA_VARIABLES = ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")
 _SYSTEM_CA = Path("/etc/ssl/certs/ca-certificates.crt")
+_LOGIN = re.compile(r"(?:(?<=//)|(?<![^\s\"]))[^\s\"/]*@")
+"""The user and password before the host of an address, which may have no scheme."""
 # The parts of a Debian suite that builds use; not backports, and no suites of other vendors.
 _POCKETS = ("", "-updates", "-security")
 # The package index of a bundle has no signature. The code that sets `debs` has checked its SHA-256.
@@ -61,6 +64,21 @@ class NetworkSettings:
     """Settings that name a CA bundle that does not exist."""
     apt_auth: str = ""
     """apt's credentials for the hosts of its sources, in the form of auth.conf."""
+
+    def without_logins(self) -> NetworkSettings:
+        """Return the settings without users and passwords, for builds with steps of somebody who must not read them."""
+
+        def clean(pairs: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
+            return tuple((name, _LOGIN.sub("", value)) for name, value in pairs)
+
+        return replace(
+            self,
+            pip=clean(self.pip),
+            apt_sources=tuple(_LOGIN.sub("", line) for line in self.apt_sources),
+            apt_proxies=tuple(_LOGIN.sub("", line) for line in self.apt_proxies),
+            proxies=clean(self.proxies),
+            apt_auth="",
+        )
 
     def select_sources(self, suite: str) -> tuple[str, ...]:
         """Return the apt sources for builds on a Debian suite.
@@ -151,6 +169,21 @@ def read_network_settings() -> NetworkSettings:
         ca_missing=tuple(f"{name} {path}" for name, path in bundles.items() if not path.is_file()),
         apt_auth=apt_auth,
     )
+
+
+def read_settings_for(project: Project, say: Callable[[str], object]) -> NetworkSettings:
+    """Return the network settings of this machine, without passwords if the steps of a project must not read them.
+
+    A step can send what it reads to anybody. `say` gets a sentence about it, if there are passwords.
+    """
+    settings = read_network_settings()
+    if project.may_run_code() or (public := settings.without_logins()) == settings:
+        return settings
+    say(
+        f"! {project.root}: its steps get no passwords of package indexes, mirrors and proxies. Fix, if you trust all"
+        f" that is in it: shoal trust {project.root}"
+    )
+    return public
 
 
 def _select_pip_settings(pip: dict[str, str]) -> tuple[dict[str, str], list[str]]:

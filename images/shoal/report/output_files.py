@@ -35,6 +35,9 @@ def choose_files(output: Path, as_json: bool, read: Sequence[Path]) -> list[Path
         )
     for path in written:
         parent = path.parent
+        # A project that was copied from elsewhere may have a link in the place of a report.
+        if path.is_symlink() and not path.absolute().is_relative_to("/dev"):
+            raise UsageError(f"-o {output}: {path} is a link. Fix: remove it, or name the file that it leads to")
         if not parent.is_dir():
             raise UsageError(f"-o {output}: {parent} is not a directory. Fix: mkdir -p {parent}")
         if not os.access(path if path.exists() else parent, os.W_OK):

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import jinja2
 
+from shoal import trust
 from shoal.errors import UsageError
 from shoal.matrix.project import find_shipped
 from shoal.matrix.spec import ImageSpec
@@ -49,6 +50,7 @@ def write_project(directory: Path, image: ImageSpec) -> list[Path]:
         )
     if directory.exists() and not directory.is_dir():
         raise UsageError(f"{directory}: is a file; expected a new or empty directory. Fix: choose another name")
+    _check_own(directory)
     if directory.exists() and any(directory.iterdir()):
         raise UsageError(f"{directory}: exists and is not empty. Fix: choose another name, or remove it")
     directory.mkdir(parents=True, exist_ok=True)
@@ -71,6 +73,7 @@ def write_definitions(directory: Path) -> list[Path]:
     copies = {source: directory / source.name for source in (shipped.templates, shipped.buildspec)}
     if directory.exists() and not directory.is_dir():
         raise UsageError(f"{directory}: is a file; expected a directory. Fix: choose another name")
+    _check_own(directory)
     if present := [path.name for path in copies.values() if os.path.lexists(path)]:  # also a link to nothing
         raise UsageError(f"{directory}: has {' and '.join(present)} already. Fix: name another directory")
     directory.mkdir(parents=True, exist_ok=True)
@@ -80,6 +83,12 @@ def write_definitions(directory: Path) -> list[Path]:
         else:
             shutil.copyfile(source, target)
     return [*copies.values()]
+
+
+def _check_own(directory: Path) -> None:
+    """Raise `UsageError` if others could put links in the place of the files that are written to a directory."""
+    if directory.exists() and (words := trust.find_stranger(directory)):
+        raise UsageError(f"{directory}: {words}. Fix: choose a directory of your own")
 
 
 def _render_template(template: str, **values: str) -> str:

@@ -165,9 +165,9 @@ def _check_requirement(text: str) -> str:
 
 
 def _pip(python_version: str) -> list[str]:
-    """Return the pip command that resolves for that Python."""
+    """Return the pip command that resolves for that Python. `-P`: it imports no module of the working directory."""
     if python_version == f"{sys.version_info[0]}.{sys.version_info[1]}":
-        return [sys.executable, "-m", "pip"]
+        return [sys.executable, "-P", "-m", "pip"]
     return [sys.executable, "-P", "-c", _PIP_FOR, python_version]
 
 
@@ -192,6 +192,8 @@ def _layer_of(name: str, mpi: Collection[str]) -> str:
 
 
 def _write(path: Path, header: str, pins: Iterable[Pin]) -> Path:
-    """Write a lock file, and return its path."""
+    """Write a lock file, and return its path. Raises `SpecError` if a pipe or a directory is in its place."""
+    if path.exists() and not path.is_file():
+        raise SpecError(f"{path}: not a file. Fix: remove it")
     path.write_text("\n".join([header, *map(str, pins)]) + "\n")
     return path

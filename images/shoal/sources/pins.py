@@ -11,12 +11,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from packaging.version import InvalidVersion, Version
+
 from shoal.errors import SpecError
 from shoal.limits import read_project_file
 from shoal.matrix.project import CHILD_LAYERS, LAYERS, Project
 from shoal.matrix.spec import BuildSpec, ImageSpec
 
-_LINE = re.compile(r"^(?P<name>\S+)==(?P<version>\S+) --hash=sha256:(?P<sha256>[0-9a-f]{64})$")
+# No address and no option: pip reads these lines on this machine too, and would build what an address names.
+_LINE = re.compile(
+    r"(?P<name>[a-z0-9]+(-[a-z0-9]+)*)==(?P<version>[\w.!+-]{1,100}) --hash=sha256:(?P<sha256>[0-9a-f]{64})", re.ASCII
+)
 
 
 @dataclass(frozen=True)
@@ -87,8 +92,15 @@ def read_lock(path: Path, header: str | None = None) -> list[Pin]:
     for number, line in enumerate(lines, 1):
         if not line or line.startswith("#"):
             continue
-        match = _LINE.match(line)
-        if not match:
+        match = _LINE.fullmatch(line)
+        if not match or not _is_version(match["version"]):
             raise SpecError(f"{path}:{number}: expected 'name==version --hash=sha256:…', found {line!r}")
         pins.append(Pin(**match.groupdict()))
     return pins
+
+
+def _is_version(text: str) -> bool:
+    try:
+        return bool(Version(text))
+    except InvalidVersion:
+        return False

@@ -5,6 +5,7 @@ Title and version are in the templates. docs/decisions/labels.md
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import subprocess
@@ -14,7 +15,8 @@ from pathlib import Path
 
 import tomllib
 
-from shoal.matrix.project import Project
+from shoal.limits import MOST_RECORD, read_file
+from shoal.matrix.project import INSTALLED, Project
 
 INPUTS = ("buildspec.yml", "dockerfiles", "images", "library", "rehearsal", "toolkit")
 """The paths that images are made from, or by."""
@@ -61,7 +63,7 @@ def find_revision(root: Path) -> str:
     without git. Empty also in a shallow clone that does not contain that commit: git would name the oldest commit that
     it has.
     """
-    if (recorded := root / REVISION).is_file():
+    if root == INSTALLED and (recorded := root / REVISION).is_file():
         return recorded.read_text().strip()
     if (
         _git(root, "status", "--porcelain", "--untracked-files=normal", "--ignore-submodules=dirty", "--", *INPUTS)
@@ -88,15 +90,17 @@ def _git(root: Path, *arguments: str) -> str | None:
 def _declared_source(root: Path) -> str:
     """Return the source URL that our packages declare, the first one found; empty if none does.
 
-    It is the `Source` or `Repository` among the project URLs of images, library, rehearsal and toolkit.
+    It is the `Source` or `Repository` among the project URLs of images, library, rehearsal and toolkit. A file that is
+    not valid or leaves the project declares none.
     """
-    for path in filter(
-        Path.is_file, (root / package / "pyproject.toml" for package in ("images", "library", "rehearsal", "toolkit"))
-    ):
-        urls = tomllib.loads(path.read_text()).get("project", {}).get("urls", {})
-        for name, url in urls.items():
-            if name.lower() in ("source", "repository"):
-                return str(url)
+    for package in ("images", "library", "rehearsal", "toolkit"):
+        path = root / package / "pyproject.toml"
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+            if path.resolve().is_relative_to(root.resolve()):
+                urls = tomllib.loads(read_file(path, MOST_RECORD, follow=True).decode())["project"]["urls"]
+                for name, url in urls.items():
+                    if name.lower() in ("source", "repository"):
+                        return str(url)
     return ""
 
 

@@ -13,6 +13,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Literal
 
+import pydantic
+
 from shoal.sources.steps import Step
 
 Contents = Mapping[str, Mapping[str, str]]
@@ -102,9 +104,8 @@ def make_record(steps: Iterable[Step], contents: Contents, base: str, templates:
 def read_record(labels: Mapping[str, str]) -> Record | None:
     """Return the record that the labels of an image hold; None if they hold none, or a damaged one."""
     try:
-        document = json.loads(labels[STEPS])
-        return Record(tuple(RecordedStep(**step) for step in document["steps"]), document["templates"])
-    except (KeyError, TypeError, ValueError):
+        return pydantic.TypeAdapter(Record).validate_json(labels[STEPS])
+    except (KeyError, ValueError):
         return None
 
 

@@ -18,6 +18,7 @@ import jinja2.meta
 import jinja2.sandbox
 
 from shoal.errors import SpecError
+from shoal.limits import read_project_file
 from shoal.matrix import yaml_file
 from shoal.matrix.project import Project
 from shoal.matrix.spec import BuildFile, DroppedFile, ImageSpec, VersionsFile
@@ -146,12 +147,7 @@ def _load_template(project: Project, name: str) -> str | None:
     path = project.templates / name
     if not path.resolve().is_relative_to(project.templates.resolve()):
         raise SpecError(f"{path}: leaves {project.templates}. Fix: copy the file into that directory")
-    if not path.is_file():
-        return None
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise SpecError(f"{path}: not UTF-8: {error}") from error
+    return read_project_file(path) if path.exists() else None
 
 
 def render_all(project: Project, images: Iterable[ImageSpec]) -> dict[Path, str]:
@@ -177,7 +173,8 @@ class GeneratedFile:
 
 
 def _is_fresh(path: Path, text: str) -> bool:
-    return path.is_file() and path.read_text() == text
+    """Return whether a file has this text. Raises `SpecError` if something else than a text file is there."""
+    return path.exists() and read_project_file(path) == text
 
 
 def check_files(outputs: Mapping[Path, str]) -> list[GeneratedFile]:

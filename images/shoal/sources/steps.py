@@ -12,6 +12,7 @@ from shoal.errors import SpecError
 
 _FOLDER = re.compile(r"\btype=bind,source=(\w+)|^(?:ADD|COPY) (\w+)[ /]", re.MULTILINE)
 _STAGE = re.compile(r"\bfrom=(\w+)")
+_DEBIAN = re.compile(r"[a-z0-9][a-z0-9.+-]+")
 _INSTALL = re.compile(r"\bapt-get install\b")
 _FREE_FOLDERS = frozenset({"machine"})
 """The network settings of this machine, which do not change the image."""
@@ -93,9 +94,14 @@ class StepCollector:
         return name
 
     def _debian(self, names: Iterable[str]) -> str:
-        """Note Debian packages that the step installs, and return their names, separated by spaces."""
+        """Note Debian packages that the step installs, and return their names, separated by spaces.
+
+        Raises `SpecError` for another text.
+        """
         self._packages.append(tuple(names))
-        return " ".join(names)
+        if strange := [name for name in self._packages[-1] if not _DEBIAN.fullmatch(name)]:  # a shell gets them
+            raise SpecError(f"debian({strange[0]!r}): not the name of a Debian package. Fix: correct it")
+        return " ".join(self._packages[-1])
 
 
 def _check_inputs(step: str, function: str, used: set[str], noted: Iterable[str]) -> None:

@@ -21,7 +21,7 @@ def find_locked_wheels(pins: Iterable[Pin], directories: Iterable[Path]) -> Iter
         except InvalidWheelFilename:
             continue
         pin = wanted.get((canonicalize_name(name), version))
-        if pin and _sha256(path) == pin.sha256:
+        if pin and path.is_file() and _sha256(path) == pin.sha256:
             yield pin, path
 
 

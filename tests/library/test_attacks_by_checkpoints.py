@@ -75,7 +75,7 @@ def test_a_lock_that_leads_elsewhere_is_not_written(
     directory = tmp_path / "c"
     directory.mkdir()
     make(directory / ".lock", victim)
-    with pytest.raises(CheckpointError, match=r"cannot be written here: .*\.lock.*Fix: .*remove that file"):
+    with pytest.raises(CheckpointError, match=r"\.lock: checkpoints cannot be written here: .*Fix: "):
         open_checkpoint(directory)
     assert victim.read_text() == "precious"
     assert not (tmp_path / "new").exists()

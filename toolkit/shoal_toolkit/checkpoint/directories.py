@@ -53,8 +53,8 @@ class CheckpointDirectory:
             self._lock = open_regular(self.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
         except OSError as error:
             raise CheckpointError(
-                f"{self.path}: checkpoints cannot be written here: {error.strerror} ({error.filename}). "
-                "Fix: choose a directory that this user can write, or remove that file"
+                f"{error.filename}: checkpoints cannot be written here: {error.strerror}. "
+                "Fix: choose a directory that this user can write, and in which this is a file or missing"
             ) from error
         # A POSIX lock: unlike flock's, it ends with this process even if a forked worker lives on.
         ends = time.monotonic() + _LOCK_SECONDS

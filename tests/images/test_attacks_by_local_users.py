@@ -16,6 +16,8 @@ import pytest
 
 from shoal.errors import UsageError
 from shoal.jobs.checkpoints import MARK, copy_tree, open_directory
+from shoal.jobs.job import JobRequest
+from shoal.jobs.record import LOCAL, JobRecord, open_job
 from smdistributed.core import native
 
 FILTER = native.PATH.with_name("_peer_filter.so")
@@ -274,3 +276,75 @@ def test_files_in_the_way_of_checkpoints_are_an_error_before_the_training(
         open_directory(tmp_path / "checkpoints", "job", "--checkpoints"),
     ):
         pass
+
+
+def give_away(path: Path) -> None:
+    os.chown(path, STRANGER, STRANGER, follow_symlinks=False)
+
+
+def make_theirs(path: Path) -> None:
+    path.mkdir()
+    give_away(path)
+
+
+def link_theirs(path: Path) -> None:
+    make_theirs(path.with_name("theirs"))
+    path.symlink_to(path.with_name("theirs"))
+
+
+OUTPUTS: dict[str, Callable[[Path], object]] = {
+    "theirs": make_theirs,
+    "open": lambda path: (path.mkdir(), path.chmod(0o777)),
+    "link": link_theirs,
+}
+
+
+@pytest.mark.parametrize("make", OUTPUTS.values(), ids=OUTPUTS)
+def test_a_job_does_not_start_where_a_stranger_can_replace_its_code(
+    tmp_path: Path, make: Callable[[Path], object]
+) -> None:
+    """A stranger who can rename the directory of a job puts another script in its place before the hosts start."""
+    make(tmp_path / "jobs")
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "train.py").touch()
+    request = JobRequest(source=tmp_path / "code", entry_point="train.py", output=tmp_path / "jobs")
+    with (
+        pytest.raises(UsageError, match=r"could replace the files of the job.*Fix: .*shoal trust"),
+        open_job(JobRecord("image:1", LOCAL, request), None, "digits"),
+    ):
+        pass
+    assert not (tmp_path / "jobs" / "digits").exists()
+
+
+def link_to_documents(jobs: Path, documents: Path) -> None:
+    jobs.symlink_to(documents)
+
+
+def write_odd_entries(jobs: Path, documents: Path) -> None:
+    jobs.mkdir()
+    (jobs / "directory").mkdir()
+    (jobs / "file").touch()
+    os.mkfifo(jobs / "pipe")
+    (jobs / "link").symlink_to(documents)
+
+
+@pytest.mark.parametrize("make", [link_to_documents, write_odd_entries])
+@pytest.mark.parametrize("is_theirs", [True, False])
+def test_a_list_of_jobs_that_was_made_before_loses_no_file(
+    tmp_path: Path, make: Callable[[Path, Path], object], is_theirs: bool
+) -> None:
+    """`shoal ps` removes links to jobs that are gone. A link to other files has them removed in their place."""
+    documents, lists = tmp_path / "documents", tmp_path / "state" / "shoal" / "jobs"
+    documents.mkdir()
+    lists.mkdir(parents=True)
+    (documents / "letter").touch()
+    make(lists / socket.gethostname(), documents)
+    if is_theirs:
+        give_away(lists / socket.gethostname())
+    environment = {**os.environ, "XDG_STATE_HOME": str(tmp_path / "state")}
+    for words in (["ps", "--all"], ["ps", "--json"]):
+        ended = subprocess.run([SHOAL, *words], env=environment, capture_output=True, text=True, timeout=60)
+        assert ended.returncode == 0, ended
+    assert (documents / "letter").exists()
+    if make is write_odd_entries:
+        assert len(list((lists / socket.gethostname()).iterdir())) == 4

@@ -245,6 +245,85 @@ def test_no_file_of_a_checkpoint_runs_code(job: Any, tmp_path: Path, file: str) 
     assert not (tmp_path / "trace").exists()
 
 
+NOTES: dict[str, Any] = {
+    "outside": "../elsewhere/tag",
+    "absolute": "/etc/passwd",
+    "long": "tag" * 1000,
+    "lines": "a secret/of\nanother file",
+}
+
+
+@pytest.mark.parametrize("note", NOTES.values(), ids=NOTES)
+@pytest.mark.parametrize("kind", ["", "_partial"])
+def test_the_newest_tag_leads_to_no_other_directory_and_shows_no_other_file(
+    job: Any, tmp_path: Path, note: str, kind: str
+) -> None:
+    model, optimizer = wrapped()
+    model(torch.ones(2, 4))
+    smp.save_checkpoint(tmp_path / "elsewhere", "tag", True, model, optimizer)
+    smp.save_checkpoint(tmp_path / "own", "tag", True, model, optimizer)
+    (tmp_path / "other").write_text(note)
+    (tmp_path / "own" / "newest_partial").unlink()
+    (tmp_path / "own" / f"newest{kind}").unlink(missing_ok=True)
+    (tmp_path / "own" / f"newest{kind}").symlink_to(tmp_path / "other")
+    with pytest.raises(SMPRuntimeError, match=r"does not hold the tag.*Fix: ") as caught:
+        smp.resume_from_checkpoint(tmp_path / "own")
+    assert note not in str(caught.value)
+
+
+STAGES: dict[str, str] = {
+    "another stage": '{"partitions": 1, "stages": {"main": 99}}',
+    "a negative stage": '{"partitions": 1, "stages": {"main": -1}}',
+    "no number": '{"partitions": 1, "stages": {"main": NaN}}',
+    "negative steps": '{"partitions": 1, "stages": {}, "steps": -5}',
+    "steps without a number": '{"partitions": 1, "stages": {}, "steps": Infinity}',
+    "a list": "[]",
+    "nested": "[" * 100_000,
+    "no stages": '{"partitions": 1, "stages": 3}',
+}
+
+
+@pytest.mark.parametrize("notes", STAGES.values(), ids=STAGES)
+def test_forged_stages_of_a_checkpoint_are_an_error(job: Any, tmp_path: Path, notes: str) -> None:
+    model, optimizer = wrapped()
+    model(torch.ones(2, 4))
+    smp.save_checkpoint(tmp_path, "tag", True, model, optimizer)
+    (tmp_path / "tag_partial" / "stages.json").write_text(notes)
+    with pytest.raises(SMPRuntimeError, match=r"stages\.json is damaged.*Fix: remove it"):
+        smp.resume_from_checkpoint(tmp_path, "tag")
+
+
+LINKS = [
+    ".tag_partial.unfinished",
+    ".tag_partial.old",
+    "tag_partial",
+    "first_partial",
+    *(f".{name}.PID.unfinished" for name in ("newest", "newest_partial", "tag", "newest_full")),
+]
+
+
+@pytest.mark.parametrize("name", LINKS)
+def test_a_save_writes_through_no_link_and_is_not_stopped_by_one(job: Any, tmp_path: Path, name: str) -> None:
+    model, optimizer = wrapped()
+    model(torch.ones(2, 4))
+    directory, victim = tmp_path / "own", tmp_path / "victim"
+    directory.mkdir()
+    if "partial" in name and "newest" not in name:
+        victim.mkdir()
+        (victim / "model_0.pt").write_text("precious")
+        os.utime(victim, (0, 0))
+    else:
+        victim.write_text("precious")
+    (directory / name.replace("PID", str(os.getpid()))).symlink_to(victim)
+    for partial in (True, True, False):
+        smp.save_checkpoint(
+            directory, "tag", partial, model, optimizer, num_kept_partial_checkpoints=1 if partial else None
+        )
+        smp.resume_from_checkpoint(directory, "tag", partial)
+    kept = victim / "model_0.pt" if victim.is_dir() else victim
+    assert kept.read_text() == "precious"
+
+
 def test_smp_load_loads_objects_if_the_script_says_so(job: Any, tmp_path: Path) -> None:
     smp.save({"rate": 0.1, "path": Path("somewhere")}, tmp_path / "any")
     with pytest.raises(SMPRuntimeError, match=r"any_0 holds more than tensors.*Fix: .*smp.load"):

@@ -165,7 +165,8 @@ def open_job(record: JobRecord, resumed: str | None, name: str | None = None) ->
 
     Raises:
         UsageError: If the job's directory cannot be created, or another command or job uses the checkpoints. Also if
-            the resumed job has succeeded or has no checkpoints.
+            the resumed job has succeeded or has no checkpoints, or if others can replace a new job's files: its hosts
+            read their code and configuration there.
     """
     request = record.request
     if resumed is not None:
@@ -177,6 +178,12 @@ def open_job(record: JobRecord, resumed: str | None, name: str | None = None) ->
         name = name or unique
         record = replace(record, identity=unique)
         directory = job.make_job_directory(request, name)
+        if problem := trust.find_stranger(directory):
+            directory.rmdir()
+            raise UsageError(
+                f"--output {request.output}: {problem}, and so could replace the files of the job. Fix: choose another"
+                f" directory, or shoal trust {directory.parent}"
+            )
         option = f"--checkpoints {request.checkpoints}"
     has_checkpoints = False
     place, owner = find_checkpoints(request, directory), record.identity or name

@@ -122,10 +122,16 @@ def _remember(directory: Path, identity: str) -> None:
 
 
 def list_directories() -> list[Path]:
-    """Return the directories of this user's jobs on this machine. Links to those that were removed are removed too."""
-    found = []
+    """Return the directories of this user's jobs on this machine. Links to those that were removed are removed too.
+
+    Nothing is read or removed if others can write to the list, or have put a link to other files in its place.
+    """
+    found: list[Path] = []
+    links = _state_directory() / socket.gethostname()
     with contextlib.suppress(FileNotFoundError):
-        for link in list((_state_directory() / socket.gethostname()).iterdir()):
+        if trust.find_stranger(links):
+            return found
+        for link in [each for each in links.iterdir() if each.is_symlink()]:
             if link.is_dir():
                 found.append(link.readlink())
             else:

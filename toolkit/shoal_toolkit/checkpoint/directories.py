@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import socket
+import stat
 import sys
 import time
 from pathlib import Path
@@ -49,11 +50,11 @@ class CheckpointDirectory:
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+            self._lock = open_regular(self.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
         except OSError as error:
             raise CheckpointError(
-                f"{self.path}: checkpoints cannot be written here: {error.strerror}. "
-                "Fix: choose a directory that this user can write"
+                f"{error.filename}: checkpoints cannot be written here: {error.strerror}. "
+                "Fix: choose a directory that this user can write, and in which this is a file or missing"
             ) from error
         # A POSIX lock: unlike flock's, it ends with this process even if a forked worker lives on.
         ends = time.monotonic() + _LOCK_SECONDS
@@ -86,7 +87,8 @@ class CheckpointDirectory:
         """Return the steps of the complete checkpoints, in ascending order."""
         if not self.path.is_dir():
             return []
-        return sorted(int(found[1]) for name in os.listdir(self.path) if (found := re.fullmatch(r"step-(\d+)", name)))
+        found = (re.fullmatch("step-([0-9]{8,18})", name) for name in os.listdir(self.path))
+        return sorted(step for step in {int(each[1]) for each in found if each} if self.path_of(step).exists())
 
     def path_of(self, step: int) -> Path:
         """Return the path of the complete checkpoint of a step."""
@@ -96,7 +98,7 @@ class CheckpointDirectory:
         """Remove the remains of interrupted saves, and return the path at which to write the checkpoint of a step."""
         for name in os.listdir(self.path):
             if name.endswith(PARTIAL) and name.startswith("step-"):
-                shutil.rmtree(self.path / name)
+                _remove(self.path / name)
         return self.path / f"step-{step:08}{PARTIAL}"
 
     def publish(self, step: int) -> None:
@@ -119,7 +121,7 @@ class CheckpointDirectory:
             # Renamed first: a crash while it is removed leaves nothing that looks complete.
             removed = self.path / f"step-{old:08}{PARTIAL}"
             self.path_of(old).rename(removed)
-            shutil.rmtree(removed)
+            _remove(removed)
 
     def advice(self, step: int) -> str:
         """Return what to do if the newest checkpoint cannot be used."""
@@ -128,6 +130,26 @@ class CheckpointDirectory:
         if older:
             return f"Fix: {aside}, and the job goes on from {self.path_of(older[-1]).name}"
         return f"Fix: {aside}, and the job starts at step 0"
+
+
+def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
+    """Return a file descriptor. Raise OSError for a pipe, which is not waited for, and for anything but a file.
+
+    Others may have put anything into a directory of checkpoints.
+    """
+    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return descriptor
+    os.close(descriptor)
+    raise OSError(errno.EINVAL, "not a file", os.fspath(path))
+
+
+def _remove(path: Path) -> None:
+    """Remove a directory, or a file or link in its place."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def _sync(path: Path) -> None:

@@ -10,6 +10,22 @@ from typing import Any, NamedTuple
 
 from shoal_toolkit.checkpoint.directories import CheckpointError
 
+_NUMPY_WORDS = 624  # of the state of its generator
+
+
+def check_place(saved: Any) -> None:
+    """Raise CheckpointError unless a checkpoint's position has whole numbers, none of them negative."""
+    needed, optional = ("epoch", "step", "batches"), ("unit", "samples")
+    values = [saved.get(name, "") for name in needed] + [saved.get(name) or 0 for name in optional]
+    if not all(type(value) is int and value >= 0 for value in values):
+        raise CheckpointError(f"its position is not one of a training: {str(saved)[:200]}.")
+
+
+def check_numpy_state(state: Any) -> None:
+    """Raise CheckpointError for a state with which NumPy would read beyond its memory. NumPy does not look."""
+    if not 0 <= int(state[2]) <= _NUMPY_WORDS:
+        raise CheckpointError(f"its state of NumPy's random numbers is at place {state[2]} of {_NUMPY_WORDS}.")
+
 
 def batches_to_skip(saved: Mapping[str, Any], unit: int | None, world_size: int, length: int | None) -> int:
     """Return how many batches of an epoch a rank skips, so that each sample is trained once.

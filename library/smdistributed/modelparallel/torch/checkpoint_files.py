@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import pickle
 import re
+import shutil
 import warnings
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ TORCH_WEIGHTS, SAFE_WEIGHTS = "pytorch_model.bin", "model.safetensors"
 _TRUST_VARIABLE = "SMP_TRUST_CHECKPOINTS"
 _TRUSTS = {"": False, "0": False, "1": True}
 _NEWEST = "newest"
+_MOST_NAME = 255  # bytes of a file's name
 
 
 def write_object(obj: Any, path: Path, **options: Any) -> None:
@@ -33,7 +35,7 @@ def write_object(obj: Any, path: Path, **options: Any) -> None:
         **options: See torch.save.
     """
     unfinished = _unfinished(path)
-    with unfinished.open("wb") as file:
+    with unfinished.open("xb") as file:
         torch.save(obj, file, **options)
         file.flush()
         os.fsync(file.fileno())
@@ -43,13 +45,24 @@ def write_object(obj: Any, path: Path, **options: Any) -> None:
 def write_text(path: Path, text: str) -> None:
     """Writes a text file, and replaces one that exists. It appears when it is complete."""
     unfinished = _unfinished(path)
-    unfinished.write_text(text)
+    with unfinished.open("x") as file:
+        file.write(text)
     unfinished.replace(path)
 
 
 def _unfinished(path: Path) -> Path:
-    """Returns the hidden path beside a file where this process writes it first."""
-    return path.with_name(f".{path.name}.{os.getpid()}.unfinished")
+    """Returns the hidden path beside a file where this process writes it first. A link in its place is removed."""
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
+    remove(unfinished)
+    return unfinished
+
+
+def remove(path: Path) -> None:
+    """Removes a file, a link or a directory, if there is one. Others may have put a link in the place of ours."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def write_user_content(content: Any, path: Path) -> None:
@@ -118,11 +131,18 @@ def read_newest(directory: Path, kind: str) -> str:
     may be of the other kind. It does not look for the checkpoint itself.
 
     Raises:
-        SMPRuntimeError: If there is no note at all.
+        SMPRuntimeError: If there is no note at all, or it is not the name of a file.
     """
     for file in (directory / f"{_NEWEST}_{kind}", directory / _NEWEST):
         if file.is_file():
-            return file.read_text()
+            with file.open("rb") as opened:
+                tag = opened.read(_MOST_NAME + 1).decode(errors="replace")
+            if len(tag) > _MOST_NAME or Path(tag).name != tag:
+                raise SMPRuntimeError(
+                    f"{file} does not hold the tag of a checkpoint in its directory. Fix: give the tag, or remove the "
+                    "file and save again."
+                )
+            return tag
     raise SMPRuntimeError(f"There is no {kind} checkpoint in {directory}: it holds {list_files(directory)}.")
 
 

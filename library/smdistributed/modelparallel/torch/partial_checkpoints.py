@@ -13,7 +13,7 @@ It also notes how many steps the job had made, because the random numbers of a s
 from __future__ import annotations
 
 import json
-import shutil
+import os
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -24,6 +24,7 @@ from smdistributed.modelparallel.backend.exceptions import SMPRuntimeError
 from smdistributed.modelparallel.torch.checkpoint_files import (
     list_files,
     read_object,
+    remove,
     write_newest,
     write_object,
     write_text,
@@ -74,12 +75,12 @@ def save_partial(
         for mark in unfinished.glob(f"{_SEEN}*"):
             mark.unlink()
         old = directory / f".{tag}_partial.old"
-        shutil.rmtree(old, ignore_errors=True)
-        if final.exists():
+        remove(old)
+        if os.path.lexists(final):
             final.rename(old)
         unfinished.rename(final)
         write_newest(directory, tag, "partial")
-        shutil.rmtree(old, ignore_errors=True)
+        remove(old)
     return leads
 
 
@@ -139,7 +140,7 @@ def remove_old(directory: Path, kept: int | None) -> None:
         return
     partial = sorted(_list_partial(directory), key=lambda path: path.stat().st_mtime_ns)
     for path in partial[: max(0, len(partial) - max(1, kept))]:
-        shutil.rmtree(path)
+        remove(path)
 
 
 def finish_rename(directory: Path) -> None:
@@ -167,7 +168,7 @@ def _make_empty(state: State, directory: Path) -> bool:
     Returns whether this rank is the first of those that see it: file systems are shared by all hosts, or by none.
     """
     if state.local_rank == 0:
-        shutil.rmtree(directory, ignore_errors=True)
+        remove(directory)
     barrier()
     if state.local_rank == 0:
         directory.mkdir(exist_ok=True)
@@ -177,10 +178,23 @@ def _make_empty(state: State, directory: Path) -> bool:
 
 
 def _read_notes(directory: Path) -> dict[str, Any]:
-    """Returns the notes of a checkpoint; empty for an old one, and for one of an optimizer alone."""
+    """Returns the notes of a checkpoint; empty for an old one, and for one of an optimizer alone.
+
+    Raises SMPRuntimeError if they name stages or steps that no job has: the ranks would wait for each other.
+    """
     saved = directory / _STAGES
-    notes: dict[str, Any] = json.loads(saved.read_text()) if saved.is_file() else {}
-    return notes
+    if not saved.is_file():
+        return {}
+    try:
+        notes: dict[str, Any] = json.loads(saved.read_text())
+        steps, count, stages = notes.get("steps", 0), notes.get("partitions", 1), notes.get("stages", {})
+        is_placed = all(type(each) is int and 0 <= each < count for each in stages.values())
+        if is_placed and type(steps) is int and steps >= 0:
+            return notes
+        problem = "wrong stages or steps"
+    except (AttributeError, RecursionError, TypeError, ValueError) as error:
+        problem = str(error)
+    raise SMPRuntimeError(f"{saved} is damaged ({problem}). Fix: remove it, and the model is placed anew.")
 
 
 def _has_same_stages(state: State, notes: dict[str, Any]) -> bool:

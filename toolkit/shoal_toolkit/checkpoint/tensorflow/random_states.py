@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from shoal_toolkit.checkpoint.position import check_numpy_state
+
 
 class RandomStates:
     """The random states of this process, as values of JSON's types."""
@@ -46,6 +48,7 @@ class RandomStates:
         """Set the states."""
         version, words, gauss = states["python"]
         random.setstate((version, tuple(words), gauss))
+        check_numpy_state(states["numpy"])
         np.random.set_state(tuple(states["numpy"]))
         for generator, state in zip(self._generators(), states["tensorflow"]):
             generator.state.assign(tf.constant(state, dtype=generator.state.dtype))

@@ -14,7 +14,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from shoal_toolkit.checkpoint.directories import CheckpointError
+from shoal_toolkit.checkpoint.directories import CheckpointError, open_regular
+from shoal_toolkit.checkpoint.position import check_place
 
 _TRAINING, _PREFIX = "training.json", "state"
 _MOST_DIFFERENCES = 3
@@ -77,19 +78,23 @@ def read(objects: Mapping[str, Any], path: Path) -> dict[str, Any]:
         CheckpointError: If a file is missing, truncated or unreadable, or is of something else. The message has no fix.
     """
     try:
-        training: dict[str, Any] = json.loads((path / _TRAINING).read_text())
+        with open(open_regular(path / _TRAINING), encoding="utf-8") as file:
+            training: dict[str, Any] = json.load(file)
         if training["format"] != FORMAT:
             raise CheckpointError(f"its format is {training['format']}; this version reads {FORMAT}.")
         for name, size in training["sizes"].items():
+            if not (path / name).is_file():
+                raise CheckpointError(f"{name} is missing.")
             if (found := (path / name).stat().st_size) < size:
                 raise CheckpointError(f"{name} is truncated: it has {found} bytes, and {size} were written.")
+        check_place(training["position"])
+        _compare(layout(objects), training["layout"])
     except OSError as error:
         raise CheckpointError(
             f"{Path(str(error.filename)).name} is missing or unreadable: {error.strerror}."
         ) from error
-    except (ValueError, KeyError, TypeError) as error:
+    except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
         raise CheckpointError(f"{_TRAINING} cannot be read: {error}.") from error
-    _compare(layout(objects), training["layout"])
     build(objects)
     try:
         status = tf.train.Checkpoint(**objects).read(str(path / _PREFIX))

@@ -307,12 +307,17 @@ class Checkpoint:
         try:
             state = storage.unflatten(ranks.broadcast_tensors(read), self._weights_only)
             shared = state.pop("shoal")
+            position.check_place(shared["position"])
             parts.load(self._state, state, shared["kinds"])
+            self._take(shared, path)
         except UntrustedError as error:
             raise CheckpointError(f"{path}: {error}") from error
         except CheckpointError as error:
             raise CheckpointError(f"{path}: the checkpoint does not fit this script: {error} {found[1]}") from error
-        self._take(shared, path)
+        except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"{path}: is damaged, or was not written by this helper: {type(error).__name__} {error}. {found[1]}"
+            ) from error
 
     def _take(self, shared: dict[str, Any], path: Path) -> None:
         """Continue at the position, and with the dicts and random states, of a checkpoint."""

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from shoal_toolkit.checkpoint.position import check_numpy_state
+
 
 def read_random_states() -> dict[str, Any]:
     """Return the states of this process. NumPy's only if it is imported, CUDA's only if torch has initialised it."""
@@ -28,6 +30,7 @@ def set_random_states(states: Mapping[str, Any]) -> None:
     if "numpy" in states:
         import numpy
 
+        check_numpy_state(states["numpy"])
         numpy.random.set_state(states["numpy"])
     if "cuda" in states and torch.cuda.is_available():
         torch.cuda.set_rng_state(states["cuda"])

@@ -19,7 +19,7 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-from shoal_toolkit.checkpoint.directories import CheckpointError
+from shoal_toolkit.checkpoint.directories import CheckpointError, open_regular
 from shoal_toolkit.checkpoint.torch import pickles
 
 STRUCTURE = "structure"
@@ -126,7 +126,7 @@ def read(path: Path) -> dict[str, torch.Tensor]:
     """
     metadata_path = path / ".metadata"
     try:
-        with metadata_path.open("rb") as file:
+        with open(open_regular(metadata_path), "rb") as file:
             metadata = pickles.load(file, weights_only=True)
         found: dict[str, Any] = metadata.state_dict_metadata
         sizes = {name: each.size for name, each in found.items()}
@@ -161,7 +161,7 @@ def _file_in(path: Path, name: str) -> Path:
 
 def _read_tensor(file: Path, offset: int, length: int) -> torch.Tensor:
     """Return the tensor that torch.save has written into a part of a file."""
-    with file.open("rb") as source:
+    with open(open_regular(file), "rb") as source:
         source.seek(offset)
         tensor = torch.load(io.BytesIO(source.read(length)), map_location="cpu", weights_only=True)
     if not isinstance(tensor, torch.Tensor):
@@ -188,7 +188,7 @@ def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:
 def _check_sizes(placed: list[tuple[Path, int]]) -> None:
     """Compare the size of each file with the last byte that the metadata places in it."""
     for file, end in sorted(placed, reverse=True):
-        if not file.exists():
+        if not file.is_file():
             raise CheckpointError(f"{file} is missing: the checkpoint is incomplete.")
         if file.stat().st_size < end:
             raise CheckpointError(f"{file} is truncated: it has {file.stat().st_size} bytes, and {end} were written.")

@@ -186,13 +186,14 @@ context = Context()
 JAX = {
     "jax/__init__.py": """\
 from types import SimpleNamespace
-config = SimpleNamespace(jax_cuda_visible_devices="all", update=lambda name, value: setattr(config, name, value))
+values = {"jax_cuda_visible_devices": "all"}
+config = SimpleNamespace(read=values.__getitem__, update=values.__setitem__)
 from jax._src import xla_bridge
 """,
     "jax/_src/xla_bridge.py": """\
 import jax
 def backends():
-    print("opened", jax.config.jax_cuda_visible_devices)
+    print("opened", jax.config.read("jax_cuda_visible_devices"))
 """,
 }
 

@@ -8,6 +8,7 @@ CUDA_VISIBLE_DEVICES stays as it is. `smdistributed` selects a device by the sam
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Mapping
 from types import ModuleType
 
@@ -56,11 +57,10 @@ def _extend_tensorflow(tf: ModuleType) -> None:
 
     Later set_visible_devices of the script can choose any of them.
     """
-    try:
-        from tensorflow.python.eager.context import Context
-    except ImportError:  # another version: all GPUs stay visible
+    context: Any = sys.modules.get("tensorflow.python.eager.context")
+    if context is None:  # another version: all GPUs stay visible
         return
-    initialize: Callable[..., None] = Context._initialize_physical_devices
+    initialize: Callable[..., None] = context.Context._initialize_physical_devices
     is_chosen = False
 
     def initialize_and_choose(self: Any, *args: Any, **keywords: Any) -> None:
@@ -75,7 +75,7 @@ def _extend_tensorflow(tf: ModuleType) -> None:
             tf.config.set_visible_devices([gpus[device]], "GPU")
         is_chosen = bool(gpus)  # a rehearsal may add some later
 
-    Context._initialize_physical_devices = initialize_and_choose
+    context.Context._initialize_physical_devices = initialize_and_choose
 
 
 def _extend_jax(bridge: ModuleType) -> None:
@@ -90,9 +90,9 @@ def _extend_jax(bridge: ModuleType) -> None:
         nonlocal is_chosen
         if not is_chosen:
             is_chosen = True
-            config = __import__("jax").config
+            config: Any = sys.modules["jax"].config
             device = find_local_device(_count_visible(os.environ))
-            if device is not None and config.jax_cuda_visible_devices == "all":
+            if device is not None and config.read("jax_cuda_visible_devices") == "all":
                 config.update("jax_cuda_visible_devices", str(device))
         return opened()
 

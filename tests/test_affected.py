@@ -32,7 +32,7 @@ def chosen(*changed: str) -> set[str]:
         ("toolkit/shoal_toolkit/hosts/wire.py", "tests/faults/test_losses.py", "tests/library/test_store.py"),
         ("library/smdistributed/modelparallel/torch/stage.py", "tests/library/test_modelparallel.py", "tests/toolkit"),
         ("library/native/reduce.c", "tests/integration/test_library.py", "tests/faults"),
-        ("rehearsal/shoal_rehearsal/settings.py", "tests/library/test_rehearsal.py", "tests/toolkit"),
+        ("rehearsal/shoal_rehearsal/settings.py", "tests/library/test_rehearsal.py", "tests/toolkit/test_plan.py"),
         ("dockerfiles/base.j2", "tests/integration/test_structure.py", "tests/toolkit"),
         ("tests/library/ranks/smddp.py", "tests/library/test_smddp.py", "tests/images"),
         ("tests/containers.py", "tests/faults/test_signals.py", "tests/toolkit"),

@@ -96,3 +96,36 @@ def test_a_fellow_that_does_something_else(
     assert "SMDDPError" in said
     if what == "late":
         assert "time.sleep(60)" in said  # where the late one is
+
+
+# Four GPUs in TensorFlow's own list of devices. Prints what TensorFlow then passes to its runtime, for three ranks.
+FOUR_GPUS = """
+import os, tensorflow as tf
+from tensorflow.python import pywrap_tfe
+from tensorflow.python.eager import context
+real = pywrap_tfe.TF_ListPhysicalDevices
+pywrap_tfe.TF_ListPhysicalDevices = lambda: [*real(), *(f"/physical_device:GPU:{i}".encode() for i in range(4))]
+assert context.context()._physical_devices is None, "the import has listed the devices"
+choose = lambda: tf.config.set_visible_devices(tf.config.list_physical_devices("GPU")[3], "GPU")
+for size, script in (4, int), (4, choose), (1, int):
+    if os.fork() == 0:
+        os.environ.update(LOCAL_RANK=str(size // 2), LOCAL_WORLD_SIZE=str(size))
+        script()
+        print(context.context().config.gpu_options.visible_device_list, len(tf.config.list_physical_devices("GPU")))
+        assert float(tf.reduce_sum(tf.ones(3))) == 3
+        raise SystemExit
+    assert os.wait()[1] == 0
+"""
+
+
+def test_tensorflow_opens_the_gpu_of_the_local_rank(alone: Alone) -> None:
+    """`train` sees to it, if the script does not choose and the host has several ranks."""
+    visible = alone("-c", FOUR_GPUS, COLD="1", SM_CURRENT_HOST="algo-1").splitlines()
+    assert visible == ["2 4", "3 4", "0,1,2,3 4"]
+
+
+@pytest.mark.mpi
+def test_ranks_of_a_rehearsal_see_one_emulated_gpu_each(mpirun: Mpirun) -> None:
+    program = "import tensorflow as tf; print(*tf.config.get_visible_devices('GPU'), flush=True)"
+    printed = mpirun(2, "-c", program, COLD="1", SM_CURRENT_HOST="algo-1", SHOAL_REHEARSE="1")
+    assert sorted(line[line.index("GPU:") :][:5] for line in printed.splitlines()) == ["GPU:0", "GPU:1"]

@@ -103,7 +103,8 @@ def _list_functions(gpus: EmulatedGpus) -> dict[str, Callable[[Any], Any]]:
         def stand_in(real: Any) -> Any:
             def answer(device_type: str | None = None) -> list[Any]:
                 notice.print_notice()
-                others = [] if device_type == _GPU else list(real(device_type))
+                # Without GPUs, which are hidden. Also for GPUs: TensorFlow's first listing may call other packages.
+                others = [device for device in real(device_type) if device.device_type != _GPU]
                 return others + (found() if device_type in (_GPU, None) else [])
 
             return answer

@@ -60,6 +60,8 @@ def patch(count: int) -> None:
     """
     devices.set_count(count)
     cuda: Any = torch.cuda
+    # Torch's own check the GPUs. Others are from packages that torch's initialization of CUDA should call.
+    devices.queue(call for call, _ in cuda._queued_calls if not getattr(call, "__module__", "").startswith("torch."))
     _replace(cuda, _DEVICES)
     _replace(cuda, dict.fromkeys(_NOTHING, lambda *args, **kwargs: None))
     _replace(cuda, dict.fromkeys(_ZERO, lambda *args, **kwargs: 0))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Iterable
 from typing import Protocol, Union, runtime_checkable
 
 import torch
@@ -17,6 +18,7 @@ UNKNOWN = torch.device("cpu")
 DeviceLike = Union[torch.device, "DeviceContext", str, int, None]
 _Error: type[RuntimeError] = getattr(torch, "AcceleratorError", RuntimeError)  # CUDA's errors, by version
 _count = 0
+_queued: list[Callable[[], object]] = []
 
 
 @runtime_checkable
@@ -45,14 +47,25 @@ def count() -> int:
     return _count
 
 
+def queue(calls: Iterable[Callable[[], object]]) -> None:
+    """Queues calls for the first use of a device, when torch would initialize CUDA."""
+    _queued.extend(calls)
+
+
+def _initialize() -> None:
+    while _queued:
+        _queued.pop(0)()
+
+
 def current() -> int:
     """Returns the ordinal of this thread's current device; 0 until it sets another, as with CUDA."""
+    _initialize()
     return _thread.current
 
 
 def make_current(ordinal: int) -> int:
     """Makes a device current, and returns the previous one. A negative ordinal changes nothing, as with CUDA."""
-    before = _thread.current
+    before = current()
     if ordinal >= 0:
         _thread.current = require_ordinal(ordinal)
     return before

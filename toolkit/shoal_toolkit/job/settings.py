@@ -23,6 +23,7 @@ _MOST_HOSTS = 4096
 SECRET, SECRET_FILE = "SHOAL_JOB_SECRET", "SHOAL_JOB_SECRET_FILE"
 LIBRARY_SECRET = "SMDDP_JOB_SECRET"
 MEMBERS_ONLY = "SHOAL_MEMBERS_ONLY"  # 1: ranks accept connections from hosts of the job only
+SET_DEVICE = "SHOAL_SET_DEVICE"  # 0: ranks get no GPU of their own (system/devices.py)
 REPORTED_VARIABLES = "SHOAL_REPORTED_VARIABLES"  # names of variables for job.json, separated by spaces
 # Names of variables, separated by spaces. `train` sets each to the content of the file that NAME_FILE names.
 SECRET_VARIABLES = "SHOAL_SECRET_VARIABLES"
@@ -31,7 +32,7 @@ VARIABLES = (
     *(SECRET, SECRET_FILE, "SHOAL_AGENT_PORT", "SHOAL_HOSTS_TIMEOUT", "SHOAL_SETUP_TIMEOUT", "SHOAL_STOP_GRACE"),
     *("SHOAL_LOG_FORMAT", "SHOAL_REHEARSE", "SHOAL_REHEARSE_GPUS", "SHOAL_HOSTS", "SHOAL_HOST_RANK"),
     *("SHOAL_MAX_RESTARTS", *RESTART_VARIABLES, "SHOAL_STANDBY", "SHOAL_MIN_HOSTS", "SHOAL_FAST_IMPORTS", "SHOAL_CPUS"),
-    MEMBERS_ONLY,
+    *(SET_DEVICE, MEMBERS_ONLY),
 )
 # Set by `train`, `shoal run` and the library, not by users.
 _INTERNAL = (
@@ -87,6 +88,7 @@ def take_settings(environ: MutableMapping[str, str]) -> tuple[Settings, Contract
     except ContractError as error:
         problems.append(error)
     number("SHOAL_FAST_IMPORTS", 1, 0, 1)  # the ranks read it (system/imports.py)
+    number(SET_DEVICE, 1, 0, 1)
     number("SHOAL_CPUS", 1, 1, 65536)  # read_machine uses it
     number(MEMBERS_ONLY, 0, 0, 1)  # the plan uses it
     settings = Settings(

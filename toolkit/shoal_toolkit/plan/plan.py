@@ -11,7 +11,7 @@ from shoal_toolkit.discovery.host_list import is_local, shorten
 from shoal_toolkit.errors import LaunchError, did_you_mean
 from shoal_toolkit.job.contract import LAUNCHER_KEYS, TOOLKIT_KEYS, Job, read_flag
 from shoal_toolkit.job.machine import Machine
-from shoal_toolkit.job.settings import find_misspelt_variables
+from shoal_toolkit.job.settings import SET_DEVICE, find_misspelt_variables
 from shoal_toolkit.light_typing import TYPE_CHECKING, NamedTuple
 from shoal_toolkit.plan.arguments import (
     JSON_ARGUMENTS,
@@ -164,7 +164,7 @@ def make_plan(job: Job, machine: Machine, free_port: str = DEFAULT_MASTER_PORT) 
         hosts_evidence=job.cluster.found.evidence,
         metrics=job.metrics,
         notes=(*notes, *_pipe_notes(job, ranks), *network.notes, *mpi_notes, *size_notes),
-        reasons=network.reasons,
+        reasons=(*network.reasons, *_device_reasons(job, machine, ranks)),
     )
 
 
@@ -368,6 +368,15 @@ def _pipe_notes(job: Job, ranks: Mapping[str, int]) -> list[str]:
         f"{name}_1, and so on{shared}"
         for name in job.pipe_channels
     ]
+
+
+def _device_reasons(job: Job, machine: Machine, ranks: Mapping[str, int]) -> list[str]:
+    """Returns the rule for the GPU of a rank, if this host has several ranks and GPUs (system/devices.py)."""
+    if machine.gpus < 2 or ranks.get(job.cluster.current_host, 1) < 2:
+        return []
+    if job.environ.get(SET_DEVICE) == "0":
+        return [f"GPUs: the script selects the GPU of each rank, because {SET_DEVICE}=0"]
+    return [f"GPUs: each rank uses the GPU of its local rank, unless the script selects one ({SET_DEVICE}=0: off)"]
 
 
 def _job_notes(job: Job, machine: Machine) -> list[str]:

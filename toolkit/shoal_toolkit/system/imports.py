@@ -1,4 +1,6 @@
-"""Extends the frameworks that the ranks of a job import: no garbage collections meanwhile, no hang or abort at the end.
+"""Extends the frameworks that the ranks of a job import.
+
+No garbage collections during the import, a GPU for each rank (`devices.py`), no hang or abort at the end.
 
 `import torch` makes 250,000 objects that stay. Python collects garbage again and again meanwhile, and goes through all
 of them once more when it ends. `make bench-launch` measures both, as `rank-with-ddp`. `_with_idle_threads` describes
@@ -11,7 +13,7 @@ import atexit
 import gc
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
@@ -20,34 +22,39 @@ from shoal_toolkit.light_typing import Any
 _FRAMEWORKS = ("torch", "tensorflow")
 _PAUSED = (*_FRAMEWORKS, "torch._dynamo")  # DistributedDataParallel imports the last one, when a script has objects
 _GROUPS = "torch.distributed.distributed_c10d"
+_WITH_DEVICES = ("torch.cuda", "tensorflow", "jax._src.xla_bridge")  # the keys of devices.EXTENSIONS
 _Execute = Callable[[ModuleType], None]
 
 
 def activate() -> None:
     """Extends sys.meta_path, once: Python reads the .pth files of a virtual environment twice.
 
-    If SHOAL_FAST_IMPORTS is 0, imports of frameworks do not pause the garbage collector.
+    If SHOAL_FAST_IMPORTS is 0, imports of frameworks do not pause the garbage collector. If SHOAL_SET_DEVICE is 0,
+    ranks get no device.
     """
     if any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return
-    extensions = {_GROUPS: _with_idle_threads}
+    extensions = [(_GROUPS, _with_idle_threads)]
+    if os.environ.get("SHOAL_SET_DEVICE") != "0":
+        extensions += [(name, _with_local_device) for name in _WITH_DEVICES]
     if os.environ.get("SHOAL_FAST_IMPORTS") != "0":
-        extensions.update(dict.fromkeys(_PAUSED, _without_collections))
+        extensions += [(name, _without_collections) for name in _PAUSED]
     sys.meta_path.insert(0, _Finder(extensions))
 
 
 class _Finder:
     """Finds modules with the other finders, and extends their loaders by the functions for their names."""
 
-    def __init__(self, extensions: Mapping[str, Callable[[_Execute], _Execute]]) -> None:
+    def __init__(self, extensions: Sequence[tuple[str, Callable[[_Execute], _Execute]]]) -> None:
         self._extensions = extensions
+        self._names = {name for name, _ in extensions}
         self._searched: set[str] = set()
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Returns the spec of an extended module; None for others, and if another finder asks this one in turn."""
-        if name not in self._extensions or name in self._searched:
+        if name not in self._names or name in self._searched:
             return None
         self._searched.add(name)
         try:
@@ -57,7 +64,9 @@ class _Finder:
             self._searched.remove(name)
         loader: Any = spec and spec.loader
         if hasattr(loader, "exec_module"):
-            loader.exec_module = self._extensions[name](loader.exec_module)
+            for extended, extension in self._extensions:
+                if extended == name:
+                    loader.exec_module = extension(loader.exec_module)
         return spec
 
 
@@ -79,6 +88,18 @@ def _without_collections(execute: _Execute) -> _Execute:
             gc.enable()
         if module.__name__ in _FRAMEWORKS:
             gc.freeze()
+
+    return exec_module
+
+
+def _with_local_device(execute: _Execute) -> _Execute:
+    """Returns the function so that the framework uses the GPU of the local rank when the script first uses a GPU."""
+
+    def exec_module(module: ModuleType) -> None:
+        execute(module)
+        from shoal_toolkit.system.devices import EXTENSIONS
+
+        EXTENSIONS[module.__name__](module)
 
     return exec_module
 

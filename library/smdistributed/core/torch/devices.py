@@ -31,7 +31,7 @@ _READS_FIRST = ("allreduce", "allreduce_coalesced", "reduce", "broadcast", "send
 
 
 def select_device() -> None:
-    """Makes the CUDA device with the number of the local rank current, if this process sees that many.
+    """Makes the CUDA device of the local rank current: its number is the local rank, modulo the number of devices.
 
     Keeps a device that the script has selected. If the launcher shows each rank only its own device, that is number 0.
     If the launch environment is invalid, it does nothing. `open_cuda` finds out whether ranks share one.
@@ -43,8 +43,8 @@ def select_device() -> None:
         local_rank = read_launch().local_rank
     except LaunchError:  # torch needs no local rank: then the script selects its device
         return
-    if local_rank < devices:
-        torch.cuda.set_device(local_rank)
+    if device := local_rank % devices:
+        torch.cuda.set_device(device)
 
 
 def device_of(group: Any) -> torch.device:

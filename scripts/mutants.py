@@ -104,12 +104,10 @@ def _replacements(node: ast.expr | ast.stmt) -> Iterator[str]:
 
 
 def _other_operator(node: ast.Compare | ast.BinOp) -> list[str]:
-    if isinstance(node, ast.BinOp):
-        operator, left, right = node.op, node.left, node.right
-    else:
-        operator, left, right = node.ops[0], node.left, node.comparators[0]
-    other = OPPOSITES.get(type(operator)) if isinstance(node, ast.BinOp) or len(node.ops) == 1 else None
-    return [f"({ast.unparse(left)} {other} {ast.unparse(right)})"] if other else []
+    operators: list[ast.AST] = [node.op] if isinstance(node, ast.BinOp) else [*node.ops]
+    right = node.right if isinstance(node, ast.BinOp) else node.comparators[0]
+    other = OPPOSITES.get(type(operators[0])) if len(operators) == 1 else None
+    return [f"({ast.unparse(node.left)} {other} {ast.unparse(right)})"] if other else []
 
 
 def _other_constants(value: object) -> list[str]:

@@ -15,10 +15,10 @@ from typing import Any
 
 import docker.errors
 import pytest
+from tests.fake_docker import FakeDocker
 
 from shoal import docker_client
 from shoal.commands import inspection
-from shoal.docker_client import containers
 from shoal.docker_client import images as engine_images
 from shoal.errors import ImageError
 from shoal.inspection import facts as inside
@@ -179,21 +179,11 @@ def test_probe_runs_with_python_39(name: str) -> None:
     assert not younger & {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
 
 
-def test_probe_container_has_no_privileges(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_probe_container_has_no_privileges() -> None:
     """The image's own Python runs, which may be any program."""
-    made: dict[str, Any] = {}
-
-    def create(*arguments: Any) -> SimpleNamespace:
-        made.update(arguments[-1])
-        return SimpleNamespace(start=lambda: None, wait=lambda: {"StatusCode": 0}, logs=lambda **_: iter([b"{}"]))
-
-    monkeypatch.setattr(containers, "create_container", create)
-    client: Any = SimpleNamespace(
-        images=SimpleNamespace(get=lambda _: None),
-        containers=SimpleNamespace(list=lambda **_: []),
-        networks=SimpleNamespace(list=lambda **_: []),
-    )
+    client: Any = FakeDocker(logs=lambda stderr, stream: iter([b"{}"]))
     assert sandbox.run_probe(client, "foreign:1", Path(probe.__file__)) == {}
+    made = client.made[0].settings
     assert {name: made[name] for name in ("user", "cap_drop", "security_opt", "read_only", "network_mode")} == {
         "user": "65534:65534",
         "cap_drop": ["ALL"],

@@ -3,8 +3,8 @@
     scripts/mutants.py --seed 1 --modules 12 --each 10       half an hour or more
     scripts/mutants.py --seed 1 --module library/….py        one module; --only 3: one of its mutants
 
-It tests HEAD, in clones with a .venv of their own. Each mutant gets the quick tests of at most four files that need no
-Docker. Those that import the module or name its functions come first. A mutant whose tests do not end counts as killed.
+It tests HEAD, in two clones in the cache with a .venv of their own. Each mutant gets the quick tests of at most four
+files that need no Docker, so another test may find a survivor. A mutant whose tests do not end counts as killed.
 You judge whether a survivor matters: some are equivalent to the code, such as another size of a buffer.
 
 mutmut 3 changes functions only, takes every change, and finds tests by calls in its own process. cosmic-ray 8 drops no
@@ -42,7 +42,7 @@ from report import Figure, finish  # noqa: E402
 PRODUCT = ("images/shoal", "toolkit/shoal_toolkit", "library/smdistributed", "rehearsal/shoal_rehearsal")
 WITHOUT_DOCKER = re.compile("tests/(images|toolkit|library)/")
 GUARDS = ("TYPE_CHECKING", "__name__ == '__main__'")
-FILES, LIMIT_S, WORKERS = 4, 40.0, 2
+FILES, WORKERS = 4, 2
 OPPOSITES: dict[type, str] = {
     ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==", ast.Is: "is not",
     ast.IsNot: "is", ast.In: "not in", ast.NotIn: "in", ast.Add: "-", ast.Sub: "+", ast.Mult: "//", ast.FloorDiv: "*",
@@ -143,8 +143,13 @@ def rank_tests(module: Path, tests: list[str]) -> list[str]:
     names = {node.name for node in ast.walk(ast.parse(module.read_text())) if isinstance(node, defined)} | {module.stem}
     weights = {name: 1 / (1 + sum(name in read_words(test) for test in tests)) for name in names}
 
+    folder = {"images": "tests/images/", "toolkit": "tests/toolkit/"}.get(
+        module.relative_to(ROOT).parts[0], "tests/library/"
+    )
+
     def score(test: str) -> float:
-        return (module in affected.imported(ROOT / test)) + sum(weights[name] for name in names & read_words(test))
+        named = sum(weights[name] for name in names & read_words(test))
+        return (module in affected.imported(ROOT / test)) + named * (1.0 if test.startswith(folder) else 0.1)
 
     return sorted((test for test in tests if score(test)), key=score, reverse=True)
 
@@ -166,38 +171,41 @@ def run_tests(root: Path, files: list[str], limit: float) -> tuple[int, float]:
     return code, time.monotonic() - began
 
 
-def measure(root: Path, name: str, each: int, seed: int, only: int | None) -> list[tuple[str, str]]:
-    """Return the mutants of a module with what happened to them."""
-    rows = tomllib.loads((ROOT / "tests/affected.toml").read_text())
+def measure(root: Path, name: str, given: argparse.Namespace) -> list[str]:
+    """Return what happened to each mutant of a module, and print it."""
+    rows = tomllib.loads((root / "tests/affected.toml").read_text())
     tests = [
         test for test in affected.test_files() if WITHOUT_DOCKER.match(test) and affected.depends(test, name, rows)
     ]
     files: list[str] = []
-    seconds = 0.0
+    left = given.limit
     for test in rank_tests(ROOT / name, tests)[:FILES]:
-        code, took = run_tests(root, [test], LIMIT_S)
-        if code == 0 and seconds + took <= LIMIT_S:
-            files, seconds = [*files, test], seconds + took
-    path = root / name
+        code, took = run_tests(root, [test], left)
+        if code == 0:
+            files, left = [*files, test], left - took
+        print(f"# {name}: {test} ({took:.0f} s, exit code {code})", flush=True)
+    path, results = root / name, []
     source = path.read_text()
-    found, results = list(mutants(ast.parse(source))), []
-    chosen = random.Random(f"{seed} {name}").sample(found, min(each, len(found)))
+    found = list(mutants(ast.parse(source)))
+    chosen = random.Random(f"{given.seed} {name}").sample(found, min(given.each, len(found)))
     for number, mutant in enumerate(chosen):
-        if only is None or only == number:
+        if given.only in (None, number):
             path.write_text(mutant.apply(source))
             os.utime(path, (1e9 + number, 1e9 + number))  # Python compiles it again, also within a second
-            code, _ = run_tests(root, files, 2 * seconds + 10) if files else (5, 0.0)
-            word = {0: "survived", 5: "survived", -signal.SIGKILL: "killed by time"}.get(code, "killed")
-            results.append((word, f"{name}:{mutant}"))
-            print(f"{word:14} {number} {results[-1][1]}", flush=True)
+            code, _ = run_tests(root, files, 2 * (given.limit - left) + 10) if files else (0, 0.0)
+            word = {0: "survived", -signal.SIGKILL: "killed by time"}.get(code, "killed")
+            results.append(word)
+            print(f"{word:14} {number} {name}:{mutant}", flush=True)
     path.write_text(source)
-    print(f"# {name}: {' '.join(files)} ({seconds:.0f} s)", flush=True)
     return results
 
 
-def make_clone(directory: str) -> Path:
-    clone = Path(directory) / "clone"
-    subprocess.run(["git", "clone", "-q", "--no-hardlinks", ROOT, clone], check=True)
+def make_clone(number: int) -> Path:
+    """Return a clone with HEAD. It stays in the cache, so that the next run does not make its .venv again."""
+    clone = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / f"shoal-tests/mutants-{number}"
+    subprocess.run(["git", "init", "-q", clone], check=True)
+    for words in (["fetch", "-q", str(ROOT), "HEAD"], ["checkout", "-qf", "FETCH_HEAD"]):
+        subprocess.run(["git", *words], cwd=clone, check=True)
     subprocess.run(["make", "setup-all"], cwd=clone, check=True, stdout=subprocess.DEVNULL)
     return clone
 
@@ -208,26 +216,26 @@ def main() -> int:
     parser.add_argument("--modules", type=int, default=12, help="modules to draw (%(default)s)")
     parser.add_argument("--each", type=int, default=10, help="mutants of each module (%(default)s)")
     parser.add_argument("--module", action="append", default=[], help="this module, instead of drawn ones")
+    parser.add_argument("--limit", type=float, default=40, help="seconds for the tests of a module (%(default)s)")
     parser.add_argument("--only", type=int, help="one mutant, by its number")
     given = parser.parse_args()
     files = [name for name in affected.git("ls-files", *PRODUCT) if name.endswith(".py") and "/tensorflow/" not in name]
     large = [name for name in files if sum(1 for _ in mutants(ast.parse((ROOT / name).read_text()))) >= given.each]
     names = given.module or random.Random(given.seed).sample(sorted(large), given.modules)
-    with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as two:
-        free: SimpleQueue[Path] = SimpleQueue()
+    free: SimpleQueue[Path] = SimpleQueue()
 
-        def work(name: str) -> list[tuple[str, str]]:
-            clone = free.get()
-            try:
-                return measure(clone, name, given.each, given.seed, given.only)
-            finally:
-                free.put(clone)
+    def work(name: str) -> list[str]:
+        clone = free.get()
+        try:
+            return measure(clone, name, given)
+        finally:
+            free.put(clone)
 
-        for directory in (one, two)[: min(WORKERS, len(names))]:
-            free.put(make_clone(directory))
-        with ThreadPoolExecutor(WORKERS) as pool:
-            results = [result for found in pool.map(work, names) for result in found]
-    survived = sum(word == "survived" for word, _ in results)
+    for number in range(WORKERS):
+        free.put(make_clone(number))
+    with ThreadPoolExecutor(WORKERS) as pool:
+        results = [result for found in pool.map(work, names) for result in found]
+    survived = results.count("survived")
     print(f"{len(results) - survived} of {len(results)} mutants killed, seed {given.seed}")
     return finish([Figure("mutants-survived", 100 * survived / len(results), "%", goal=15)])
 

@@ -107,7 +107,7 @@ def _other_operator(node: ast.Compare | ast.BinOp) -> list[str]:
     operators: list[ast.AST] = [node.op] if isinstance(node, ast.BinOp) else [*node.ops]
     right = node.right if isinstance(node, ast.BinOp) else node.comparators[0]
     other = OPPOSITES.get(type(operators[0])) if len(operators) == 1 else None
-    return [f"({ast.unparse(node.left)} {other} {ast.unparse(right)})"] if other else []
+    return [f"(({ast.unparse(node.left)}) {other} ({ast.unparse(right)}))"] if other else []
 
 
 def _other_constants(value: object) -> list[str]:

@@ -4,11 +4,11 @@
     scripts/mutants.py --seed 1 --module library/….py        one module; --only 3: one of its mutants
 
 It tests HEAD, in two clones in the cache with a .venv of their own. Each mutant gets the quick tests of at most four
-files that need no Docker, so another test may find a survivor. A mutant whose tests do not end counts as killed.
+files that need no Docker, so another test may find a survivor. If the tests do not end, that counts as killed.
 You judge whether a survivor matters: some are equivalent to the code, such as another size of a buffer.
 
 mutmut 3 changes functions only, takes every change, and finds tests by calls in its own process. cosmic-ray 8 drops no
-keywords of a call, and selects no tests. Most of our code is started by tests in other processes, so neither is used.
+keywords of a call, and selects no tests. Neither is used, because our tests start most code in other processes.
 """
 
 from __future__ import annotations

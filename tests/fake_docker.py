@@ -21,7 +21,7 @@ METHODS: dict[str, tuple[Callable[..., Any], int]] = {
     "networks.create": (APIClient.create_network, 1),
     "networks.list": (APIClient.networks, 1),
 }
-"""The methods whose signatures name the arguments, and how many of these are the objects before the dot."""
+"""The SDK's methods with the names of all arguments; the number of those that the objects before the dot stand for."""
 
 
 def checked(name: str, fake: Callable[..., Any]) -> Callable[..., Any]:
@@ -39,11 +39,11 @@ def checked(name: str, fake: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class FakeDocker:
-    """Docker without networks, whose containers have ended when they start.
+    """Docker without networks. Its containers end as soon as they start.
 
     Args:
         image: The image that it has.
-        further: What its containers have instead of a start, an exit code of 0 and an empty log.
+        further: Methods of its containers, in place of a start, an exit code of 0 and an empty log.
     """
 
     def __init__(self, image: SimpleNamespace | None = None, **further: Any) -> None:

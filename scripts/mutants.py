@@ -7,8 +7,8 @@ It tests HEAD, in two clones in the cache with a .venv of their own. Each mutant
 files that need no Docker, so another test may find a survivor. If the tests do not end, that counts as killed.
 You judge whether a survivor matters: some are equivalent to the code, such as another size of a buffer.
 
-mutmut 3 changes functions only, and finds tests by the calls in its own process.
-cosmic-ray 8 drops no keywords of a call, and selects no tests. Neither is used, because our tests start most code in other processes.
+mutmut 3 changes functions only, and finds tests by the calls in its own process. In cosmic-ray 8, calls keep their
+keywords, and no tests are selected. Our tests start most code in other processes, so neither is used.
 """
 
 from __future__ import annotations

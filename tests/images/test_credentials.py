@@ -69,6 +69,13 @@ def test_invalid_netrc_is_reported(netrc: Path) -> None:
     assert found.add_credentials("https://one.example/") == "https://one.example/"
 
 
+def test_unreadable_netrc_is_reported(netrc: Path) -> None:
+    netrc.write_bytes(b"machine one.example login me password \xff\n")
+    found = credentials.read_netrc()
+    assert found.problem.startswith(f"{netrc}: cannot be read: ")
+    assert found.add_credentials("https://one.example/") == "https://one.example/"
+
+
 def test_only_the_indexes_entries_enter_a_build(netrc: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = tmp_path / "pip.conf"
     config.write_text("[global]\nindex-url = https://one.example/simple\nextra-index-url = https://a.example/s\n")

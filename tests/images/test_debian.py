@@ -175,7 +175,7 @@ def test_a_base_is_pulled_by_its_pin(system: System, tmp_path: Path, pin: str) -
         return SimpleNamespace(tag=lambda *words: tagged.append(words))
 
     client: Any = SimpleNamespace(
-        images=SimpleNamespace(get=get, pull=pull), api=SimpleNamespace(images=lambda *_, **__: [])
+        images=SimpleNamespace(get=get, pull=pull), api=SimpleNamespace(images=lambda name, filters: [])
     )
     found = base_image.provide_base(client, system, lambda: pytest.fail("made"), tmp_path, lambda _: None, pin=pin)
     assert (found.reference, found.digest) == (UPSTREAM, f"sha256:{'4' * 64}")

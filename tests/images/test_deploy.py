@@ -10,6 +10,7 @@ import json
 import random
 import tarfile
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -588,3 +589,55 @@ def test_a_script_that_is_not_clear_is_an_error(source: Path, words: list[str], 
     words = [word.format(source) for word in words]
     result = CliRunner().invoke(app, ["deploy", "kubernetes", "any:1", *words])
     assert isinstance(result.exception, UsageError) and problem in str(result.exception)
+
+
+VALUES: dict[str, Any] = {
+    "script": Path("train.py"),
+    "arguments": ["--lr", "1"],
+    "kind": Kind.jobset,
+    "name": "other",
+    "namespace": "ml",
+    "registry": "registry.example.org",
+    "source": ".",
+    "entry_point": "other.py",
+    "hosts": 2,
+    "procs_per_host": 2,
+    "gpus": 1,
+    "channel": ["training=claim"],
+    "results": "claim",
+    "hyperparameter": ["epochs=1"],
+    "distribution": '{"mpi": {"enabled": true}}',
+    "env": ["A=1"],
+    "env_file": [Path("variables")],
+    "secret": ["TOKEN=secret"],
+    "include": ["*.py"],
+    "follow_links": True,
+    "shm_size": "3g",
+    "memory": "8g",
+    "cpus": "4",
+    "retries": 1,
+    "max_restarts": 1,
+    "max_seconds": 60,
+    "user": 2000,
+    "egress": ["10.0.0.0/8"],
+    "service_account": "s3",
+}
+
+
+@pytest.mark.parametrize(
+    "option", sorted({each.name for each in fields(deploy.KubernetesOptions)} - {"image", "output", "list_files"})
+)
+def test_every_option_changes_the_job(option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, text in (("train.py", ""), ("other.py", ""), ("variables", "B=1\n")):
+        (tmp_path / name).write_text(text)
+    monkeypatch.chdir(tmp_path)
+    value = VALUES[option]
+    usual: dict[str, Any] = {"entry_point": "train.py"} if option == "source" else {}
+    before, after = (deploy.KubernetesOptions(IMAGE, **usual, **given).to_request() for given in ({}, {option: value}))
+    assert before != after
+
+
+@pytest.mark.parametrize(("option", "value"), [("results", "A claim"), ("channel", ["a=A claim"]), ("memory", "lots")])
+def test_an_error_names_the_option(option: str, value: Any) -> None:
+    with pytest.raises(UsageError, match=f"^--{option}[ :]"):
+        deploy.KubernetesOptions(image=IMAGE, **{option: value}).to_request()

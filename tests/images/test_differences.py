@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.fake_docker import FakeDocker
 
 from shoal import docker_client
 from shoal.commands import inspection
@@ -216,16 +217,8 @@ def test_packages_and_their_files_are_those_of_dpkg(tmp_path: Path) -> None:
 def test_image_is_not_run_to_read_its_files(tmp_path: Path) -> None:
     """The container is created and exported. This fake cannot start any."""
     (tmp_path / "file").write_text("x")
-    made: list[dict[str, Any]] = []
-
-    def create(*_: object, **given: Any) -> SimpleNamespace:
-        made.append(given)
-        return SimpleNamespace(export=lambda: archived(tmp_path))
-
-    client: Any = SimpleNamespace(
-        containers=SimpleNamespace(create=create, list=lambda **_: []),
-        networks=SimpleNamespace(list=lambda **_: []),
-        images=SimpleNamespace(get=lambda _: SimpleNamespace(attrs={"Config": {}})),
+    client: Any = FakeDocker(
+        SimpleNamespace(attrs={"Config": {}}), export=lambda: archived(tmp_path), start=pytest.fail
     )
     assert "/file" in differences.read_image(client, "foreign:1").files
-    assert [given["network_mode"] for given in made] == ["none"]
+    assert [made.settings["network_mode"] for made in client.made] == ["none"]

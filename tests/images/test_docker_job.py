@@ -14,6 +14,7 @@ from typing import Any
 import docker.errors
 import pytest
 from rich.console import Console
+from tests.fake_docker import checked
 
 from shoal.jobs import docker_hosts, local_job
 from shoal.jobs.docker_hosts import SECRET_PATH, DockerHosts
@@ -35,8 +36,8 @@ class FakeEngine:
         self.user = user
         self.modes: dict[str, tuple[int, int]] = {}
         self.api = SimpleNamespace(create_endpoint_config=lambda aliases: {"Aliases": aliases})
-        self.networks = SimpleNamespace(get=self._no_network, create=self._network)
-        self.containers = SimpleNamespace(create=self._create)
+        self.networks = SimpleNamespace(get=self._no_network, create=checked("networks.create", self._network))
+        self.containers = SimpleNamespace(create=checked("containers.create", self._create))
         self.made: dict[str, dict[str, Any]] = {}
         self.files: dict[str, dict[str, bytes]] = {}
         self.options: list[dict[str, str]] = []
@@ -48,7 +49,7 @@ class FakeEngine:
     def _no_network(self, name: str) -> None:
         raise docker.errors.NotFound(f"network {name} not found")
 
-    def _network(self, name: str, options: dict[str, str], **_: object) -> SimpleNamespace:
+    def _network(self, name: str, driver: str, options: dict[str, str], labels: dict[str, str]) -> SimpleNamespace:
         self.options.append(options)
         return SimpleNamespace(name=name)
 
@@ -66,7 +67,7 @@ class FakeEngine:
 
         return SimpleNamespace(
             put_archive=put_archive,
-            remove=lambda **_: self.removed.append(settings["name"]),
+            remove=checked("container.remove", lambda **_: self.removed.append(settings["name"])),
             attrs={"Config": {"User": self.user}},
         )
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import docker.errors
 import pytest
+from tests.fake_docker import FakeDocker
 
 from shoal.docker_client import containers
 from shoal.errors import DockerError, UsageError
@@ -18,28 +19,21 @@ HOSTS = ("algo-1", "algo-2")
 CPU = {"com.amazonaws.ml.engines.sagemaker.dlc.device.cpu": "true"}
 
 
-class FakeEngine:
+class FakeEngine(FakeDocker):
     """Docker with `count` GPUs, which nvidia-smi lists in a container (None: without NVIDIA's runtime)."""
 
     def __init__(self, count: int | None, labels: Mapping[str, str] | None = None, refuses: str = "") -> None:
-        self._count, self._refuses = count or 0, refuses
-        self.images = SimpleNamespace(get=lambda _: SimpleNamespace(labels=labels or {}))
-        self.containers = SimpleNamespace(create=self._create, list=lambda **_: [])
-        self.networks = SimpleNamespace(list=lambda **_: [])
-        self.asked: list[dict[str, Any]] = []
         self._runtimes: dict[str, Any] = {"runc": {}} if count is None else {"runc": {}, "nvidia": {}}
+        listed = "".join(f"{number}\n" for number in range(count or 0)).encode()
+
+        def start() -> None:
+            if refuses:
+                raise docker.errors.APIError("500", explanation=refuses)
+
+        super().__init__(SimpleNamespace(labels=labels or {}), start=start, logs=lambda: listed)
 
     def info(self) -> dict[str, Any]:
         return {"Runtimes": self._runtimes}
-
-    def _create(self, image: str, command: list[str], **settings: Any) -> SimpleNamespace:
-        self.asked.append(settings)
-        listed = "".join(f"{number}\n" for number in range(self._count)).encode()
-        return SimpleNamespace(start=self._start, wait=lambda: {"StatusCode": 0}, logs=lambda: listed)
-
-    def _start(self) -> None:
-        if self._refuses:
-            raise docker.errors.APIError("500", explanation=self._refuses)
 
 
 def divide(client: FakeEngine, asked: str | None, hosts: tuple[str, ...] = HOSTS) -> tuple[list[Any], list[str]]:
@@ -68,13 +62,14 @@ def test_hosts_share_no_gpu(
 def test_one_host_gets_all_gpus_without_counting() -> None:
     client = FakeEngine(2)
     assert divide(client, None, ("algo-1",))[0] == divide(client, "all", ("algo-1",))[0] == [("all",)]
-    assert client.asked == []
+    assert client.made == []
 
 
 def test_gpus_are_counted_in_a_container() -> None:
     client = FakeEngine(2)
     divide(client, "all")
-    (asked,) = client.asked
+    (made,) = client.made
+    asked = made.settings
     assert (asked["entrypoint"], asked["network_mode"]) == (["nvidia-smi"], "none")
     assert asked["device_requests"][0]["Capabilities"] == [["gpu", "utility"]]
     assert containers.JOB_LABEL in asked["labels"]

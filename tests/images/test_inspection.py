@@ -9,12 +9,14 @@ import sys
 from collections.abc import Callable
 from importlib.metadata import version
 from importlib.resources import files
+from itertools import repeat
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import docker.errors
 import pytest
+from tests.fake_docker import FakeDocker
 
 from shoal import docker_client
 from shoal.commands import inspection
@@ -179,21 +181,16 @@ def test_probe_runs_with_python_39(name: str) -> None:
     assert not younger & {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
 
 
-def test_probe_container_has_no_privileges(monkeypatch: pytest.MonkeyPatch) -> None:
+def refuse_to_start() -> None:
+    raise docker.errors.APIError("400", explanation="no such file")
+
+
+def test_probe_container_has_no_privileges() -> None:
     """The image's own Python runs, which may be any program."""
-    made: dict[str, Any] = {}
-
-    def create(*arguments: Any) -> SimpleNamespace:
-        made.update(arguments[-1])
-        return SimpleNamespace(start=lambda: None, wait=lambda: {"StatusCode": 0}, logs=lambda **_: iter([b"{}"]))
-
-    monkeypatch.setattr(containers, "create_container", create)
-    client: Any = SimpleNamespace(
-        images=SimpleNamespace(get=lambda _: SimpleNamespace(attrs={"Config": {"Volumes": {"/data": {}}}})),
-        containers=SimpleNamespace(list=lambda **_: []),
-        networks=SimpleNamespace(list=lambda **_: []),
-    )
+    image = SimpleNamespace(attrs={"Config": {"Volumes": {"/data": {}}}})
+    client: Any = FakeDocker(image, logs=lambda stderr, stream: iter([b"{}"]))
     assert sandbox.run_probe(client, "foreign:1", Path(probe.__file__)) == {}
+    made = client.made[0].settings
     assert {name: made[name] for name in ("user", "cap_drop", "security_opt", "read_only", "network_mode")} == {
         "user": "65534:65534",
         "cap_drop": ["ALL"],
@@ -205,7 +202,51 @@ def test_probe_container_has_no_privileges(monkeypatch: pytest.MonkeyPatch) -> N
     (mount,) = made["mounts"]
     assert (mount["Target"], mount["Source"], mount["ReadOnly"]) == ("/data", None, True)
     assert made["mem_limit"] == made["memswap_limit"] == "2g"
+    assert made["use_config_proxy"] is False and made["labels"].keys() == {containers.JOB_LABEL}
     assert not {"volumes", "privileged", "cap_add", "pid_mode"} & made.keys()
+
+
+@pytest.mark.parametrize(
+    ("command", "fake", "problem"),
+    [
+        (
+            ["python3", "-c", ""],
+            {"start": refuse_to_start},
+            r"^foreign:1: cannot be inspected, as it has no Python: no such file$",
+        ),
+        (
+            ["dpkg-query"],
+            {"start": refuse_to_start},
+            r"^foreign:1: cannot be inspected, as it has no dpkg-query: no such",
+        ),
+        (
+            ["a"],
+            {"wait": lambda: {"StatusCode": 1}, "logs": lambda tail: b"why\xff"},
+            "^foreign:1: cannot be inspected:\nwhy\ufffd$",
+        ),
+        (["a"], {"logs": lambda stderr, stream: repeat(bytes(2**20))}, "^foreign:1: the output of its a has more than"),
+    ],
+)
+def test_an_image_that_cannot_be_inspected_is_an_error(command: list[str], fake: dict[str, Any], problem: str) -> None:
+    client: Any = FakeDocker(**fake)
+    with pytest.raises(ImageError, match=problem):
+        sandbox.run_command(client, "foreign:1", command)
+
+
+def test_output_of_an_image_is_decoded_in_every_case() -> None:
+    client: Any = FakeDocker(logs=lambda stderr, stream: iter([b"warning"] if stderr else [b"a\xc3", b"\xa4\xff"]))
+    assert sandbox.run_command(client, "foreign:1", ["a"]) == "a\u00e4\ufffd"
+
+
+def test_an_image_that_docker_lacks_is_not_inspected() -> None:
+    def get(tag: str) -> None:
+        raise docker.errors.ImageNotFound(tag)
+
+    client: Any = FakeDocker()
+    client.images.get = get
+    with pytest.raises(ImageError, match=r"^foreign:1: Docker does not have this image\. Fix: build it or pull it"):
+        sandbox.run_command(client, "foreign:1", ["a"])
+    assert client.made == []
 
 
 def ask_image(monkeypatch: pytest.MonkeyPatch, says: str) -> ImageFacts:

@@ -89,7 +89,9 @@ def test_a_base_made_here_has_the_engines_name_and_no_digest(matrix: BuildSpec) 
             raise docker.errors.ImageNotFound(asked)
         return SimpleNamespace(id="sha256:1")
 
-    api = SimpleNamespace(images=lambda *_, **__: [{"RepoTags": [name]}])
+    recipe = {"label": f"{base_image.RECIPE_LABEL}={base_image.recipe_digest(system)}"}
+    lists = {base_image.REPOSITORY: [{"RepoTags": [name]}]}
+    api = SimpleNamespace(images=lambda name, filters: lists[name] if filters == recipe else [])
     client: Any = SimpleNamespace(images=SimpleNamespace(get=get), api=api)
     assert base_image.find_base(client, system) == BaseImage(name, "sha256:1", name, "")
 

@@ -163,6 +163,15 @@ def test_end_of_an_earlier_container_is_ignored() -> None:
     assert wait(hosts)[0] == {"algo-1": 0}
 
 
+def test_all_hosts_are_stopped_if_the_connection_to_docker_is_lost(capsys: pytest.CaptureFixture[str]) -> None:
+    hosts = FakeHosts({"algo-1": [(143, STOPPED)], "algo-2": [(143, STOPPED)]})
+    hosts.arrivals.put(("algo-2", hosts.ids["algo-2"], DockerError("gone")))
+    with pytest.raises(DockerError, match=r"^lost the connection to Docker while algo-2 ran: gone$"):
+        wait(hosts)
+    assert hosts.stopped == ["algo-1", "algo-2"]
+    assert "stopping; the script has" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("end", [(2, RESULT), (143, RESULT), (0, RESULT)], ids=str)
 def test_elastic_job_goes_on_without_a_host_that_cannot_be_replaced(end: End) -> None:
     """It is not stopped, and its exit code is that of the first host."""

@@ -3,67 +3,51 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
+from tests.fake_docker import FakeDocker
 
 from shoal import docker_client
 from shoal.commands import jobs
+from shoal.errors import UsageError
 from shoal.jobs import model_plan
 
 
-class Container:
-    """A container that has ended, with two output streams."""
-
-    labels: tuple[str, ...] = ()
-
-    def __init__(self, command: list[str]) -> None:
-        self.command = command
-
-    def start(self) -> None:
-        pass
-
-    def logs(self, *, stream: bool = False, stdout: bool = True, stderr: bool = True, **_: Any) -> Any:
-        text = b"a warning\n" * stderr + b'{"plans": []}\n' * stdout
-        return iter([text]) if stream else text
-
-    def wait(self) -> dict[str, int]:
-        return {"StatusCode": 1}
-
-
-class Engine:
-    """Docker with such containers."""
-
-    def __init__(self) -> None:
-        self.containers = self.networks = self
-        self.commands: list[list[str]] = []
-
-    def create(self, _: str, command: list[str], **__: Any) -> Container:
-        self.commands.append(command)
-        return Container(command)
-
-    def list(self, **_: Any) -> Iterator[None]:
-        return iter(())
+def print_plan(*, stream: bool = False, follow: bool = False, stdout: bool = True, stderr: bool = True) -> Any:
+    """Return what a container has printed."""
+    text = b"a warning\n" * stderr + b'{"plans": []}\n' * stdout
+    return iter([text]) if stream else text
 
 
 def test_in_a_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The model is the user's code, and may do more than describe itself: it gets no network, and cannot write."""
     (tmp_path / "model.py").write_text("")
-    here = Engine()
-    monkeypatch.setattr(docker_client, "connect", lambda: here)
+    client = FakeDocker(logs=print_plan, wait=lambda: {"StatusCode": 1})
+    monkeypatch.setattr(docker_client, "connect", lambda: client)
     with pytest.raises(typer.Exit) as ended:
         jobs.plan_model("a:1", f"{tmp_path}/model.py:make", ["--devices", "2"], as_json=True)
     told = capsys.readouterr()
     assert (ended.value.exit_code, json.loads(told.out), told.err) == (1, {"plans": []}, "a warning\n")
-    assert here.commands == [
-        ["-m", "smdistributed.modelparallel", "plan", "model.py:make", "--devices", "2", "--json"],
-    ]
+    (made,) = client.made
+    assert made.image == "a:1"
+    assert made.command == ["-m", "smdistributed.modelparallel", "plan", "model.py:make", "--devices", "2", "--json"]
+    assert (made.settings["entrypoint"], made.settings["network_mode"]) == (["python"], "none")
+    (mount,) = made.settings["mounts"]
+    assert (mount["Source"], mount["Target"], mount["ReadOnly"]) == (str(tmp_path), made.settings["working_dir"], True)
     with pytest.raises(typer.Exit):
         jobs.plan_model("a:1", f"{tmp_path}/model.py:make")
     assert "a warning" in capsys.readouterr().out
-    assert "--json" not in here.commands[-1]
+    assert "--json" not in client.made[-1].command
+
+
+@pytest.mark.parametrize("factory", ["{}/model.py", "{}/other.py:make", "{}:make"])
+def test_a_factory_without_a_file_is_an_error(tmp_path: Path, factory: str) -> None:
+    (tmp_path / "model.py").write_text("")
+    with pytest.raises(UsageError, match=r"expected FILE\.py:NAME"):
+        jobs.plan_model("a:1", factory.format(tmp_path))
 
 
 def test_with_this_machines_python(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import docker.errors
 import pytest
@@ -38,7 +38,7 @@ class Engine:
     def remove(self, name: str) -> None:
         self.tags.remove(name)
 
-    def push(self, _: str, **options: Any) -> Iterator[dict[str, Any]]:
+    def push(self, _: str, *, stream: Literal[True], decode: Literal[True]) -> Iterator[dict[str, Any]]:
         return iter(self._answers.pop(0))
 
 
@@ -139,12 +139,12 @@ class Leaving(Engine):
         self._ask()
         super().remove(name)
 
-    def push(self, _: str, **options: Any) -> Iterator[dict[str, Any]]:
+    def push(self, _: str, *, stream: Literal[True], decode: Literal[True]) -> Iterator[dict[str, Any]]:
         if self._error:
             error, self._error, self._gone = self._error, None, True
             yield {"id": "1", "progressDetail": {"current": 1, "total": 2}}
             raise error
-        yield from super().push(_, **options)
+        yield from super().push(_, stream=stream, decode=decode)
 
 
 @pytest.mark.parametrize("back", [False, True])

@@ -16,18 +16,20 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 from tests.repeats import SEED, times
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from shoal_toolkit import checkpoint as contract
 from shoal_toolkit.checkpoint.directories import CheckpointDirectory, CheckpointError
 from shoal_toolkit.checkpoint.position import Split, batches_to_skip
 from shoal_toolkit.checkpoint.torch import Checkpoint
+from shoal_toolkit.checkpoint.torch.batches import ExactLoader
 
 if TYPE_CHECKING:
     from tests.launching import Alone, StartRanks, TwoRanks
@@ -112,15 +114,20 @@ def kill_all(ranks: list[subprocess.Popen[str]]) -> None:
 
 
 @pytest.mark.long
-def test_killed_at_random_moments_it_trains_as_if_it_had_not_been(two_ranks: TwoRanks, tmp_path: Path) -> None:
-    """Two ranks of DistributedDataParallel, with workers that load ahead. Bit for bit, in each step, on each rank."""
+def test_a_killed_training_goes_on_as_if_it_had_not_been(two_ranks: TwoRanks, tmp_path: Path) -> None:
+    """Two ranks of DistributedDataParallel, with workers that load ahead. Bit for bit, in each step, on each rank.
+
+    Killed in the middle of two epochs, stopped, and killed in a save; in `make soak` also at random moments.
+    """
     whole, killed = (Interrupted(two_ranks, tmp_path / name) for name in ("whole", "killed"))
     for each in (whole, killed):
         each.checkpoints.mkdir(parents=True)
     assert whole.start(lambda ranks: None) == [0, 0]
+    for step in (5, 10):
+        assert killed.start(lambda ranks: None, "--kill-at", step) == [-signal.SIGKILL] * 2
     drawn = random.Random(SEED)
-    ways: list[Callable[[list[subprocess.Popen[str]]], None]] = [killed.kill_in_a_save, killed.stop_after_a_save]
-    ways += [killed.kill_after(drawn.uniform(0, whole.seconds)) for _ in range(times(2, 50))]
+    ways: list[Callable[[list[subprocess.Popen[str]]], None]] = [killed.stop_after_a_save, killed.kill_in_a_save]
+    ways += [killed.kill_after(drawn.uniform(0, whole.seconds)) for _ in range(times(0, 50))]
     drawn.shuffle(ways)
     for way in ways:
         killed.start(way)
@@ -229,6 +236,16 @@ class Stream(IterableDataset[Any]):
             yield (torch.full((4,), index / 20),)
 
 
+class Changed(Dataset[Any]):
+    """Samples that a random transform changes, with each of the three generators."""
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor]:
+        return (torch.tensor([index / 32, torch.rand(()), np.random.random(), random.random()]),)
+
+
 DATA = TensorDataset(torch.arange(80.0).reshape(20, 4) / 80)
 LOADERS: dict[str, Callable[[], Any]] = {
     "shuffled": lambda: DataLoader(DATA, 3, shuffle=True),
@@ -237,6 +254,7 @@ LOADERS: dict[str, Callable[[], Any]] = {
     "replacement": lambda: DataLoader(DATA, 3, sampler=RandomSampler(DATA, replacement=True, num_samples=20)),
     "stream": lambda: DataLoader(Stream(), 3),
     "persistent workers": lambda: DataLoader(DATA, 3, shuffle=True, num_workers=1, persistent_workers=True),
+    "transforms in workers": lambda: DataLoader(Changed(), 3, shuffle=True, num_workers=2),
 }
 
 
@@ -245,12 +263,38 @@ LOADERS: dict[str, Callable[[], Any]] = {
     [
         *((name, {}) for name in LOADERS),
         *((name, {"accumulate": 2}) for name in ("shuffled", "persistent workers")),
-        *((name, {"global_batch": 6}) for name in ("shuffled", "generator", "persistent workers")),
+        *((name, {"global_batch": 6}) for name in ("shuffled", "generator", "transforms in workers")),
     ],
 )
 def test_every_loader_goes_on_exactly(tmp_path: Path, name: str, steps: dict[str, int]) -> None:
     """Killed at each of some batches, also of the second epoch, and started again."""
     check_exact(tmp_path, lambda directory, kill_at: train(directory, LOADERS[name](), kill_at, **steps))
+
+
+@pytest.mark.parametrize(("drop_last", "sizes"), [(False, [3, 3, 3, 3, 3, 3, 2]), (True, [3] * 6)])
+def test_drop_last_leaves_out_the_step_without_a_whole_global_batch(drop_last: bool, sizes: list[int]) -> None:
+    """6 samples in a step, and 20 in an epoch."""
+    checkpoint = Checkpoint(None, model=model())
+    loader = DataLoader(DATA, 3, drop_last=drop_last)
+    for _ in checkpoint.epochs(2):
+        assert [len(values) for (values,) in checkpoint.batches(loader, global_batch=6)] == sizes
+
+
+def test_transforms_of_a_sample_are_the_same_with_any_number_of_ranks() -> None:
+    """And differ between samples. The ranks' shares of one epoch are loaded one after the other."""
+
+    def load(*splits: Split | None) -> dict[float, list[float]]:
+        found: dict[float, list[float]] = {}
+        for split in splits:
+            torch.manual_seed(0)
+            loader = ExactLoader(DataLoader(Changed(), 2, shuffle=True, num_workers=2))
+            found |= {place: drawn for (values,) in loader.start(0, split) for place, *drawn in values.tolist()}
+        return found
+
+    one = load(Split(0, 20, 6, 0, 1, 2))
+    assert load(*(Split(0, 20, 6, rank, 3, 2) for rank in range(3))) == one
+    for found in (one, load(None)):
+        assert len(found) == 20 and len({number for drawn in found.values() for number in drawn}) == 60
 
 
 @pytest.mark.once  # the oldest torch has scalers for CUDA only
@@ -270,7 +314,7 @@ def test_a_scaler_goes_on_exactly(tmp_path: Path) -> None:
 
 def check_exact(directory: Path, train: Callable[[Path | None, int | None], list[tuple[int, str]]]) -> None:
     whole = train(None, None)
-    assert len(whole) == 14
+    assert len({float.fromhex(loss) for _, loss in whole}) == len(whole) == 14 and whole[-1][1] != "nan"
     for kill_at in (1, 5, 7, 10):
         before = train(directory / str(kill_at), kill_at)
         assert before == whole[:kill_at]

@@ -11,6 +11,7 @@ import argparse
 import atexit
 import os
 import random
+import signal
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -52,6 +53,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--width", type=int, default=64, help="of the hidden layer")
     parser.add_argument("--backend", default="gloo")
     parser.add_argument("--pause", type=float, default=0.0, help="seconds after each step")
+    parser.add_argument("--kill-at", type=int, help="kill this process after this step")
     return parser.parse_args()
 
 
@@ -87,6 +89,8 @@ def main() -> None:
             for step, loss, indices in train(checkpoint, loader, model, optimizer):
                 totals["loss"] += loss
                 log.write(f"{step} {epoch} {loss.hex()} {totals['loss'].hex()} {indices}\n")
+                if step == given.kill_at:
+                    os.kill(os.getpid(), signal.SIGKILL)
                 time.sleep(given.pause)
             scheduler.step()
         log.write(f"weights {[float(each.double().sum()).hex() for each in model.parameters()]}\n")

@@ -348,3 +348,66 @@ def test_a_list_of_jobs_that_was_made_before_loses_no_file(
     assert (documents / "letter").exists()
     if make is write_odd_entries:
         assert len(list((lists / socket.gethostname()).iterdir())) == 4
+
+
+SHARED_MEMORY = """
+import os
+from mpi4py import MPI
+MPI.COMM_WORLD.allreduce(1)
+for line in open("/proc/self/maps"):
+    if "_segment." in line:
+        directory = os.path.dirname(line.split()[-1])
+        print("mapped in", oct(os.stat(directory).st_mode & 0o7777), directory)
+MPI.COMM_WORLD.barrier()
+"""
+
+
+@pytest.mark.mpi
+def test_the_shared_memory_of_mpi_is_in_no_file_that_a_stranger_can_make_first(tmp_path: Path) -> None:
+    """Names of Open MPI's files are of the host, the user and 16 bits of a process number: a stranger makes all."""
+    (tmp_path / "train.py").write_text(SHARED_MEMORY)
+    command: list[str | Path] = [SHOAL, "run", "pytorch", tmp_path / "train.py", "--engine", "none", "--hosts", "2"]
+    ended = subprocess.run(
+        [*command, "--output", tmp_path / "jobs"], capture_output=True, text=True, timeout=100, check=True
+    )
+    found = {line.partition("mapped in ")[2] for line in ended.stdout.splitlines() if "mapped in" in line}
+    assert len(found) == 1, ended
+    mode, directory = found.pop().split()
+    assert mode == "0o700"
+    assert not Path(directory).exists()
+
+
+# Hosts of the job listen at MASTER_PORT, and the default one is taken by a stranger. The network is the job's own.
+ELASTIC = """
+import os, socket
+if os.environ["RANK"] == "0": socket.create_server(("", int(os.environ["MASTER_PORT"]))).close()
+print("rank", os.environ["RANK"], "has a port", flush=True)
+"""
+TAKE_DEFAULT_PORT = f"""
+import os, socket, subprocess, sys
+subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
+ready, done = os.pipe(), os.pipe()
+if os.fork() == 0:
+    os.setuid({STRANGER})
+    server = socket.create_server(("127.0.0.1", 7777))
+    os.write(ready[1], b"x")
+    os.read(done[0], 1)
+    os._exit(0)
+os.read(ready[0], 1)
+code = subprocess.run(sys.argv[1:]).returncode
+os.write(done[1], b"x")
+sys.exit(code)
+"""
+
+
+@pytest.mark.skipif(
+    subprocess.run(["unshare", "-n", "true"], capture_output=True).returncode != 0, reason="needs network namespaces"
+)
+def test_a_stranger_at_the_default_port_ends_no_job_with_a_range_of_hosts(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(ELASTIC)
+    options = ["--hosts", "1:2", "--max-restarts", "1", "--engine", "none", "--output", str(tmp_path / "jobs")]
+    job = [str(SHOAL), "run", "pytorch", str(tmp_path / "train.py"), *options]
+    command = ["unshare", "-n", sys.executable, "-c", TAKE_DEFAULT_PORT, *job]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert ended.returncode == 0, ended
+    assert "rank 0 has a port" in ended.stdout

@@ -97,6 +97,14 @@ def test_an_image_without_the_filter_has_a_note(tree: Tree) -> None:
     assert [note for note in notes if note.startswith("SHOAL_MEMBERS_ONLY=1 has no effect") and "Fix: " in note]
 
 
+@pytest.mark.parametrize("name", ["my environment", "a:b"])
+def test_a_filter_that_no_program_can_preload_has_a_note(tree: Tree, name: str) -> None:
+    """The loader splits LD_PRELOAD at spaces and colons, and starts programs without the filter."""
+    plan = planned(tree, MACHINE._replace(peer_filter=f"/{name}/_peer_filter.so"), SHOAL_MEMBERS_ONLY="1")
+    assert "LD_PRELOAD" not in plan.env
+    assert [note for note in plan.notes if f"/{name}/" in note and "Fix: " in note]
+
+
 def test_a_wrong_value_is_an_error(tree: Tree, run: Run) -> None:
     tree.script("print('trained')")
     ended = run(SHOAL_MEMBERS_ONLY="yes")

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
@@ -129,7 +130,7 @@ def test_a_killed_rank_starts_all_ranks_again(tree: Tree, run: Run) -> None:
     met = "open('up.' + RANK, 'w').close()\nwhile not os.path.exists('up.0'): time.sleep(0.01)\n"
     tree.script(DIE_ONCE.replace(TALK, TALK + met))
     tree.hyperparameters(sagemaker_mpi_enabled=True, sagemaker_mpi_num_of_processes_per_host=2)
-    segments = set(Path("/dev/shm").iterdir())
+    segments = set(Path("/dev/shm").rglob("*_segment*"))
     done = run(SAGEMAKER_PROGRAM="train.py", SHOAL_MAX_RESTARTS="2")
     assert done.code == 0, done.err
     reason = KILLED.format(1)
@@ -143,7 +144,44 @@ def test_a_killed_rank_starts_all_ranks_again(tree: Tree, run: Run) -> None:
     assert tree.outcome() == {"success"}
     assert f"restart 1 (1 left of SHOAL_MAX_RESTARTS): {reason}" in done.err
     assert "mpirun detected" not in done.err
-    assert set(Path("/dev/shm").iterdir()) <= segments
+    assert set(Path("/dev/shm").rglob("*_segment*")) <= segments
+
+
+LISTEN_TWICE = f"""{TALK}
+import pathlib, socket
+port = int(os.environ["MASTER_PORT"])
+if RANK == "0":
+    with socket.create_server(("", port)):
+        pathlib.Path("port.new").write_text(str(port))
+    if RESTART == 0:
+        os.rename("port.new", "port")
+        while not os.path.exists("taken"): time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGKILL)
+if RESTART == 0: time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_stranger_who_takes_the_port_of_a_rank_that_has_died_ends_no_job(tree: Tree, run: Run, ranks: int) -> None:
+    tree.script(LISTEN_TWICE)
+    if ranks > 1:
+        tree.hyperparameters(sagemaker_mpi_enabled=True, sagemaker_mpi_num_of_processes_per_host=ranks)
+    port = tree.base / "code" / "port"
+
+    def take() -> None:
+        until(port, "")
+        with socket.create_server(("", int(port.read_text()))):
+            (port.parent / "taken").touch()
+            ended.wait(60)
+
+    ended = threading.Event()
+    stranger = threading.Thread(target=take)
+    stranger.start()
+    done = run(SAGEMAKER_PROGRAM="train.py", SHOAL_MAX_RESTARTS="1")
+    ended.set()
+    stranger.join()
+    assert done.code == 0, done.err
+    assert port.with_name("port.new").read_text() != port.read_text()
 
 
 def test_a_job_that_fails_too_often_fails(tree: Tree, run: Run) -> None:

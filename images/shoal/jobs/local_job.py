@@ -118,7 +118,7 @@ def _create_hosts(opened: OpenJob, view: View, temporary: str) -> LocalHosts:
 
 
 def _make_environment(opened: OpenJob, temporary: str) -> dict[str, str]:
-    """Return the variables that all hosts share. Several hosts get a free port, so that jobs can run side by side."""
+    """Return the variables that all hosts share. Several hosts get free ports, so that jobs can run side by side."""
     request = opened.record.request
     environment = {
         "SHOAL_STOP_GRACE": str(STOP_SECONDS),
@@ -135,8 +135,9 @@ def _make_environment(opened: OpenJob, temporary: str) -> dict[str, str]:
     }
     if request.min_hosts:
         environment["CUDA_VISIBLE_DEVICES"] = ""
-        with socket.create_server(("", 0)) as probe:
-            environment.setdefault("SHOAL_AGENT_PORT", str(probe.getsockname()[1]))
+        with socket.create_server(("", 0)) as agent, socket.create_server(("", 0)) as master:
+            environment.setdefault("SHOAL_AGENT_PORT", str(agent.getsockname()[1]))
+            environment.setdefault("MASTER_PORT", str(master.getsockname()[1]))
     if job.SECRET_FILE not in environment and (secret := job.make_secret(request.environment)):
         environment.setdefault(job.SECRET, secret)
     return environment

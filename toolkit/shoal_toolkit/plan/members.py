@@ -17,11 +17,16 @@ _SLURM = "Slurm"  # other users may have processes on the same host
 
 def build_member_variables(job: Job, machine: Machine) -> dict[str, str]:
     """Returns the variables that load the filter before the libraries that the user preloads; empty if it is off."""
-    if not (is_members_only(job.environ) and machine.peer_filter):
+    if not (is_members_only(job.environ) and machine.peer_filter and _can_preload(machine.peer_filter)):
         return {}
     others = [host for host in job.cluster.hosts if host != job.cluster.current_host]
     preloaded = [machine.peer_filter, *filter(None, [job.environ.get("LD_PRELOAD", "")])]
     return {"LD_PRELOAD": ":".join(preloaded), PEERS: " ".join(others)}
+
+
+def _can_preload(path: str) -> bool:
+    """Returns whether the system's loader takes a path: it separates those in LD_PRELOAD at spaces and colons."""
+    return not {" ", ":"} & {*path}
 
 
 def describe_open_ports(job: Job, machine: Machine, ranks: Mapping[str, int]) -> list[str]:
@@ -33,6 +38,11 @@ def describe_open_ports(job: Job, machine: Machine, ranks: Mapping[str, int]) ->
         ranks: Host → number of ranks.
     """
     if is_members_only(job.environ):
+        if machine.peer_filter and not _can_preload(machine.peer_filter):
+            return [
+                f"{MEMBERS_ONLY}=1 has no effect: programs cannot preload {machine.peer_filter!r}, because of a space "
+                "or colon in its path. Fix: move this Python environment to another directory."
+            ]
         if machine.peer_filter:
             return []
         return [

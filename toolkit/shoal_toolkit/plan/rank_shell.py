@@ -30,6 +30,8 @@ EVENTS = "events"  # a FIFO in the run directory
 STARTED, ENDED = "start", "end"  # the first word of a line on EVENTS
 STOPPING = "stopping"  # a file that exists while the job is being stopped; has the pid of `train`, and the signal
 
+MEMORY = "memory"  # a private directory in /dev/shm, or a link to it: names of Open MPI's files there can be guessed
+
 TORCH: tuple[str, ...] = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 DATA_PARALLEL: tuple[str, ...] = (*TORCH, "SMDATAPARALLEL_LOCAL_RANK")
 MODEL_PARALLEL = tuple(name for name in TORCH if name != "LOCAL_RANK")
@@ -42,7 +44,9 @@ _OPEN_MPI = (
     "RANK=$OMPI_COMM_WORLD_RANK WORLD_SIZE=$OMPI_COMM_WORLD_SIZE "
     "LOCAL_RANK=$OMPI_COMM_WORLD_LOCAL_RANK LOCAL_WORLD_SIZE=$OMPI_COMM_WORLD_LOCAL_SIZE "
     "SMDATAPARALLEL_LOCAL_RANK=$OMPI_COMM_WORLD_LOCAL_RANK\n"
-    "export "
+    f': "${{OMPI_MCA_btl_vader_backing_directory:=$SHOAL_RUN_DIR/{MEMORY}}}"\n'  # of Open MPI 4.1
+    f': "${{OMPI_MCA_btl_sm_backing_directory:=$SHOAL_RUN_DIR/{MEMORY}}}"\n'  # of Open MPI 5.0
+    "export OMPI_MCA_btl_vader_backing_directory OMPI_MCA_btl_sm_backing_directory "
 )
 _TORCHRUN = "SMDATAPARALLEL_LOCAL_RANK=$LOCAL_RANK; export SMDATAPARALLEL_LOCAL_RANK\n"
 _RUN = (

@@ -524,8 +524,16 @@ class FirstHost(Host):
         self._gathering.remove_limit()
         if self._members.missing:
             self._gathering.search()
-        self.processes.prepare_restart(variables, self.task.settings.standby)
+        self.processes.prepare_restart({**variables, **self._change_port()}, self.task.settings.standby)
         self.processes.end(self._on_set_up)
+
+    def _change_port(self) -> dict[str, str]:
+        """Returns another MASTER_PORT for ranks of one host: now another user of the machine can take the last one."""
+        if len(self.plan.hosts) > 1 or "MASTER_PORT" in self.task.environ:
+            return {}
+        from shoal_toolkit.system.ports import choose_port
+
+        return dict.fromkeys(("MASTER_PORT", "SM_MASTER_PORT"), choose_port())
 
     def _send_restart(self, channel: Channel) -> None:
         """Sends the number of the current restart and its reason to a worker."""

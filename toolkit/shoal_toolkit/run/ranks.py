@@ -50,18 +50,36 @@ def make_run_directory() -> str:
         path = os.path.join(parent, f"shoal-{os.urandom(8).hex()}")
         try:
             os.mkdir(path, 0o700)
+            _make_memory_directory(path)
             return path
         except OSError as error:
             problem = error
     raise LaunchError(f"No directory for temporary files: tried {', '.join(filter(None, candidates))} ({problem}).")
 
 
+def _make_memory_directory(path: str) -> None:
+    """Makes the directory for Open MPI's shared memory, in /dev/shm if possible, with a link to it in a run directory.
+
+    In /dev/shm itself, another user could make the files before the ranks do, and then read and change their messages.
+    """
+    try:
+        os.mkdir(_memory_of(path), 0o700)
+        os.symlink(_memory_of(path), os.path.join(path, rank_shell.MEMORY))
+    except OSError:
+        os.mkdir(os.path.join(path, rank_shell.MEMORY), 0o700)
+
+
+def _memory_of(path: str) -> str:
+    return os.path.join("/dev/shm", f"{os.path.basename(path)}-mpi")
+
+
 def remove_run_directory(path: str) -> None:
     """Removes a run directory with everything in it. A script that cleaned up /tmp may have removed it already."""
-    for directory, _, names in os.walk(path, topdown=False):
-        for name in names:
-            _try_remove(os.unlink, os.path.join(directory, name))
-        _try_remove(os.rmdir, directory)
+    for top in (path, _memory_of(path)):
+        for directory, links, names in os.walk(top, topdown=False):
+            for name in (*names, *links):
+                _try_remove(os.unlink, os.path.join(directory, name))
+            _try_remove(os.rmdir, directory)
 
 
 def _try_remove(remove: Callable[[str], None], path: str) -> None:

@@ -14,6 +14,11 @@ def find_free_port(default: str) -> str:
     port = int(default)
     if _reserve(port) and not any(_is_taken(family, port) for family in (_socket.AF_INET, _socket.AF_INET6)):
         return default
+    return choose_port()
+
+
+def choose_port() -> str:
+    """Returns a free port. Nobody else knows which, until a process listens there."""
     probe = _socket.socket()
     probe.bind(("127.0.0.1", 0))
     free = str(probe.getsockname()[1])

@@ -7,24 +7,34 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import shutil
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from shoal.builds import bundle, noop_cache
+from shoal.commands import completion
 from shoal.docker_client import archive
-from shoal.errors import UsageError
+from shoal.errors import SpecError, UsageError
 from shoal.jobs import checkpoints, record, running
 from shoal.jobs.job import JobRequest
 from shoal.jobs.record import LOCAL, JobRecord, open_job
+from shoal.limits import MOST_LOCK
+from shoal.matrix import project as projects
 from shoal.matrix.project import Project
-from shoal.sources import provenance
+from shoal.matrix.spec import load
+from shoal.report import output_files
+from shoal.sources import pins, provenance, render
+from shoal.sources.steps import StepCollector
 
+from ..waiting import error_in_time
 from .command import shoal_command
 
 STRANGER = 65534
@@ -176,7 +186,10 @@ def test_locks_of_a_project_do_not_keep_a_command(tmp_path: Path, make: Callable
     code = """
 import pathlib, sys
 from shoal.errors import SpecError
+from shoal.limits import MOST_LOCK
+from shoal.matrix import project as projects
 from shoal.matrix.project import Project
+from shoal.matrix.spec import load
 from shoal.sources import debian, pins
 root = pathlib.Path(sys.argv[1])
 for read in (
@@ -305,3 +318,192 @@ def test_a_project_does_not_bring_its_own_trust(tmp_path: Path, monkeypatch: pyt
     ended = shoal(tmp_path / "clone", "run", "--resume", "digits")
     assert ended.returncode == 2
     assert "is not a job of yours" in ended.stderr
+
+
+@pytest.fixture
+def copy(tmp_path: Path, project: Project) -> Path:
+    """A project that this user has unpacked, so that all files are this user's."""
+    root = tmp_path / "project"
+    shutil.copytree(project.templates, root / "dockerfiles")
+    shutil.copy(project.buildspec, root)
+    return root
+
+
+def replace_by(name: str, make: Callable[[Path], None]) -> Callable[[Path], None]:
+    def change(root: Path) -> None:
+        (root / name).unlink()
+        make(root / name)
+
+    return change
+
+
+def nest_directories(root: Path) -> None:
+    (root / "toolkit" / "/".join("a" * 150)).mkdir(parents=True)
+
+
+def define_millions_of_images(root: Path) -> None:
+    keys = "device: cpu, requirements: [x], disk_gib: 1"
+    systems = (f"  s{n}: {{suite: s{n}, upstream: d, sources: sources.list, python: py311}}" for n in range(60))
+    releases = (f"  - {{framework: f{n}, version: '1.{n}', {keys}}}" for n in range(60))
+    (root / "dockerfiles" / "versions.yml").write_text("\n".join(["systems:", *systems, "releases:", *releases]))
+
+
+def name_a_framework_like_a_command(root: Path) -> None:
+    text = (root / "buildspec.yml").read_text()
+    (root / "buildspec.yml").write_text(text.replace("defaults:", "defaults:\n  '\\$(touch RAN)': x"))
+
+
+def too_large(path: Path) -> None:
+    path.touch()
+    os.truncate(path, MOST_LOCK + 1)
+
+
+def read(root: Path) -> None:
+    """Read a project as each command does, and write its generated files."""
+    found = projects.find(root)
+    render.write_files(render.render_all(found, load(found.buildspec).choose(["pytorch"])))
+
+
+SCHEMA = "dockerfiles/schema/versions.json"
+TEMPLATE = "dockerfiles/pytorch.j2"
+PROJECTS: dict[str, tuple[Callable[[Path], None], str]] = {
+    "a pipe as a schema": (replace_by(SCHEMA, pipe), "not a file"),
+    "a huge schema": (replace_by(SCHEMA, too_large), "larger than"),
+    "a pipe as a template": (replace_by(TEMPLATE, pipe), "not a file"),
+    "a huge template": (replace_by(TEMPLATE, too_large), "larger than"),
+    "nested directories": (nest_directories, "in more than 100 directories"),
+    "millions of images": (define_millions_of_images, "makes more than 2000 images"),
+    "a command as a name": (name_a_framework_like_a_command, "buildspec.yml:"),
+}
+
+
+@pytest.mark.parametrize("name", PROJECTS)
+def test_a_hostile_project_ends_a_command_with_an_error(name: str, copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    change, message = PROJECTS[name]
+    change(copy)
+    error = error_in_time(lambda: read(copy))
+    assert isinstance(error, SpecError) and message in str(error), error
+    monkeypatch.chdir(copy)
+    names = completion.complete_images("")
+    assert all(re.fullmatch(r"[a-z0-9.:_-]+", each) for each in names), "a shell may run what it is offered"
+
+
+@pytest.mark.parametrize("make", [pipe, nested, too_large, endless])
+def test_a_remembered_answer_of_a_project_is_not_waited_for(copy: Path, make: Callable[[Path], None]) -> None:
+    for name in ("library", "rehearsal", "toolkit", ".cache/shoal"):
+        (copy / name).mkdir(parents=True)
+    make(copy / ".cache" / "shoal" / "unchanged.json")
+    command = noop_cache.read_command(["build", "pytorch"], str(copy))
+    assert command
+    assert error_in_time(lambda: noop_cache.find_answer(command)) is None
+    nest_directories(copy)
+    assert noop_cache.read_command(["build", "pytorch"], str(copy)) is None, "the builder reports it"
+
+
+MODULES = ("pip", "sitecustomize", "usercustomize", "docker", "typer", "jinja2", "installer", "compileall", "logging")
+
+
+def test_no_module_of_the_working_directory_is_imported(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python finds modules there if a program is started with `-m`, as pip is."""
+    for name in MODULES:
+        (copy / name).mkdir()
+        for file in ("__init__.py", "__main__.py"):
+            (copy / name / file).write_text(f"open({str(copy / 'RAN')!r}, 'w')\n")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    assert shoal(copy, "lock", "pytorch-*-cu117-*").returncode == 3
+    monkeypatch.chdir(copy)
+    bundle._pip_download(copy, ["shoal-none"])
+    assert not (copy / "RAN").exists()
+    subprocess.run([sys.executable, "-m", "pip", "--version"], check=True)
+    assert (copy / "RAN").exists(), "the attack of this test works"
+
+
+@pytest.mark.parametrize(
+    "pin",
+    [
+        "x@file:///tmp/x.tar.gz#==1",
+        "x@https://example.org/x.tar.gz#==1",
+        "-rhttps://example.org/requirements.txt#==1",
+        "--index-url=https://example.org/==1",
+        "x==1;python_version>'3'",
+        "x==" + "1" * 5000,
+        "x==none",
+    ],
+)
+def test_a_lock_names_no_address_and_no_option(tmp_path: Path, pin: str) -> None:
+    """pip would read the line on this machine, for a bundle, and build the package that an address names."""
+    (tmp_path / "lock.txt").write_text(f"{pin} --hash=sha256:{'0' * 64}\n")
+    with pytest.raises(SpecError, match=r"lock\.txt:1: expected 'name==version"):
+        pins.read_lock(tmp_path / "lock.txt")
+
+
+@pytest.mark.parametrize("name", ["x; touch /RAN", "$(touch /RAN)", "-oDir::Bin=x", "A", ""])
+def test_a_debian_package_is_no_command(name: str) -> None:
+    """`shoal lock --bases` and `shoal bundle` give the names to a shell."""
+    with pytest.raises(SpecError, match="not the name of a Debian package"):
+        StepCollector().functions()["debian"](["gcc", name])
+
+
+@pytest.mark.parametrize("name", ["size.html", "timeline.html", "comparison.html"])
+@pytest.mark.parametrize("exists", [True, False])
+def test_a_report_does_not_write_through_a_link(
+    tmp_path: Path, name: str, exists: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """These are the files that commands write to the working directory if none is named."""
+    private = tmp_path / "private"
+    if exists:
+        private.write_text("private")
+    (tmp_path / "project").mkdir()
+    (tmp_path / "project" / name).symlink_to("../private")
+    monkeypatch.chdir(tmp_path / "project")
+    with pytest.raises(UsageError, match=rf"-o {name}: {name} is a link"):
+        output_files.choose_files(Path(name), False, ())
+    assert not exists or private.read_text() == "private"
+    assert output_files.choose_files(Path("/dev/stdout"), False, ()) == [Path("/dev/stdout")]
+
+
+def declare(text: str) -> Callable[[Path], object]:
+    return lambda path: path.write_text(text)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        pipe,
+        huge,
+        endless,
+        declare("x ="),
+        declare("project = 3"),
+        declare("[project]\nurls = [1]"),
+        declare("x = " + "[" * 5000),
+        lambda path: path.symlink_to("../../private.toml"),
+    ],
+)
+def test_a_hostile_pyproject_declares_no_source(tmp_path: Path, make: Callable[[Path], object]) -> None:
+    (tmp_path / "private.toml").write_text('[project.urls]\nSource = "https://token@private.example"\n')
+    package = tmp_path / "project" / "images"
+    package.mkdir(parents=True)
+    make(package / "pyproject.toml")
+    assert provenance.read_provenance(Project(package.parent)).source == ""
+
+
+def test_a_link_in_the_place_of_a_revision_is_not_read(tmp_path: Path) -> None:
+    """It would be in a label of the image, which others get."""
+    (tmp_path / "private").write_text("private")
+    root = tmp_path / "project"
+    root.mkdir()
+    subprocess.run(["git", "init", "-q"], cwd=root, check=True)
+    (root / provenance.REVISION).symlink_to("../private")
+    assert provenance.read_provenance(Project(root)).revision == ""
+
+
+@needs_root
+@pytest.mark.parametrize("words", [("init",), ("new", "--image", "pytorch")])
+def test_nothing_is_written_to_a_directory_of_another_user(tmp_path: Path, words: tuple[str, ...]) -> None:
+    """They could put a link in the place of a file while the others are written."""
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    os.chown(theirs, STRANGER, STRANGER)
+    ended = shoal(tmp_path, *words, str(theirs))
+    assert (ended.returncode, f"belongs to the user {'nobody'}" in ended.stderr) == (2, True), ended.stderr
+    assert [*theirs.iterdir()] == []

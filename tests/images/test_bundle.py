@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
 import re
 import subprocess
 import tarfile
@@ -23,6 +24,8 @@ from shoal.errors import BuildError, BundleError, DiskError, UsageError
 from shoal.matrix.project import Project
 from shoal.matrix.spec import BuildSpec
 from shoal.sources import context, pins, wheels
+
+from ..waiting import error_in_time
 
 
 def write_bundle(directory: Path, *suites: str) -> Path:
@@ -105,6 +108,104 @@ def test_a_changed_file_is_not_listed_as_one_that_was_made_here(tmp_path: Path) 
     (directory / "bookworm" / "debs" / "Packages").write_text("Package: evil\n")
     with pytest.raises(BundleError, match=r"changed since it was made: bookworm/debs/Packages\. Fix: remove"):
         bundle._check_unchanged(directory)
+
+
+def add_file(path: str) -> Callable[[Path], object]:
+    def change(directory: Path) -> None:
+        (directory / path).parent.mkdir(parents=True, exist_ok=True)
+        (directory / path).touch()
+
+    return change
+
+
+def link(path: str, target: str) -> Callable[[Path], object]:
+    return lambda of: (of / path).symlink_to(target)
+
+
+ADDED: dict[str, Callable[[Path], object]] = {
+    "a file elsewhere": add_file("notes.txt"),
+    "a link to a directory": link("host", "../elsewhere"),
+    "a link to a wheel": link("wheels/x-1-py3-none-any.whl", "../../private"),
+    "a link to another suite": link("trixie", "/etc"),
+    "a pipe": lambda of: os.mkfifo(of / "wheels" / "x-1-py3-none-any.whl"),
+    "a name with a line break": add_file("wheels/x\n.whl/a"),
+}
+
+
+@pytest.mark.parametrize("listed", [True, False])
+@pytest.mark.parametrize("name", ADDED)
+def test_files_of_somebody_else_are_not_listed_as_made_here(tmp_path: Path, name: str, listed: bool) -> None:
+    directory = write_bundle(tmp_path / "bundle", "bookworm")
+    ADDED[name](directory)
+    if not listed:
+        (directory / "SHA256SUMS").unlink()
+    with pytest.raises(BundleError, match="not made by this command"):
+        bundle._check_unchanged(directory)
+
+
+@pytest.mark.parametrize("target", ["new", "private"])
+def test_a_list_that_is_a_link_is_not_written_through(tmp_path: Path, target: str) -> None:
+    (tmp_path / "private").write_text("private")
+    (tmp_path / "bundle").mkdir()
+    (tmp_path / "bundle" / "SHA256SUMS").symlink_to(f"../{target}")
+    with pytest.raises(UsageError, match="not a bundle"):
+        bundle._check_unchanged(tmp_path / "bundle")
+
+
+@pytest.mark.parametrize(
+    ("path", "again"),
+    [
+        ("host/shoal-99-py3-none-any.whl", False),
+        ("bookworm/debs/libc6_99_amd64.deb", False),
+        ("wheels/torch-99-py3-none-any.whl", False),
+        ("host/shoal-1-py3-none-any.whl", True),
+    ],
+)
+def test_a_file_that_only_looks_like_one_of_a_bundle_is_refused(
+    project: Project, matrix: BuildSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, again: bool
+) -> None:
+    """`pip install --find-links` would take its version. What an interrupted command leaves is made again."""
+    directory = write_bundle(tmp_path / "bundle", "bookworm")
+    add_file(path)(directory)
+
+    def make_again(*_: object) -> set[str]:
+        if again:
+            (directory / "new").write_text("made here")
+            (directory / "new").replace(directory / path)
+        return set()
+
+    monkeypatch.setattr(docker_client, "connect", lambda: None)
+    monkeypatch.setattr(bundle, "_add_system", lambda *_: "debian:bookworm-slim")
+    monkeypatch.setattr(bundle, "_add_wheels", lambda *_: set())
+    monkeypatch.setattr(bundle, "add_shoal", make_again)
+    images = [matrix.select("pytorch-*-cpu-*-debian12")]
+    with contextlib.nullcontext() if again else pytest.raises(BundleError, match=f"not made by this command: {path}"):
+        bundle.fill_bundle(project, matrix, images, directory, print)
+    assert (path in bundled.read_sums(directory)) == again
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
+def test_a_list_that_is_no_file_is_not_waited_for(tmp_path: Path, make: Callable[[Path], object]) -> None:
+    make(tmp_path / "SHA256SUMS")
+    assert isinstance(error_in_time(lambda: bundled.check_bundle(tmp_path, None)), UsageError)
+
+
+def test_huge_and_nested_bundles_are_refused(tmp_path: Path) -> None:
+    directory = write_bundle(tmp_path / "bundle", "bookworm")
+    digest = bundled.check_bundle(directory, None)
+    os.truncate(directory / "bookworm" / "base.tar", 1 << 40)
+    with pytest.raises(BundleError, match="its digest is"):  # a terabyte of zeros is not read before
+        bundled.check_bundle(directory, "0" * 64)
+    (directory / "/".join("a" * 150)).mkdir(parents=True)
+    with pytest.raises(BundleError, match="more than 100 directories"):
+        bundled.check_bundle(directory, digest)
+
+
+def test_a_huge_manifest_of_a_base_is_not_held_in_memory(tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "base.tar", "w") as archive:
+        add(archive, "manifest.json", bytes(17 << 20))
+    with pytest.raises(BundleError, match="larger than"):
+        bundled.copy_image(tmp_path / "base.tar", io.BytesIO())
 
 
 def write_image(path: Path, **documents: object) -> Path:

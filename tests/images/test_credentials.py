@@ -15,6 +15,8 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from shoal import trust
+from shoal.matrix.project import Project
 from shoal.network import credentials, settings
 from shoal.network.settings import NetworkSettings
 
@@ -186,3 +188,36 @@ def test_apt_uses_the_credentials(tmp_path: Path, mirror: str) -> None:
     environment = {**os.environ, "APT_CONFIG": str(tmp_path / "apt.conf")}
     subprocess.run(["apt-get", "update"], env=environment, capture_output=True, timeout=60, check=False)
     assert "Basic " + base64.b64encode(b"me:secret").decode() in Mirror.asked
+
+
+SECRET = replace(
+    PLAIN,
+    pip=(("index-url", "https://me:pass@one.example/simple http://two.example"), ("proxy", "me:pass@proxy:3128")),
+    apt_sources=("deb http://me:p@ss@mirror.example/debian bookworm main",),
+    apt_proxies=('Acquire::http::Proxy "http://me:pass@proxy:3128";',),
+    proxies=(("HTTPS_PROXY", "http://me:pass@proxy:3128"), ("NO_PROXY", "localhost,.example")),
+    apt_auth="machine mirror.example login me password pass\n",
+    release="bookworm",
+)
+
+
+def test_steps_of_a_project_get_no_passwords_unless_it_is_trusted(
+    tmp_path: Path, project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They could send them to anybody."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "settings"))
+    monkeypatch.setattr(settings, "read_network_settings", lambda: SECRET)
+    foreign = Project(tmp_path / "project")
+    foreign.root.mkdir()
+    notes: list[str] = []
+    found = settings.read_settings_for(foreign, notes.append)
+    texts = [*map(bytes.decode, found.build_files("bookworm").values()), *map(str, found.proxies)]
+    assert not [text for text in texts if "me" in text.split("//")[-1][:2] or "ss@" in text or "pass" in text]
+    assert "https://one.example/simple http://two.example" in texts[0]
+    assert ("HTTPS_PROXY", "http://proxy:3128") in found.proxies and ("proxy", "proxy:3128") in found.pip
+    assert "deb http://mirror.example/debian bookworm main" in found.select_sources("bookworm")
+    assert len(notes) == 1 and f"shoal trust {foreign.root}" in notes[0]
+    assert settings.read_settings_for(project, notes.append) == SECRET
+    trust.add_trusted(foreign.root)
+    assert settings.read_settings_for(foreign, notes.append) == SECRET
+    assert len(notes) == 1

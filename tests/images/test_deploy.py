@@ -161,7 +161,9 @@ def test_yaml_1_1_reads_back_all_text() -> None:
         "<<",
         "x" * 5000,
     ]
-    request = make_request(None, environment={f"V{number}": text for number, text in enumerate(hard)})
+    names = ("NO", "Y", "on", "_1", "null")  # keys of a Secret
+    environment = {f"V{number}": text for number, text in enumerate(hard)} | dict.fromkeys(names, "x")
+    request = make_request(None, environment=environment, taken=frozenset(names))
     objects = manifest.build_objects(request)
     assert list(yaml.load_all(manifest.format_manifest(request, objects), yaml.CSafeLoader)) == objects
 

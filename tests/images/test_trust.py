@@ -405,3 +405,39 @@ def test_git_runs_no_program_of_a_repository(name: str, copy: Project) -> None:
     trust.add_trusted(copy.root)
     read_provenance(copy)
     assert (copy.root / "RAN").exists(), "the attack of this test works"
+
+
+WRITES = "#!/bin/sh\ntouch RAN\n"
+
+
+@pytest.mark.parametrize(
+    "name", ["hooks", "a configuration of the work tree", "another repository", "a bare repository"]
+)
+def test_git_runs_no_hook_and_no_second_configuration(name: str, copy: Project, tmp_path: Path) -> None:
+    """Each is in an archive of a project beside its usual configuration."""
+
+    def git(*words: str, root: Path = copy.root) -> None:
+        subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a", *words], cwd=root, check=True)
+
+    git("init", "-q")
+    git("add", ".")
+    git("commit", "-q", "-m", "first")
+    monitor = f"touch {copy.root}/RAN; false"
+    if name == "hooks":
+        for hook in ("post-index-change", "pre-commit", "post-checkout", "reference-transaction", "fsmonitor-watchman"):
+            (copy.root / ".git" / "hooks" / hook).write_text(WRITES)
+            (copy.root / ".git" / "hooks" / hook).chmod(0o755)
+    elif name == "a work tree's configuration":
+        git("config", "extensions.worktreeConfig", "true")
+        git("config", "--worktree", "core.fsmonitor", monitor)
+    else:
+        git("config", "core.fsmonitor", monitor)
+        (copy.root / ".git").rename(copy.root / "elsewhere")
+        if name == "another repository":
+            (copy.root / ".git").write_text("gitdir: elsewhere\n")
+        else:
+            for path in (copy.root / "elsewhere").iterdir():
+                path.rename(copy.root / path.name)
+    os.utime(copy.buildspec, (1, 1))
+    assert bool(read_provenance(copy).revision) == (name == "hooks")
+    assert not (copy.root / "RAN").exists()

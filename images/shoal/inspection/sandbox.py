@@ -1,7 +1,8 @@
 """Runs a command in a locked-down container of an image that is not trusted, and returns its output.
 
 The command runs as an unprivileged user, without a network, without capabilities or a way to gain them, and on a
-read-only file system, also in volumes of the image. It may have 128 processes and 2 GiB. Its time has no limit.
+read-only file system, on which volumes of the image are empty. It may have 128 processes and 2 GiB of memory. Its time
+has no limit.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 
 import docker
 import docker.errors
-from docker.types import LogConfig, Mount
+from docker.types import LogConfig
 
 from shoal.docker_client import containers
 from shoal.docker_client.images import read_config
@@ -73,8 +74,8 @@ def run_command(client: docker.DockerClient, tag: str, command: Sequence[str]) -
     program, *arguments = command
     label = containers.unique_name("inside")
     settings = _SETTINGS | {"entrypoint": [program], "labels": {containers.JOB_LABEL: label}}
-    # Docker makes a volume that can be written for each that the image names.
-    settings["mounts"] = [Mount(path, None, read_only=True) for path in read_config(image).get("Volumes") or ()]
+    # Docker would make a volume that can be written for each that the image names.
+    settings["tmpfs"] = dict.fromkeys(read_config(image).get("Volumes") or (), "ro")
     with containers.remove_at_end(client, label):
         container = containers.create_container(client, tag, arguments, settings)
         try:

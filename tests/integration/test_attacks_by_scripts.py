@@ -140,7 +140,7 @@ def test_a_script_changes_no_channel_and_forges_no_success(tmp_path: Path, pytor
 
 def list_volumes(client: docker.DockerClient) -> set[str]:
     """The volumes without those for checkpoints of jobs, which other tests make too."""
-    return {volume.id for volume in client.volumes.list() if "shoal.job" not in (volume.attrs["Labels"] or {})}
+    return {str(volume.id) for volume in client.volumes.list() if "shoal.job" not in (volume.attrs["Labels"] or {})}
 
 
 def test_volumes_of_an_image_keep_no_secret(tmp_path: Path, pytorch: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from selenium.webdriver.common.by import By
@@ -82,7 +83,9 @@ def test_texts_of_an_image_run_nothing(browser: Browser, show: Show, is_compared
 def test_texts_of_a_timeline_run_nothing(browser: Browser, show: Show, tmp_path: Path) -> None:
     args = {"bucket": HOSTILE, "group": HOSTILE, "dtype": HOSTILE, "engine": HOSTILE, "bytes": 8}
     kinds = ("communication", "compute", "step", HOSTILE)
-    spans = [{"ph": "X", "cat": kind, "name": HOSTILE, "ts": at, "dur": 9} for kind in kinds for at in (1, 20, 40)]
+    spans: list[dict[str, Any]] = [
+        {"ph": "X", "cat": kind, "name": HOSTILE, "ts": at, "dur": 9} for kind in kinds for at in (1, 20, 40)
+    ]
     for rank in range(2):
         about = {"world_size": 9, "job": HOSTILE, "host": HOSTILE}
         events = [{"ph": "M", "name": "process_name", "args": about}, *spans, {**spans[0], "ph": "i"}]

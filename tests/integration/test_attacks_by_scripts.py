@@ -127,7 +127,7 @@ def test_a_script_changes_no_channel_and_forges_no_success(tmp_path: Path, pytor
     try:
         for place in (data / "file", data / "sub" / "file"):
             place.write_text("the user's")
-        words = [SHOAL, "run", pytorch, "train.py", "--channel", f"x={data}"]
+        words: list[str | Path] = [SHOAL, "run", pytorch, "train.py", "--channel", f"x={data}"]
         ended = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=SECONDS, check=False)
         assert ended.returncode == 137, ended.stdout + ended.stderr
         assert ended.stdout.count("refused") == 6
@@ -138,6 +138,11 @@ def test_a_script_changes_no_channel_and_forges_no_success(tmp_path: Path, pytor
         subprocess.run(["umount", data / "sub"], check=True)
 
 
+def list_volumes(client: docker.DockerClient) -> set[str]:
+    """The volumes without those for checkpoints of jobs, which other tests make too."""
+    return {str(volume.id) for volume in client.volumes.list() if "shoal.job" not in (volume.attrs["Labels"] or {})}
+
+
 def test_volumes_of_an_image_keep_no_secret(tmp_path: Path, pytorch: str) -> None:
     """An image may have a volume in the place of secrets: the volume has them, and goes with the job."""
     client = docker.from_env()
@@ -145,13 +150,13 @@ def test_volumes_of_an_image_keep_no_secret(tmp_path: Path, pytorch: str) -> Non
     container.commit("shoal-attack", changes="VOLUME /run")
     container.remove()
     try:
-        before = {volume.id for volume in client.volumes.list()}
+        before = list_volumes(client)
         (tmp_path / "train.py").write_text(
             "import os, sys\nassert open(os.environ['TOKEN_OF_TEST_FILE']).read() == 'value-of-the-secret'\nsys.exit(3)"
         )
         printed = shoal(tmp_path, "shoal-attack:latest", "train.py", "--secret", "TOKEN_OF_TEST")
         assert "value-of-the-secret" not in printed
-        assert {volume.id for volume in client.volumes.list()} <= before
+        assert list_volumes(client) <= before
         files = [path for path in (tmp_path / "jobs").rglob("*") if path.is_file()]
         assert files
         assert not any(b"value-of-the-secret" in path.read_bytes() for path in files)

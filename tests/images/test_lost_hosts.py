@@ -163,6 +163,21 @@ def test_end_of_an_earlier_container_is_ignored() -> None:
     assert wait(hosts)[0] == {"algo-1": 0}
 
 
+def test_a_host_is_replaced_as_often_as_max_restarts_allows() -> None:
+    hosts = FakeHosts({"algo-1": [(1, STOPPED)], "algo-2": [(137, LOST), (137, LOST)]}, 1)
+    assert wait(hosts)[0] == {"algo-1": 1, "algo-2": 137}
+    assert [host for host, _ in hosts.created] == ["algo-2"]
+
+
+def test_hosts_that_start_again_have_no_deadline() -> None:
+    """The one of the lost first host would stop them in the middle of their work."""
+    hosts = FakeHosts({"algo-1": [(137, LOST), (0, STOPPED)], "algo-2": [(143, STOPPED), (0, STOPPED)]}, 1)
+    watched = watch.Watch(hosts)
+    watched._wait_for_one()
+    assert [host for host, _ in hosts.created] == ["algo-1", "algo-2"]
+    assert watched.deadline is None
+
+
 def test_all_hosts_are_stopped_if_the_connection_to_docker_is_lost(capsys: pytest.CaptureFixture[str]) -> None:
     hosts = FakeHosts({"algo-1": [(143, STOPPED)], "algo-2": [(143, STOPPED)]})
     hosts.arrivals.put(("algo-2", hosts.ids["algo-2"], DockerError("gone")))

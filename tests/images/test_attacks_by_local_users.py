@@ -287,6 +287,11 @@ def make_theirs(path: Path) -> None:
     give_away(path)
 
 
+def make_open(path: Path) -> None:
+    path.mkdir()
+    path.chmod(0o777)
+
+
 def link_theirs(path: Path) -> None:
     make_theirs(path.with_name("theirs"))
     path.symlink_to(path.with_name("theirs"))
@@ -294,7 +299,7 @@ def link_theirs(path: Path) -> None:
 
 OUTPUTS: dict[str, Callable[[Path], object]] = {
     "theirs": make_theirs,
-    "open": lambda path: (path.mkdir(), path.chmod(0o777)),
+    "open": make_open,
     "link": link_theirs,
 }
 
@@ -314,6 +319,18 @@ def test_a_job_does_not_start_where_a_stranger_can_replace_its_code(
     ):
         pass
     assert not (tmp_path / "jobs" / "digits").exists()
+
+
+@pytest.mark.parametrize("make", OUTPUTS.values(), ids=OUTPUTS)
+def test_checkpoints_are_not_taken_from_a_directory_in_which_a_stranger_can_put_them(
+    tmp_path: Path, make: Callable[[Path], object]
+) -> None:
+    make(tmp_path / "checkpoints")
+    with (
+        pytest.raises(UsageError, match=r"decides what the job continues from\. Fix: .*shoal trust"),
+        open_directory(tmp_path / "checkpoints", "job", "--checkpoints"),
+    ):
+        pass
 
 
 def link_to_documents(jobs: Path, documents: Path) -> None:

@@ -134,18 +134,18 @@ def test_a_link_in_the_place_of_an_old_checkpoint_loses_only_the_link(tmp_path: 
     assert (elsewhere / ".metadata").exists()
 
 
-def place(name: str, value: Any) -> Callable[[dict[str, Any]], object]:
+def forge_place(name: str, value: Any) -> Callable[[dict[str, Any]], object]:
     return lambda state: state["shoal"]["position"].update({name: value})
 
 
 FORGED: dict[str, Callable[[dict[str, Any]], object]] = {
-    "negative-epoch": place("epoch", -2),
-    "negative-step": place("step", -9),
-    "negative-batches": place("batches", -3),
-    "nan": place("batches", float("nan")),
-    "text": place("step", "9"),
-    "truth": place("epoch", True),
-    "unit": place("unit", -1),
+    "negative-epoch": forge_place("epoch", -2),
+    "negative-step": forge_place("step", -9),
+    "negative-batches": forge_place("batches", -3),
+    "nan": forge_place("batches", float("nan")),
+    "text": forge_place("step", "9"),
+    "truth": forge_place("epoch", True),
+    "unit": forge_place("unit", -1),
     "no-position": lambda state: state["shoal"].pop("position"),
     "nothing": lambda state: state.clear(),
     "no-ranks": lambda state: state["shoal"].update(ranks=[]),
@@ -168,7 +168,7 @@ def test_random_states_make_numpy_read_nothing_beyond_its_memory(tmp_path: Path,
     path = save(tmp_path)
 
     def change(state: dict[str, Any]) -> None:
-        states = state["shoal"]["ranks"][0]["now"]["random"]
+        states: dict[str, Any] = state["shoal"]["ranks"][0]["now"]["random"]
         states["numpy"] = (*states["numpy"][:2], number, *states["numpy"][3:])
 
     forge(path, change)

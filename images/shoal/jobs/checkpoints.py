@@ -115,8 +115,8 @@ def open_directory(path: Path, job: str, option: str, *, can_claim: bool = True)
         can_claim: Whether the job may take a directory with files that no job has marked.
 
     Raises:
-        UsageError: If another command uses it, it belongs to another job, or it cannot be replaced as a whole. Also if
-            it has files but no mark, and `can_claim` is false.
+        UsageError: If another command uses it, it belongs to another job, it cannot be replaced as a whole, or others
+            can write to it. Also if it has files but no mark, and `can_claim` is false.
     """
     path = path.resolve()
     _check_place(path, option)
@@ -128,6 +128,12 @@ def open_directory(path: Path, job: str, option: str, *, can_claim: bool = True)
             old.rename(path)
         shutil.rmtree(old, ignore_errors=True)
         path.mkdir(exist_ok=True)
+        problem = trust.describe_stranger(str(path), path.stat())
+        if problem and not trust.is_inside(path, trust.read_trusted()):
+            raise UsageError(
+                f"{option}: {problem}, and so decides what the job continues from. Fix: name another directory, or if"
+                f" you trust them: shoal trust {path}"
+            )
         is_found = _check_owner(path, job, option)
         if is_found and not can_claim and not os.path.lexists(path / MARK):
             raise UsageError(

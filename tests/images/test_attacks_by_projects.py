@@ -349,8 +349,8 @@ def define_millions_of_images(root: Path) -> None:
 
 
 def name_a_framework_like_a_command(root: Path) -> None:
-    text = (root / "buildspec.yml").read_text()
-    (root / "buildspec.yml").write_text(text.replace("defaults:", "defaults:\n  '\\$(touch RAN)': x"))
+    text, tag = (root / "buildspec.yml").read_text(), "pytorch-training:2.0.1-gpu-py311-cu117-debian12"
+    (root / "buildspec.yml").write_text(text.replace("defaults:\n", f"defaults:\n  '\\$(touch RAN)': {tag}\n"))
 
 
 def too_large(path: Path) -> None:

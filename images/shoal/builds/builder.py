@@ -274,9 +274,9 @@ def _run_build(
 
 
 def _caches(project: Project) -> dict[str, str]:
-    """Return the build argument that separates the caches of steps, which hold packages, from those of other projects.
+    """Return the build argument that gives the steps of a project caches of their own; none if the project is trusted.
 
-    A step of one that was copied from elsewhere could put packages there for builds of others.
+    The caches hold packages. A step of a project that was copied from elsewhere could put others there.
     """
     if project.may_run_code():
         return {}

@@ -1,7 +1,7 @@
 """Runs a command in a locked-down container of an image that is not trusted, and returns its output.
 
 The command runs as an unprivileged user, without a network, without capabilities or a way to gain them, and on a
-read-only file system, on which volumes of the image are empty. It may have 128 processes and 2 GiB of memory. Its time
+read-only file system. Volumes of the image are empty. It may have 128 processes and 2 GiB of memory. Its time
 has no limit.
 """
 

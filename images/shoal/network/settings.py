@@ -174,7 +174,7 @@ def read_network_settings() -> NetworkSettings:
 def read_settings_for(project: Project, say: Callable[[str], object]) -> NetworkSettings:
     """Return the network settings of this machine, without passwords if the steps of a project must not read them.
 
-    A step can send what it reads to anybody. `say` gets a sentence about it, if there are passwords.
+    A step can send a password to anybody. `say` gets a sentence about it, if there are passwords.
     """
     settings = read_network_settings()
     if project.may_run_code() or (public := settings.without_logins()) == settings:

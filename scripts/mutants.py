@@ -42,7 +42,7 @@ from report import Figure, finish  # noqa: E402
 PRODUCT = ("images/shoal", "toolkit/shoal_toolkit", "library/smdistributed", "rehearsal/shoal_rehearsal")
 WITHOUT_DOCKER = re.compile("tests/(images|toolkit|library)/")
 GUARDS = ("TYPE_CHECKING", "__name__ == '__main__'")
-FILES, WORKERS = 4, 2
+FILES, WORKERS, ENDLESS = 4, 2, -9
 OPPOSITES: dict[type, str] = {
     ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==", ast.Is: "is not",
     ast.IsNot: "is", ast.In: "not in", ast.NotIn: "in", ast.Add: "-", ast.Sub: "+", ast.Mult: "//", ast.FloorDiv: "*",
@@ -155,7 +155,7 @@ def rank_tests(module: Path, tests: list[str]) -> list[str]:
 
 
 def run_tests(root: Path, files: list[str], limit: float) -> tuple[int, float]:
-    """Run the quick tests of files; return pytest's exit code, or -9 if the limit ended it, and the seconds."""
+    """Run the quick tests of files; return pytest's exit code, or `ENDLESS` if the limit ended it, and the seconds."""
     began = time.monotonic()
     command = [".venv/bin/pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", "not long", *files]
     with tempfile.TemporaryFile() as log:  # a pipe would wait for processes that outlive pytest
@@ -163,7 +163,7 @@ def run_tests(root: Path, files: list[str], limit: float) -> tuple[int, float]:
         try:
             code = process.wait(limit)
         except subprocess.TimeoutExpired:
-            code = -signal.SIGKILL
+            code = ENDLESS
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -178,11 +178,12 @@ def measure(root: Path, name: str, given: argparse.Namespace) -> list[str]:
         test for test in affected.test_files() if WITHOUT_DOCKER.match(test) and affected.depends(test, name, rows)
     ]
     files: list[str] = []
+    slow: list[str] = []
     left = given.limit
     for test in rank_tests(ROOT / name, tests)[:FILES]:
         code, took = run_tests(root, [test], left)
-        if code == 0:
-            files, left = [*files, test], left - took
+        files, left = ([*files, test], left - took) if code == 0 else (files, left)
+        slow += [test] if code == ENDLESS else []
         print(f"# {name}: {test} ({took:.0f} s, exit code {code})", flush=True)
     path, results = root / name, []
     source = path.read_text()
@@ -192,8 +193,10 @@ def measure(root: Path, name: str, given: argparse.Namespace) -> list[str]:
         if given.only in (None, number):
             path.write_text(mutant.apply(source))
             os.utime(path, (1e9 + number, 1e9 + number))  # Python compiles it again, also within a second
-            code, _ = run_tests(root, files, 2 * (given.limit - left) + 10) if files else (0, 0.0)
-            word = {0: "survived", -signal.SIGKILL: "killed by time"}.get(code, "killed")
+            code = run_tests(root, files, 2 * (given.limit - left) + 10)[0] if files else 0
+            if code == 0 and slow and run_tests(root, slow, given.limit)[0] == 1:
+                code = 1
+            word = {0: "survived", ENDLESS: "killed by time"}.get(code, "killed")
             results.append(word)
             print(f"{word:14} {number} {name}:{mutant}", flush=True)
     path.write_text(source)

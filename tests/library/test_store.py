@@ -87,6 +87,8 @@ def test_a_log_works_on_it(either: JobStore) -> None:
     log = StoreLog(either, "log")
     assert [log.append("list", {"word": word}) for word in "ab"] == [1, 2]
     assert log.read("list", after=1) == [{"word": "b"}]
+    assert [log.count("ready", amount) for amount in (2, 3)] == [2, 5]
+    assert log.count("ready") == 5
 
 
 def test_a_thread_that_waits_keeps_no_other_from_asking(either: JobStore) -> None:
@@ -186,6 +188,15 @@ def test_a_job_of_one_host_is_out_of_reach_of_others(outside: str, free_port: in
     assert open_store(launch(1, 2, Address(outside, free_port))).add("n", 1) == 1
     assert refused(outside, free_port)
     store.close()
+    assert refused("127.0.0.1", free_port), "rank 0 has closed it"
+
+
+def test_on_a_machine_without_ipv6_all_its_addresses_serve_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "has_dualstack_ipv6", lambda: False)
+    server = Server(0, "")
+    for address in ("127.0.0.1", "127.0.0.2"):
+        assert TcpStore(Address(address, server.port)).add(address, 1) == 1
+    server.close()
 
 
 def test_other_hosts_reach_it_at_the_jobs_address_alone(outside: str, free_port: int) -> None:
@@ -252,6 +263,8 @@ def test_a_system_that_gives_no_more_threads_does_not_end_it(monkeypatch: pytest
     monkeypatch.setattr(stores, "CONNECT_SECONDS", 5.0)
     monkeypatch.setattr(stores, "_GRACE_SECONDS", 1.0)
     monkeypatch.setattr(threading.Thread, "start", refuse)
+    with socket.create_connection(listener.getsockname(), 5) as stranger:
+        assert stranger.recv(1) == b""
     store = TcpStore(Address("127.0.0.1", listener.getsockname()[1]), seconds=1)
     store.set("a", "1")
     assert store.get("a") == b"1"

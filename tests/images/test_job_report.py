@@ -237,5 +237,7 @@ def test_usage_is_measured_per_host_and_errors_do_not_matter() -> None:
         pass
     assert [*series["memory (MB)", "algo-1", None].values] == [5.0]
     assert {name for name, _, _ in series} <= {CPU, MEMORY}
-    with sample_usage(series, 0.0, Mock(side_effect=OSError("Docker has gone"))):
+    measure = Mock(side_effect=OSError("Docker has gone"))
+    with sample_usage(series, 0.0, measure):
         pass
+    measure.assert_called_with()

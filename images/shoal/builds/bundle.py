@@ -149,8 +149,8 @@ def _check_unchanged(directory: Path) -> dict[str, int]:
     """Return the inodes of files that `SHA256SUMS` does not list, by path. An interrupted `shoal bundle` leaves some.
 
     A file that somebody else has added looks the same, so each of them must be made again. Raises BundleError if a file
-    of an earlier bundle has been changed, for it would be listed as made here. So do links, and files that no bundle
-    has.
+    of an earlier bundle has been changed, for it would be listed as made here. The same holds for links, and for
+    files that no bundle has.
     """
     is_listed = os.path.lexists(directory / SUMS)
     found = dict(bundled.list_files(directory))

@@ -25,6 +25,7 @@ from shoal.docker_client import archive
 from shoal.errors import SpecError, UsageError
 from shoal.jobs import checkpoints, record, running
 from shoal.jobs.job import JobRequest
+from shoal.jobs.metric_search import MetricDefinition, MetricSearch
 from shoal.jobs.record import LOCAL, JobRecord, open_job
 from shoal.limits import MOST_LOCK
 from shoal.matrix import project as projects
@@ -400,7 +401,19 @@ def test_a_remembered_answer_of_a_project_is_not_waited_for(copy: Path, make: Ca
     assert noop_cache.read_command(["build", "pytorch"], str(copy)) is None, "the builder reports it"
 
 
-MODULES = ("pip", "sitecustomize", "usercustomize", "docker", "typer", "jinja2", "installer", "compileall", "logging")
+MODULES = (
+    "pip",
+    "json",
+    "shoal",
+    "sitecustomize",
+    "usercustomize",
+    "docker",
+    "typer",
+    "jinja2",
+    "installer",
+    "compileall",
+    "logging",
+)
 
 
 def test_no_module_of_the_working_directory_is_imported(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -413,6 +426,11 @@ def test_no_module_of_the_working_directory_is_imported(copy: Path, monkeypatch:
     assert shoal(copy, "lock", "pytorch-*-cu117-*").returncode == 3
     monkeypatch.chdir(copy)
     bundle._pip_download(copy, ["shoal-none"])
+    search = MetricSearch([MetricDefinition("loss", re.compile(r"loss (\S+)"))])
+    try:
+        assert search.search(["loss 1"]) == [[("loss", 1.0)]]
+    finally:
+        search.close()
     assert not (copy / "RAN").exists()
     subprocess.run([sys.executable, "-m", "pip", "--version"], check=True)
     assert (copy / "RAN").exists(), "the attack of this test works"

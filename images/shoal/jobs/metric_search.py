@@ -70,7 +70,7 @@ def find_metrics(definitions: Iterable[MetricDefinition], text: str) -> Iterator
 
 def _start() -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        [sys.executable, "-m", "shoal.jobs.metric_search"],
+        [sys.executable, "-P", "-m", "shoal.jobs.metric_search"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,

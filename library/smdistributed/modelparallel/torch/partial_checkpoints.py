@@ -194,7 +194,7 @@ def _read_notes(directory: Path) -> dict[str, Any]:
         problem = "wrong stages or steps"
     except (AttributeError, RecursionError, TypeError, ValueError) as error:
         problem = str(error)
-    raise SMPRuntimeError(f"{saved} is damaged ({problem}). Fix: remove it, and the model is placed anew.")
+    raise SMPRuntimeError(f"{saved} is damaged ({problem}). Fix: remove it, and the model is placed again.")
 
 
 def _has_same_stages(state: State, notes: dict[str, Any]) -> bool:

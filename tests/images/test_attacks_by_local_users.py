@@ -375,6 +375,10 @@ for line in open("/proc/self/maps"):
     if "_segment." in line:
         directory = os.path.dirname(line.split()[-1])
         print("mapped in", oct(os.stat(directory).st_mode & 0o7777), directory)
+for name in os.listdir("/proc/self/fd"):
+    try: print("has open", os.readlink("/proc/self/fd/" + name))
+    except OSError: pass
+with open("/proc/sysvipc/shm") as file: print("SysV segments:", len(file.readlines()) - 1)
 MPI.COMM_WORLD.barrier()
 """
 
@@ -392,27 +396,41 @@ def test_the_shared_memory_of_mpi_is_in_no_file_that_a_stranger_can_make_first(t
     mode, directory = found.pop().split()
     assert mode == "0o700"
     assert not Path(directory).exists()
+    files = {line.partition("has open ")[2] for line in ended.stdout.splitlines() if "has open /" in line}
+    assert [name for name in files if str(tmp_path) in name] == []  # no lock or record of the job
+    assert "SysV segments: 0" in ended.stdout
 
 
-# Hosts of the job listen at MASTER_PORT, and the default one is taken by a stranger. The network is the job's own.
+# The first rank listens at MASTER_PORT, and is killed once. The job has a network of its own. A stranger has the
+# default port there, and fills all others with connections, also between the two starts.
 ELASTIC = """
-import os, socket
-if os.environ["RANK"] == "0": socket.create_server(("", int(os.environ["MASTER_PORT"]))).close()
-print("rank", os.environ["RANK"], "has a port", flush=True)
+import os, signal, socket, time
+if os.environ["RANK"] == "0":
+    with socket.create_server(("", int(os.environ["MASTER_PORT"]))): time.sleep(0.5)
+    if os.environ["SHOAL_RESTART"] == "0": os.kill(os.getpid(), signal.SIGKILL)
+    print("rank 0 had a port", flush=True)
 """
 TAKE_DEFAULT_PORT = f"""
-import os, socket, subprocess, sys
+import os, select, socket, subprocess, sys
 subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
+"x".encode("idna")  # before setuid: another user may not be able to read Python's files
 ready, done = os.pipe(), os.pipe()
 if os.fork() == 0:
     os.setuid({STRANGER})
-    server = socket.create_server(("127.0.0.1", 7777))
+    server, held = socket.create_server(("127.0.0.1", 7777)), []
     os.write(ready[1], b"x")
-    os.read(done[0], 1)
+    while not select.select([done[0]], [], [], 0)[0]:
+        for row in map(str.split, [*open("/proc/net/tcp"), *open("/proc/net/tcp6")]):
+            for address in ("127.0.0.1", "127.0.0.2") if row[3] == "0A" else ():
+                try: held.append(socket.create_connection((address, int(row[1].rpartition(":")[2], 16)), 0.1))
+                except OSError: pass
+        del held[:-500]
+    os.write(1, b"a stranger has made connections\\n" if held else b"")
     os._exit(0)
 os.read(ready[0], 1)
 code = subprocess.run(sys.argv[1:]).returncode
 os.write(done[1], b"x")
+os.wait()
 sys.exit(code)
 """
 
@@ -420,11 +438,12 @@ sys.exit(code)
 @pytest.mark.skipif(
     subprocess.run(["unshare", "-n", "true"], capture_output=True).returncode != 0, reason="needs network namespaces"
 )
-def test_a_stranger_at_the_default_port_ends_no_job_with_a_range_of_hosts(tmp_path: Path) -> None:
+def test_a_stranger_at_the_default_port_and_all_others_ends_no_job_with_a_range_of_hosts(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(ELASTIC)
     options = ["--hosts", "1:2", "--max-restarts", "1", "--engine", "none", "--output", str(tmp_path / "jobs")]
     job = [str(SHOAL), "run", "pytorch", str(tmp_path / "train.py"), *options]
     command = ["unshare", "-n", sys.executable, "-c", TAKE_DEFAULT_PORT, *job]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert ended.returncode == 0, ended
-    assert "rank 0 has a port" in ended.stdout
+    assert "rank 0 had a port" in ended.stdout
+    assert "a stranger has made connections" in ended.stdout

@@ -368,6 +368,20 @@ def test_a_cache_that_a_project_brings_is_not_used(copy: Project, project: Proje
     assert copy.cache == copy.root / ".cache" / "shoal"
 
 
+@needs_root
+@pytest.mark.parametrize("theirs", ["cache", "cache/shoal", "cache/shoal/installed", "cache/shoal/installed/x.tar"])
+def test_a_cache_that_a_stranger_has_made_before_is_not_used(copy: Project, tmp_path: Path, theirs: str) -> None:
+    """Names in it follow from public files, so it could bring packages and a base image to all images."""
+    planted = tmp_path / "cache" / "shoal" / "installed" / "x.tar"
+    planted.parent.mkdir(parents=True)
+    planted.touch()
+    os.chown(tmp_path / theirs, STRANGER, STRANGER)
+    with pytest.raises(SpecError, match=rf"{tmp_path / theirs} belongs to .*Fix: .*XDG_CACHE_HOME"):
+        _ = copy.cache
+    trust.add_trusted(tmp_path / "cache" / "shoal")
+    assert copy.cache == tmp_path / "cache" / "shoal"
+
+
 @pytest.mark.parametrize(
     "line", ["--editable=.", "x @ file:///tmp/x.tar.gz", "x @ https://example.org/x.tar.gz", "./x"]
 )

@@ -113,6 +113,18 @@ def truncate(path: Path) -> None:
     os.truncate(data, data.stat().st_size // 2)
 
 
+def replace_by_pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def forge(path: Path, pipe: str = "", **changes: Any) -> None:
+    saved = json.loads((path / "training.json").read_text())
+    (path / "training.json").write_text(json.dumps({**saved, **changes}))
+    if pipe:
+        replace_by_pipe(path / pipe)
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -120,6 +132,11 @@ def truncate(path: Path) -> None:
         (lambda path: (path / "state.index").unlink(), r"state\.index is missing or unreadable: No such file"),
         (lambda path: (path / "training.json").unlink(), r"training\.json is missing or unreadable: No such file"),
         (lambda path: (path / "training.json").write_text("{"), r"training\.json cannot be read"),
+        (lambda path: (path / "training.json").write_text("[" * 100_000), r"training\.json cannot be read"),
+        (lambda path: (path / "training.json").write_text("[]"), r"training\.json cannot be read"),
+        (lambda path: replace_by_pipe(path / "training.json"), r"training\.json is missing or unreadable: not a file"),
+        (lambda path: forge(path, sizes={"state.index": 0}, pipe="state.index"), r"state\.index is not a file"),
+        (lambda path: forge(path, position={"epoch": -1, "step": 2, "batches": 0}), "its position is not one of a"),
     ],
 )
 def test_a_damaged_checkpoint_is_refused(tmp_path: Path, damage: Callable[[Path], Any], message: str) -> None:

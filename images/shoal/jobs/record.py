@@ -165,8 +165,8 @@ def open_job(record: JobRecord, resumed: str | None, name: str | None = None) ->
 
     Raises:
         UsageError: If the job's directory cannot be created, or another command or job uses the checkpoints. Also if
-            the resumed job has succeeded or has no checkpoints, or if others can replace a new job's files. Its hosts
-            read their code and configuration there.
+            the resumed job has succeeded or has no checkpoints. Also if others can replace a new job's files: its hosts
+            read their code there.
     """
     request = record.request
     if resumed is not None:

@@ -52,11 +52,13 @@ class Project:
         """The directory of caches and logs: in the checkout of this package or a project that is trusted by name.
 
         Other projects use the user's. One that was copied from elsewhere may bring a cache with a base image, which
-        all projects would use then.
+        all projects would use then. The user's is made if it is missing, so that nobody else makes it.
+
+        Raises `SpecError` if others can change the user's.
         """
         if self.root == INSTALLED or not self.may_run_code():
             base = Path(os.environ.get("XDG_CACHE_HOME", ""))  # a relative one would be in the project
-            return (base if base.is_absolute() else Path.home() / ".cache") / "shoal"
+            return _check_cache((base if base.is_absolute() else Path.home() / ".cache") / "shoal")
         return self.root / ".cache" / "shoal"
 
     def part(self, name: str) -> Path:
@@ -153,6 +155,20 @@ def _check_trust(root: Path) -> None:
                 raise _refuse(root, f"the link {path} leaves the project", Path(path).resolve())
             if not is_named and (words := trust.describe_stranger(path, status)):
                 raise _refuse(root, words, root)
+
+
+def _check_cache(path: Path) -> Path:
+    """Make the user's cache if possible, and return it. Raise `SpecError` if others can change what is in it."""
+    with contextlib.suppress(OSError):  # builds work without a cache
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if path.exists() and not trust.is_inside(path, trust.read_trusted()):
+        found = (trust.describe_stranger(place, status) for place, status in _walk(str(path), deep=True))
+        if words := trust.find_stranger(path) or next(filter(None, found), None):
+            raise SpecError(
+                f"{path}: the cache of builds has packages and base images, but {words}. Fix: set XDG_CACHE_HOME to"
+                f" another directory, or if you trust all that is in it: shoal trust {path}"
+            )
+    return path
 
 
 def _refuse(root: Path, words: str, directory: Path) -> SpecError:

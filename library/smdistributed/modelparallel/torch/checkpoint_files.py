@@ -58,7 +58,7 @@ def _unfinished(path: Path) -> Path:
 
 
 def remove(path: Path) -> None:
-    """Removes a file, a link or a directory, if there is one. Others may have put a link in its place."""
+    """Removes a file, a link or a directory, if there is one. Others may have put a link there."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:

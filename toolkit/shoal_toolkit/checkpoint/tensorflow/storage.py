@@ -83,10 +83,10 @@ def read(objects: Mapping[str, Any], path: Path) -> dict[str, Any]:
         if training["format"] != FORMAT:
             raise CheckpointError(f"its format is {training['format']}; this version reads {FORMAT}.")
         for name, size in training["sizes"].items():
-            if not (path / name).is_file():
-                raise CheckpointError(f"{name} is missing.")
             if (found := (path / name).stat().st_size) < size:
                 raise CheckpointError(f"{name} is truncated: it has {found} bytes, and {size} were written.")
+            if not (path / name).is_file():
+                raise CheckpointError(f"{name} is not a file.")
         check_place(training["position"])
         _compare(layout(objects), training["layout"])
     except OSError as error:

@@ -450,6 +450,36 @@ def test_lamb_steps_by_the_size_of_a_parameter() -> None:
     assert torch.allclose(parameter, wanted, atol=1e-6)
 
 
+@pytest.mark.parametrize(("before", "size"), [(0.5, 0.5), (0.0, 1.0)])
+def test_lamb_scales_a_step_to_every_parameter_but_zeros(before: float, size: float) -> None:
+    parameter = nn.Parameter(torch.tensor([before]))
+    parameter.grad = torch.tensor([-0.3])
+    FusedLAMB([parameter], lr=0.1, weight_decay=0.01, eps=0.0).step()
+    assert parameter.item() == pytest.approx(before + 0.1 * size)  # the step has the size of the parameter
+
+
+@pytest.mark.parametrize(("norm_type", "first", "second"), [(2, 0.5, 0.52**0.5), (0, 0.4, 0.64 * 0.4 + 0.36 * 0.8)])
+def test_novograd_averages_the_norms_of_gradients(norm_type: int, first: float, second: float) -> None:
+    """The 2-norms are 0.5 and 1, of which the squares are averaged, and the greatest elements 0.4 and 0.8."""
+    parameter = nn.Parameter(torch.zeros(2))
+    optimizer = FusedNovoGrad(
+        [parameter], lr=1.0, betas=(0.0, 0.64), bias_correction=False, eps=0.0, norm_type=norm_type
+    )
+    for norm, gradient in ((first, torch.tensor([0.3, -0.4])), (second, torch.tensor([0.6, -0.8]))):
+        before, parameter.grad = parameter.detach().clone(), gradient
+        optimizer.step()
+        assert torch.allclose(before - parameter, gradient / norm)
+
+
+@pytest.mark.parametrize("kind", [FusedLAMB, FusedNovoGrad])
+def test_gradients_are_removed_or_filled_with_zeros(kind: Any) -> None:
+    for removes in (True, False):
+        parameter = nn.Parameter(torch.ones(2))
+        parameter.grad = torch.ones(2)
+        kind([parameter], set_grad_none=removes).zero_grad()
+        assert parameter.grad is None if removes else parameter.grad.tolist() == [0, 0]
+
+
 def test_novograd_steps_by_the_gradients_norm() -> None:
     parameter = nn.Parameter(torch.tensor([3.0, 4.0]))
     optimizer = FusedNovoGrad([parameter], lr=0.1, bias_correction=False, eps=0.0, weight_decay=0.5)

@@ -51,6 +51,18 @@ def calls_on(names: set[str]) -> set[tuple[str, int]]:
     }
 
 
+@dispatches
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [(torch.distributed.ProcessGroup, "unbox"), (torch.distributed.Work, "boxed"), (torch.library, "get_kernel")],
+)
+def test_a_torch_that_lacks_a_part_has_no_kernels_in_python(
+    owner: object, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(owner, name)
+    assert not per_device.is_supported()
+
+
 @pytest.mark.parametrize("version", [OLDEST, NEWEST])
 def test_what_is_called_of_nccl_exists(version: str) -> None:
     """By `ProcessGroup`, through `NativeBackend`, which has the methods for several tensors itself."""

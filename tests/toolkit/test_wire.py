@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import select
 import socket
+import struct
 import threading
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -356,3 +360,101 @@ def test_a_stale_worker_ends_no_new_job(loop: Loop, capfd: pytest.CaptureFixture
     right.close()
     assert stale.met + right.met == ["127.0.0.1", "agent"]
     assert "127.0.0.1: it refused this first host: its SHOAL_JOB_SECRET is not this host's" in capfd.readouterr().err
+
+
+def connect() -> tuple[socket.socket, socket.socket]:
+    """Return both ends of a connection."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        far = socket.create_connection(listener.getsockname())
+        return listener.accept()[0], far
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time of channels, which have a heartbeat in nearly each step of the loop."""
+    now = [0.0]
+    monkeypatch.setattr(wire, "monotonic", lambda: now[0])
+    monkeypatch.setattr(wire, "HEARTBEAT_SECONDS", 0.0001)
+    return now
+
+
+def test_a_silent_connection_is_lost_unless_it_is_paused(loop: Loop, clock: list[float]) -> None:
+    def beat() -> None:
+        for _ in range(5):
+            if channel.open:  # it has a heartbeat
+                loop.step()
+
+    near, far = connect()
+    heard: list[Any] = []
+    lost: list[str] = []
+    channel = Channel(loop, near, heard.append, lost.append)
+    channel.start((wire.Seal(b"near"), wire.Seal(b"far")))
+    channel.pause()
+    kind, payload = messages.encode_message(messages.Start("orted"))
+    payload += wire.Seal(b"far").make_tag(kind, payload)
+    far.sendall(struct.pack("!Ic", len(payload) + 1, kind) + payload)
+    clock[0] = 100
+    beat()
+    assert (heard, lost) == ([], []), "nothing is read, and the silence does not count"
+    channel.resume()
+    beat()
+    assert heard == [messages.Start("orted")]
+    channel.pause()
+    clock[0] = 200
+    channel.resume()
+    beat()
+    clock[0] = 210
+    beat()
+    assert lost == [], "10 s from when it could read again"
+    clock[0] = 211
+    beat()
+    assert lost == ["it was silent for 11 s"] and not channel.open
+    far.close()
+
+
+def test_a_closed_channel_is_forgotten_by_the_loop(loop: Loop, clock: list[float]) -> None:
+    near, far = connect()
+    channel = Channel(loop, near, print, print)
+    channel.start((wire.Seal(b"near"), wire.Seal(b"far")))
+    channel.close()
+    left = weakref.ref(channel)
+    del channel
+    gc.collect()
+    assert left() is None
+    far.close()
+
+
+def test_a_channel_that_has_sent_all_waits_for_nothing(loop: Loop) -> None:
+    """Otherwise the loop would run for as long as the socket takes more, which is always."""
+    near, far = connect()
+    near.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    held: list[int] = []
+    channel = Channel(loop, near, print, print)
+    channel.on_held = held.append
+    while not held or not held[-1]:
+        channel.send(messages.Start("x" * 100_000))
+    far.settimeout(0)
+    while held[-1]:
+        with contextlib.suppress(BlockingIOError):
+            far.recv(1 << 20)
+        loop.call_later(0.001, lambda: None)
+        loop.step()
+    calls = len(held)
+    for _ in range(5):
+        loop.call_later(0, lambda: None)
+        loop.step()
+    assert len(held) == calls
+    channel.close()
+    far.close()
+
+
+@pytest.mark.parametrize(("size", "problem"), [(4096, []), (4097, ["it sent a wrong frame (a frame of 4097 bytes)"])])
+def test_who_has_not_proved_the_secret_sends_small_frames_only(loop: Loop, size: int, problem: list[str]) -> None:
+    near, far = connect()
+    lost: list[str] = []
+    channel = Channel(loop, near, print, lost.append)
+    far.sendall(struct.pack("!Ic", size, b"H"))
+    loop.step()
+    assert lost == problem
+    channel.close()
+    far.close()

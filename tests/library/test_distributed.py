@@ -64,6 +64,8 @@ dist.init_process_group()
 tensor = torch.tensor([3.0])
 for op in dist.ReduceOp:
     dist.all_reduce(tensor, op=op)
+dist.reduce(tensor)  # to rank 0
+dist.broadcast(tensor)  # from rank 0
 dist.barrier()
 print(tensor.item(), dist.get_rank(), dist.get_local_rank(), dist.get_world_size())
 """

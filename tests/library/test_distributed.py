@@ -53,9 +53,9 @@ def check(ranks: Ranks) -> None:
         assert rank["SUM-integer"].tolist() == [sum(range(1, len(ranks) + 1))] * 3
         assert np.array_equal(rank["broadcast"], given[1])
         assert rank["place"].tolist() == [number, number, len(ranks)]
-    for rank, name in ((1, "reduce"), (0, "reduce-to-0")):
-        np.testing.assert_allclose(ranks[rank][name], given.sum(axis=0), rtol=1e-13, atol=1e-13)
-        assert np.array_equal(ranks[1 - rank][name], given[1 - rank]), "other ranks keep theirs"
+    for root, name in ((1, "reduce"), (0, "reduce-to-0")):
+        np.testing.assert_allclose(ranks[root][name], given.sum(axis=0), rtol=1e-13, atol=1e-13)
+        assert np.array_equal(ranks[1 - root][name], given[1 - root]), "other ranks keep theirs"
 
 
 ONE_RANK = """

@@ -219,7 +219,12 @@ def main() -> int:
     parser.add_argument("--modules", type=int, default=12, help="modules to draw (%(default)s)")
     parser.add_argument("--each", type=int, default=10, help="mutants of each module (%(default)s)")
     parser.add_argument("--module", action="append", default=[], help="this module, instead of drawn ones")
-    parser.add_argument("--limit", type=float, default=40, help="seconds for the tests of a module (%(default)s)")
+    parser.add_argument(
+        "--limit",
+        type=float,
+        default=40,
+        help="seconds for the tests of a module (%(default)s); more beside other load",
+    )
     parser.add_argument("--only", type=int, help="one mutant, by its number")
     given = parser.parse_args()
     files = [name for name in affected.git("ls-files", *PRODUCT) if name.endswith(".py") and "/tensorflow/" not in name]

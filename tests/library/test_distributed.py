@@ -53,7 +53,9 @@ def check(ranks: Ranks) -> None:
         assert rank["SUM-integer"].tolist() == [sum(range(1, len(ranks) + 1))] * 3
         assert np.array_equal(rank["broadcast"], given[1])
         assert rank["place"].tolist() == [number, number, len(ranks)]
-    np.testing.assert_allclose(ranks[1]["reduce"], given.sum(axis=0), rtol=1e-13, atol=1e-13)
+    for root, name in ((1, "reduce"), (0, "reduce-to-0")):
+        np.testing.assert_allclose(ranks[root][name], given.sum(axis=0), rtol=1e-13, atol=1e-13)
+        assert np.array_equal(ranks[1 - root][name], given[1 - root]), "other ranks keep theirs"
 
 
 ONE_RANK = """
@@ -64,6 +66,7 @@ dist.init_process_group()
 tensor = torch.tensor([3.0])
 for op in dist.ReduceOp:
     dist.all_reduce(tensor, op=op)
+dist.broadcast(tensor)  # from rank 0
 dist.barrier()
 print(tensor.item(), dist.get_rank(), dist.get_local_rank(), dist.get_world_size())
 """

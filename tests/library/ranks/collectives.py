@@ -35,6 +35,8 @@ results["broadcast"] = given.clone()
 dist.broadcast(results["broadcast"], src=1)
 results["reduce"] = given.clone()
 dist.reduce(results["reduce"], dst=1)
+results["reduce-to-0"] = given.clone()
+dist.reduce(results["reduce-to-0"])
 dist.barrier()
 
 results["place"] = torch.tensor([rank, dist.get_local_rank(), dist.get_world_size()])

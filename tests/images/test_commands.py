@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -28,12 +29,17 @@ def run(*words: str) -> tuple[int, str, str]:
 def test_every_command_has_a_panel_an_example_and_a_page(project: Project) -> None:
     commands = [command for command in common.app.registered_commands if not command.hidden]
     panels = {command.rich_help_panel for command in commands}
-    assert panels == {common.BUILD, common.RUN, common.INSPECT, common.SET_UP}
+    assert panels == {common.EVERY_DAY, common.BUILD, common.RUN, common.INSPECT, common.SET_UP}
     for command in [*commands, *deploy.deploy.registered_commands, *cache.cache.registered_commands]:
         assert command.callback
         assert "Example: shoal " in str(inspect.getdoc(command.callback)), command.name
         page = str(command.epilog).removeprefix("More: ")
         assert (project.root / page).is_file(), command.name
+
+
+def test_help_lists_the_ten_commands_of_every_day_first() -> None:
+    listed = re.findall(r"^│ ([a-z]+) ", run("--help")[1], re.MULTILINE)
+    assert listed[:10] == ["run", "build", "list", "ps", "logs", "stop", "shell", "report", "new", "doctor"]
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,7 @@ ARGUMENTS = (
     ),
     *each(
         ADDITIONAL,
-        "A shell drops variables with such names. They also exist with an underscore.",
+        "No shell can read variables with such names, and dash drops them. They also exist with an underscore.",
         *("env SM_HP_BATCH_SIZE", "env SM_HP_A_B", "env SM_HP__", "env SM_CHANNEL_MY_CHANNEL"),
         trees="hp-names channels",
     ),

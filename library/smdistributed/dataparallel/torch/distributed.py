@@ -68,7 +68,7 @@ def init_process_group(*args: object, **kwargs: object) -> None:
     """Joins this process's job, and makes the CUDA device with the number of the local rank current if there is one.
 
     Does nothing if torch.distributed is initialized already. A process that no launcher started becomes a job of one
-    rank. Rank 0 warns that this generation is deprecated, as AWS's does from 1.4 on.
+    rank. Rank 0 warns that this generation is deprecated: AWS has deprecated it in version 1.4 (AWS release notes).
 
     Args:
         args: Ignored: published scripts pass `backend="smddp"` or nothing.

@@ -207,7 +207,7 @@ def test_the_base_image(site: Site, fake: FakeEngine, tmp_path: Path, monkeypatc
     monkeypatch.setattr(base_image, "explain_no_bootstrap", lambda _: "")
     assert doctor.check_base_images(site).found.count("bootstraps it") == 2
     kept = base_image.archive_path(Project(tmp_path).cache, second)
-    kept.parent.mkdir(parents=True)
+    kept.parent.mkdir(parents=True, exist_ok=True)
     kept.touch()
     told, of_second = doctor.check_base_images(site).found.split("; the first build")[0], str(kept)
     assert told == f"{first.upstream} cannot be pulled"

@@ -370,7 +370,7 @@ def torch_save_writes_in_place() -> None:
         assert path.read_bytes() != complete
 
 
-@shows("docs/decisions/restarts.md", "forked as torch's DataLoader forks its workers", HERE)
+@shows("docs/decisions/restarts.md", "It forks the ranks, as torch's DataLoader forks its workers", HERE)
 def a_dataloader_forks_its_workers() -> None:
     import torch
 

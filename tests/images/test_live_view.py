@@ -197,6 +197,12 @@ def test_an_expression_that_takes_years_keeps_no_terminal() -> None:
     began = time.monotonic()
     assert search.search(["a" * 60 + "b"], seconds=0.5) is None
     assert time.monotonic() - began < 20
+    dead = MetricSearch([MetricDefinition("loss", re.compile("loss (.)"))])
+    assert dead.search(["loss 1"]) == [[("loss", 1.0)]]
+    assert dead._process
+    dead._process.kill()
+    dead._process.wait()
+    assert dead.search(["loss 1"]) is None
     receiver, sender = os.pipe()
     view = make_view(sender, definitions=[MetricDefinition("loss", re.compile("((a+)+)$"))])
     with view:
@@ -204,7 +210,9 @@ def test_an_expression_that_takes_years_keeps_no_terminal() -> None:
     view.console.file.close()
     received: list[bytes] = []
     read_all(receiver, received)
-    assert "other 2" in SEQUENCES.sub("", b"".join(received).decode())
+    shown = SEQUENCES.sub("", b"".join(received).decode())
+    assert "other 2" in shown
+    assert "shoal: an expression of a metric takes too long" in shown
 
 
 def test_use_of_gpus_becomes_the_mean_and_the_sum_of_a_host() -> None:

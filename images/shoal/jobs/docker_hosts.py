@@ -235,7 +235,7 @@ class DockerHosts:
         deadline = time.monotonic() + _LIST_SECONDS
         found = []
         with (
-            # Docker's own list of changes can take hours, and nobody can remove the container meanwhile.
+            # Docker's own list of changes can take hours, and the container cannot be removed meanwhile.
             containers.read_archive(self.by_name[self.first], "/opt/ml/code") as file,
             open_stream(file) as archive_of_code,
         ):

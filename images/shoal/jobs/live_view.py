@@ -31,6 +31,7 @@ _FASTEST, _SLOWEST = 0.1, 0.5  # seconds between two writes to the terminal
 _MAX_SHARE = 0.005
 """The part of a core that the view takes, as long as it need not write less often than every `_SLOWEST` seconds."""
 _MAX_WAITING = 50_000  # lines
+_SEARCH_FAILED = "shoal: an expression of a metric takes too long: all numbers of the log are shown. Fix: simplify it"
 _MAX_SEARCHED = 1_000  # lines of a write in which metric definitions are searched
 _KEPT = 500  # lines that are written again after a change of the terminal's size
 
@@ -164,7 +165,7 @@ class LiveView:
             self._progress = COLORS.sub("", clean_log_line(shown)) if is_overwritten else ""
         if skipped:
             text = f"… {skipped:,} lines are not shown, because the terminal is slower than the job\n{text}"
-        self._read_lines(line for _, line, _ in [*waiting][-_MAX_SEARCHED:])
+        text += self._read_lines(line for _, line, _ in [*waiting][-_MAX_SEARCHED:])
         self._shown.extend(text.splitlines(keepends=True)[-_KEPT:])
         now = time.monotonic()
         is_resized = self.console.size != self._size
@@ -187,21 +188,23 @@ class LiveView:
         self.console.file.write("\x1b[J")
         self._live = self._start_live()
 
-    def _read_lines(self, lines: Iterable[Line]) -> None:
+    def _read_lines(self, lines: Iterable[Line]) -> str:
         """Keep the highest rank and the last values of the metric definitions in lines.
 
-        If the search takes too long, the numbers of the log take the place of the definitions.
+        If the search fails, the numbers of the log take the place of the definitions. Return a line about it, or "".
         """
         lines = [*lines]
         self.ranks = max([self.ranks, *(line.rank + 1 for line in lines if line.rank is not None)])
         searched = [line for line in lines if self.definitions and not line.text.startswith("train: ")]
         if not searched:
-            return
+            return ""
         found = self._search.search([line.text for line in searched])
         if found is None:
             self.definitions = ()
-        for line, metrics in zip(searched, found or ()):
+            return f"{_SEARCH_FAILED}\n"
+        for line, metrics in zip(searched, found):
             self._found.update({(name, line.host, line.rank): value for name, value in metrics})
+        return ""
 
     def _describe(self) -> PanelState:
         """Return the state of the job now."""

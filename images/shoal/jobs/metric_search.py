@@ -38,8 +38,8 @@ class MetricSearch:
         self._process: subprocess.Popen[bytes] | None = None
 
     def search(self, lines: Sequence[str], seconds: float = _SECONDS) -> list[list[tuple[str, float]]] | None:
-        """Return the names and finite values of the metrics in each line. None if that took too long: then it ended."""
-        with contextlib.suppress(OSError, ValueError):
+        """Return the names and finite values of the metrics in each line. None if that took too long or failed."""
+        with contextlib.suppress(OSError, ValueError, EOFError):
             if self._process is None:
                 self._process = _start()
                 _send(self._process.stdin, [[name, pattern.pattern] for name, pattern in self._definitions])
@@ -52,7 +52,7 @@ class MetricSearch:
     def close(self) -> None:
         """Kill the process."""
         if self._process:
-            with self._process:
+            with contextlib.suppress(BrokenPipeError), self._process:  # a line may be left for a dead process
                 self._process.kill()
 
 

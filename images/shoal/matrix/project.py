@@ -52,7 +52,7 @@ class Project:
         """The directory of caches and logs: in the checkout of this package or a project that is trusted by name.
 
         Other projects use the user's. One that was copied from elsewhere may bring a cache with a base image, which
-        all projects would use then. The user's is made if it is missing, so that nobody else makes it.
+        all projects would use then. The user's is made if it is missing, before another user makes it.
 
         Raises `SpecError` if others can change the user's.
         """

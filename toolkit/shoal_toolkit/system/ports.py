@@ -18,7 +18,7 @@ def find_free_port(default: str) -> str:
 
 
 def choose_port() -> str:
-    """Returns a free port. Nobody else knows which, until a process listens there."""
+    """Returns a free port, which others cannot guess until a process listens there."""
     probe = _socket.socket()
     probe.bind(("127.0.0.1", 0))
     free = str(probe.getsockname()[1])

@@ -6,6 +6,10 @@
    - an address to which one of the names in SHOAL_PEERS resolves now: the other hosts of the job.
    From any other, the program reads the end of the stream at once, as if the stranger had connected and left.
 
+   The kernel does not tell whose a socket was after its process has closed it. NCCL's ranks connect, send who they are
+   and close before the first rank accepts. So connect() notes each connection to this machine in a table that `train`
+   shares with the processes of the job (SHOAL_CONNECTIONS, a path that strangers cannot open).
+
    connect() to MASTER_PORT on this machine is refused if another user listens there, who was faster than the first
    rank. The listeners are looked at before and after the connection is made, so that nobody listens in between.
 
@@ -15,21 +19,28 @@
 #include <arpa/inet.h>
 #include <dlfcn.h>
 #include <errno.h>
+#include <fcntl.h>
 #include <linux/inet_diag.h>
 #include <linux/netlink.h>
 #include <linux/sock_diag.h>
 #include <netdb.h>
 #include <netinet/in.h>
+#include <poll.h>
 #include <stdatomic.h>
 #include <stdbool.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
+#define STATE_ESTABLISHED 0x01
 #define STATE_LISTEN 0x0A
+#define PORTS 65536
+#define ESTABLISHING_MS 200 /* a connection on one machine is made at once, unless the listener has too many waiting */
 
 typedef struct {
     struct in6_addr address; /* IPv4 as ::ffff:a.b.c.d */
@@ -187,6 +198,61 @@ static bool find_connected(const endpoint_t *local, const endpoint_t *remote, ro
     return !ask_kernel(remote, local, &other) && find_row(is_row_between, local, remote, row);
 }
 
+/* Opens the table: for each port, the connection that a process of the job made from it, and nobody has accepted. */
+static _Atomic uint64_t *open_table(void) {
+    static _Atomic(void *) opened; /* of several threads, one may map it once more */
+    void *table = atomic_load(&opened);
+    const char *path = getenv("SHOAL_CONNECTIONS");
+    struct stat found;
+    if (table || !path) return table;
+    int file = open(path, O_RDWR | O_CLOEXEC);
+    if (file < 0) return NULL;
+    size_t size = PORTS * sizeof(uint64_t);
+    if (fstat(file, &found) == 0 && (size_t)found.st_size == size)
+        table = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+    close(file);
+    if (table == MAP_FAILED) return NULL;
+    atomic_store(&opened, table);
+    return table;
+}
+
+/* A number for a connection from a port (FNV-1a), which is never 0. */
+static uint64_t digest(const endpoint_t *from, const endpoint_t *to) {
+    unsigned char bytes[2 * sizeof(struct in6_addr) + 2];
+    uint64_t number = 0xcbf29ce484222325u;
+    memcpy(bytes, &from->address, sizeof from->address);
+    memcpy(bytes + sizeof from->address, &to->address, sizeof to->address);
+    bytes[sizeof bytes - 2] = (unsigned char)(to->port >> 8);
+    bytes[sizeof bytes - 1] = (unsigned char)to->port;
+    for (size_t index = 0; index < sizeof bytes; index++) number = (number ^ bytes[index]) * 0x100000001b3u;
+    return number | 1;
+}
+
+/* Removes the note of a connection. Returns whether there was one. */
+static bool remove_note(const endpoint_t *from, const endpoint_t *to) {
+    _Atomic uint64_t *table = open_table();
+    uint64_t expected = digest(from, to);
+    return table && atomic_compare_exchange_strong(&table[from->port % PORTS], &expected, 0);
+}
+
+/* Notes a connection that this process has made to this machine. Its note is gone as soon as it is accepted: somebody
+   else may have the port later. */
+static void note(int connection, const endpoint_t *target) {
+    struct sockaddr_storage ours = {0};
+    socklen_t size = sizeof ours;
+    endpoint_t own;
+    row_t row;
+    _Atomic uint64_t *table = open_table();
+    if (!table || getsockname(connection, (struct sockaddr *)&ours, &size) != 0 ||
+        !read_endpoint((struct sockaddr *)&ours, &own) ||
+        !(is_loopback(&target->address) || is_same_address(&own.address, &target->address)))
+        return;
+    poll(&(struct pollfd){.fd = connection, .events = POLLOUT}, 1, ESTABLISHING_MS);
+    if (!find_connected(&own, target, &row) || row.state != STATE_ESTABLISHED) return;
+    atomic_store(&table[own.port % PORTS], digest(&own, target));
+    if (find_connected(target, &own, &row) && row.inode != 0) remove_note(&own, target); /* it is accepted already */
+}
+
 static bool resolves_to(const char *name, const endpoint_t *peer) {
     struct addrinfo hints = {.ai_socktype = SOCK_STREAM}, *found;
     if (getaddrinfo(name, NULL, &hints, &found) != 0) return false;
@@ -210,8 +276,9 @@ static bool is_other_host(const endpoint_t *peer) {
 
 static bool is_member(const endpoint_t *peer, const endpoint_t *own) {
     row_t row;
-    if (find_connected(peer, own, &row)) return is_trusted_owner(&row); /* on this machine */
-    if (is_loopback(&peer->address) || is_same_address(&peer->address, &own->address)) return false; /* it has left */
+    bool noted = remove_note(peer, own), here = find_connected(peer, own, &row);
+    if (here && row.inode != 0) return is_trusted_owner(&row);
+    if (here || is_loopback(&peer->address) || is_same_address(&peer->address, &own->address)) return noted; /* it left */
     return is_other_host(peer);
 }
 
@@ -288,12 +355,11 @@ static bool leads_to_member(int connection, const endpoint_t *target) {
     return find_row(is_trusted_listener, target, NULL, &row) && !find_row(is_foreign_listener, target, NULL, &row);
 }
 
-int connect(int connection, const struct sockaddr *address, socklen_t size) {
+static int connect_to_members(int connection, const struct sockaddr *address, socklen_t size) {
     int (*next)(int, const struct sockaddr *, socklen_t) = find_next("connect");
     endpoint_t target;
     row_t row;
-    if (!address || size < sizeof(struct sockaddr_in) || !read_endpoint(address, &target) || !is_rendezvous(&target))
-        return next(connection, address, size);
+    if (!read_endpoint(address, &target) || !is_rendezvous(&target)) return next(connection, address, size);
     if (!find_row(is_foreign_listener, &target, NULL, &row)) {
         int result = next(connection, address, size), before = errno;
         if ((result != 0 && before != EINPROGRESS) || leads_to_member(connection, &target)) {
@@ -305,4 +371,15 @@ int connect(int connection, const struct sockaddr *address, socklen_t size) {
     if (find_row(is_foreign_listener, &target, NULL, &row)) report("to", &target); /* otherwise nobody listens yet */
     errno = ECONNREFUSED;
     return -1;
+}
+
+int connect(int connection, const struct sockaddr *address, socklen_t size) {
+    int (*next)(int, const struct sockaddr *, socklen_t) = find_next("connect");
+    endpoint_t target;
+    if (!address || size < sizeof(struct sockaddr_in) || !read_endpoint(address, &target))
+        return next(connection, address, size);
+    int result = connect_to_members(connection, address, size), before = errno;
+    if (result == 0 || before == EINPROGRESS) note(connection, &target);
+    errno = before;
+    return result;
 }

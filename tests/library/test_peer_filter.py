@@ -6,8 +6,10 @@ Strangers are processes of another user of this machine, so these tests need roo
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,38 +20,53 @@ FILTER = native.PATH.with_name("_peer_filter.so")
 STRANGER = 65534
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to act as another user")
 
-# Accepts one connection from each client, and prints what the server reads from it.
-SERVER = """
+CLIENT = """
 import os, socket, sys
-"x".encode("idna")  # before setuid: another user may not be able to read Python's files
+source, port, ending, ready, done = sys.argv[1:]
+client = socket.socket()
+source, _, own = source.partition(":")
+client.bind((source, int(own or 0)))
+client.connect((source, int(port)))
+client.sendall(b"hello")
+if ending == "half": client.shutdown(socket.SHUT_WR)
+if ending == "reset":
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\\1\\0\\0\\0\\0\\0\\0\\0")
+if ending in ("closed", "reset"): client.close()
+os.write(int(ready), b"x")
+os.read(int(done), 1)
+"""
+
+# Accepts one connection from each client, and prints what the server reads from it. A client has a user's number, what
+# it does before it is accepted, and an address; `:last` after that is the port of the client before, which is free.
+SERVER = f"""
+import os, socket, sys
+CLIENT = {CLIENT!r}
 family, names = sys.argv[1], sys.argv[2:]
 if family == "6":
     server = socket.create_server(("::", 0), family=socket.AF_INET6, dualstack_ipv6=True)
 else:
     server = socket.create_server(("", 0))
 server.settimeout(20)
+last = 0
 for name in names:
     uid, ending, source = name.split(",")
     ready, done = os.pipe(), os.pipe()
     if os.fork() == 0:
-        os.setuid(int(uid))
-        client = socket.socket()
-        client.bind((source, 0))
-        client.connect((source, server.getsockname()[1]))
-        client.sendall(b"hello")
-        if ending == "half": client.shutdown(socket.SHUT_WR)
-        if ending == "reset":
-            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\\1\\0\\0\\0\\0\\0\\0\\0")
-        if ending in ("closed", "reset"): client.close()
-        os.write(ready[1], b"x")
-        os.read(done[0], 1)
-        os._exit(0)
+        os.set_inheritable(ready[1], True), os.set_inheritable(done[0], True)
+        source = source.replace("last", str(last))
+        os.setuid(int(uid))  # a process of its own, which has not opened what its parent has
+        words = [CLIENT, source, str(server.getsockname()[1]), ending, str(ready[1]), str(done[0])]
+        os.execv("/usr/bin/python3", ["python3", "-c", *words])
     os.read(ready[0], 1)
     connection, address = server.accept()
     connection.settimeout(20)
     try: print(connection.recv(10).decode())
     except OSError as error: print(type(error).__name__)
     os.write(done[1], b"x")
+    os.wait()
+    last = address[1]
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\\1\\0\\0\\0\\0\\0\\0\\0")
+    connection.close()
 """
 
 
@@ -76,6 +93,38 @@ def test_a_stranger_that_leaves_before_it_is_accepted_is_not_heard(ending: str) 
     read, _ = serve("4", f"{STRANGER},{ending},127.0.0.1", "0,open,127.0.0.1")
     assert read[0] in ("", "ConnectionResetError")
     assert read[1] == "hello"
+
+
+@pytest.fixture
+def noted() -> Iterator[dict[str, str]]:
+    """The variable that names a table of connections, as `train` makes it."""
+    table = os.memfd_create("connections")
+    os.ftruncate(table, 65536 * 8)
+    yield {"SHOAL_CONNECTIONS": f"/proc/{os.getpid()}/fd/{table}"}
+    os.close(table)
+
+
+@pytest.mark.parametrize("family", ["4", "6"])
+@pytest.mark.parametrize("ending", ["half", "closed"])
+@pytest.mark.parametrize("address", ["127.0.0.1", "127.0.0.9", "own"])
+def test_a_member_that_leaves_before_it_is_accepted_is_heard(
+    family: str, ending: str, address: str, noted: dict[str, str]
+) -> None:
+    """As NCCL's ranks do when they tell the first one who they are; by the address of the host, or of loopback."""
+    if address == "own":
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect(("192.0.2.1", 9))
+            address = probe.getsockname()[0]
+    ours, theirs = f"0,{ending},{address}", f"{STRANGER},{ending},{address}"
+    read, log = serve(family, ours, theirs, ours, **noted)
+    assert read == ["hello", "", "hello"], log
+
+
+@pytest.mark.parametrize("ending", ["open", "closed"])
+def test_a_stranger_at_a_port_that_a_member_has_left_is_not_heard(ending: str, noted: dict[str, str]) -> None:
+    clients = (f"0,{ending},127.0.0.1", f"{STRANGER},closed,127.0.0.1:last")
+    assert serve("4", *clients, **noted)[0] == ["hello", ""]
+    assert serve("4", *clients, LD_PRELOAD="")[0] == ["hello", "hello"]
 
 
 def test_without_the_filter_the_stranger_is_heard() -> None:

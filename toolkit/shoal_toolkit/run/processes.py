@@ -17,6 +17,7 @@ from shoal_toolkit.log import STDERR, STDOUT, write_log
 from shoal_toolkit.output.lines import Lines, Tail
 from shoal_toolkit.output.pipes import FlowControl, Source
 from shoal_toolkit.plan.plan import LaunchPlan
+from shoal_toolkit.run.connections import build_connection_variables
 from shoal_toolkit.run.ranks import LocalRanks, RankEvents, make_run_directory, remove_run_directory
 from shoal_toolkit.system.loop import Loop, Timer
 from shoal_toolkit.system.process import (
@@ -71,8 +72,8 @@ class HostProcesses:
         self._loop = loop
         self._flow = flow
         self._plan = plan
-        self._given = environ
-        self._environ = {**environ, **plan.env}
+        self._given = {**environ, **build_connection_variables(plan.env)}
+        self._environ = {**self._given, **plan.env}
         self._events = events
         self._reads_all = reads_all  # no process may write to stdout and stderr of `train` itself
         self._own_mark = self._mark = os.urandom(8).hex()  # of the commands of this process, of the current command

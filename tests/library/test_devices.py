@@ -226,3 +226,21 @@ def test_staging_writes_what_the_collective_writes_alone() -> None:
     future = devices.HostStaging(Doubling()).allreduce([parameter], None).get_future()
     assert parameter.tolist() == [2, 2]
     assert future.value()[0] is parameter
+
+
+def test_ranks_that_share_a_device_send_before_they_receive() -> None:
+    """As batch_isend_irecv does. torch waits once more for what has ended."""
+    store = HashStore()
+
+    def exchange(rank: int) -> tuple[list[float], int]:
+        group = devices.HostStaging(dist.ProcessGroupGloo(store, rank, 2, MINUTE))
+        received, anybodys = torch.zeros(2, requires_grad=True), torch.zeros(1)
+        works = [group.send([torch.full((2,), rank + 1.0)], 1 - rank, 7), group.send([torch.ones(1)], 1 - rank, 8)]
+        works += [group.recv([received], 1 - rank, 7), group.recv_anysource([anybodys], 8)]
+        for work in (*works, *works):
+            assert work.wait()
+        assert all(work.is_completed() for work in works)
+        return [*received.tolist(), *anybodys.tolist()], works[-1]._source_rank()
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(exchange, range(2))) == [([2, 2, 1], 1), ([1, 1, 1], 0)]

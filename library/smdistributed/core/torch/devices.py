@@ -17,16 +17,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import PrefixStore, Store, Work
 
 from smdistributed.core import segment, timeline
-from smdistributed.core.exceptions import SMDDPNCCLError
+from smdistributed.core.exceptions import SMDDPError, SMDDPNCCLError
 from smdistributed.core.launch import LaunchError, read_launch
 from smdistributed.core.store import exchange_texts
 from smdistributed.core.torch.collective_queue import completed
 from smdistributed.core.torch.native_backend import NativeBackend
 
-_MESSAGES = ("send", "recv", "recv_anysource")  # their handles know the sender
+_MESSAGES = ("send", "recv", "recv_anysource")  # a rank may begin several before it waits for one
 _READS_FIRST = ("allreduce", "allreduce_coalesced", "reduce", "broadcast", "send")  # methods that read it and write it
 
 
@@ -167,29 +167,71 @@ def _host_number(device: int) -> str:
 class HostStaging:
     """A process group's methods for tensors that are not on the CPU: their copies go through another group.
 
-    Each method writes only its first argument; only that is copied back.
+    Each method writes only its first argument; only that is copied back. Collectives block until they have ended.
     """
 
     def __init__(self, on_cpu: Any) -> None:
         self._on_cpu = on_cpu
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        """Returns the group's method `name` for such tensors; it blocks until the collective has ended."""
+        """Returns the group's method `name` for such tensors."""
 
         @torch.no_grad()
         def staged(written: Any, *arguments: Any) -> Any:
             pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+            if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
+                raise SMDDPError(
+                    f"{name} cannot be in a CUDA graph here: ranks share a CUDA device, or torch has no NCCL, so "
+                    "tensors are copied to the host. Fix: give each rank its own device, or capture no collectives."
+                )
             with timeline.span("wait", name):  # the caller blocks until it is done
                 results = _copy_to_host(written, name in _READS_FIRST, pairs)
                 given = [_copy_to_host(argument, True) for argument in arguments]
                 work = getattr(self._on_cpu, name)(results, *given)
+                if name in _MESSAGES:
+                    return _Message(work, [] if name == "send" else pairs, results)
                 work.wait()
-                if name != "send":
-                    for tensor, copy in pairs:
-                        tensor.copy_(copy)
-            return work if name in _MESSAGES else completed([tensor for tensor, _ in pairs])
+                _copy_back(pairs)
+            return completed([tensor for tensor, _ in pairs])
 
         return staged
+
+
+class _Message(Work):
+    """The handle of a message whose tensors are copied. gloo's own can be waited for only once.
+
+    Args:
+        work: The handle of the message of the copies.
+        received: Each tensor to receive into, and its copy.
+        copies: Kept until the message has ended.
+    """
+
+    def __init__(self, work: Any, received: list[tuple[torch.Tensor, torch.Tensor]], copies: Any) -> None:
+        super().__init__()
+        self._work, self._received, self._copies = work, received, copies
+
+    @torch.no_grad()
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Blocks until the message has ended; the tensors then have what was received."""
+        if self._copies is not None:
+            self._work.wait(timeout) if timeout else self._work.wait()
+            _copy_back(self._received)
+            self._copies = None
+        return True
+
+    def is_completed(self) -> bool:
+        """Returns whether `wait` has been called: gloo's own handles do not know more."""
+        return self._copies is None
+
+    def _source_rank(self) -> int:
+        """Returns the rank that has sent the message, for torch.distributed.recv without a source."""
+        return int(self._work._source_rank())
+
+
+def _copy_back(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Fills each tensor from its copy."""
+    for tensor, copy in pairs:
+        tensor.copy_(copy)
 
 
 def _copy_to_host(argument: Any, filled: bool, pairs: list[tuple[torch.Tensor, torch.Tensor]] | None = None) -> Any:

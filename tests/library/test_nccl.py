@@ -89,6 +89,7 @@ def test_torch_tells_of_collectives_as_we_read_it() -> None:
     classes = record(NEWEST)
     hooks = classes["ProcessGroup"]
     assert any(takes(signature, 0) for signature in hooks["_enable_collectives_timing"])
+    assert any(takes(signature, 0) for signature in hooks["_wait_for_pending_works"])
     assert any(takes(signature, 1) for signature in hooks["_register_on_completion_hook"])
     for name in ("time_finished", "active_duration"):
         assert classes["WorkInfo"][name][0].endswith("-> datetime.timedelta")
@@ -187,19 +188,23 @@ def test_collectives_of_a_device_as_bench_gpu_runs_them(mpirun: Mpirun) -> None:
 
 
 class Group:
-    """A process group that tells of collectives, as torch's does."""
+    """A process group that tells of collectives, as torch's does: one that began untimed must have ended before."""
 
     group_name = "7"
 
     def __init__(self) -> None:
         self.told: list[Callable[[Any], None]] = []
-        self.is_timed = False
+        self.is_timed, self.is_pending = False, True
+
+    def _wait_for_pending_works(self) -> None:
+        self.is_pending = not self.is_timed  # a new one may begin until they are timed
 
     def _enable_collectives_timing(self) -> None:
         self.is_timed = True
 
     def _register_on_completion_hook(self, hook: Callable[[Any], None]) -> None:
         assert self.is_timed, "torch wants it so"
+        assert not self.is_pending
         self.told.append(hook)
 
 

@@ -124,6 +124,8 @@ def _install_nccl_hook(group: Any) -> None:
     """Lets torch time a group's collectives and report their ends. If it cannot, logs a warning."""
     try:
         group._enable_collectives_timing()
+        # torch asks how long each collective took that ends with a hook, and ends the process if one was not timed.
+        group._wait_for_pending_works()
         group._register_on_completion_hook(_nccl_hook("" if group is dist.group.WORLD else group.group_name))
     except RuntimeError as error:
         _log.warning("smddp: the timeline lacks the collectives of NCCL: %s", error)

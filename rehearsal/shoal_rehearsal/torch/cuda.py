@@ -36,7 +36,7 @@ class Device:
     """Replaces torch.cuda.device: a device is current inside."""
 
     def __init__(self, device: Any) -> None:
-        self.idx = -1 if device is None else _ordinal(device)
+        self.idx = -1 if device is None else devices.index_of(device)
         self.prev_idx = -1
 
     def __enter__(self) -> None:
@@ -107,21 +107,21 @@ def current_device() -> int:
 
 
 def get_device_properties(device: DeviceLike = None) -> Properties:
-    """Returns emulated properties. Raises as CUDA does if there is no such device."""
-    _ordinal(device)
+    """Returns emulated properties. Raises AssertionError as torch does if there is no such device."""
+    if not 0 <= devices.index_of(device) < devices.count():
+        raise AssertionError("Invalid device id")
     return Properties()
 
 
 def get_device_name(device: DeviceLike = None) -> str:
-    """Returns the emulated name of a device. Raises as CUDA does if there is none."""
-    _ordinal(device)
-    return NAME
+    """Returns the emulated name of a device. Raises as get_device_properties does."""
+    return get_device_properties(device).name
 
 
 def get_device_capability(device: DeviceLike = None) -> tuple[int, int]:
-    """Returns the emulated compute capability of a device. Raises as CUDA does if there is none."""
-    _ordinal(device)
-    return CAPABILITY
+    """Returns the emulated compute capability of a device. Raises as get_device_properties does."""
+    found = get_device_properties(device)
+    return found.major, found.minor
 
 
 def synchronize(device: DeviceLike = None) -> None:

@@ -98,13 +98,16 @@ def resolve(device: DeviceLike = None) -> torch.device:
         ValueError: For a device of another type.
         RuntimeError: If this host has no emulated GPU with that ordinal.
     """
-    if device is None:
-        return torch.device("cuda", current())
-    if isinstance(device, int):
-        return torch.device("cuda", current() if device < 0 else require_ordinal(device))
+    return torch.device("cuda", require_ordinal(index_of(device)))
+
+
+def index_of(device: DeviceLike = None) -> int:
+    """Returns the ordinal of a device, as `resolve`, but whether or not this host has it."""
     if isinstance(device, DeviceContext):
-        return resolve(device.idx)
-    found = torch.device(device)
+        return index_of(device.idx)
+    if isinstance(device, int):
+        return current() if device < 0 else device
+    found = torch.device("cuda" if device is None else device)
     if found.type != "cuda":
         raise ValueError(f"Expected a cuda device, but got: {found}")
-    return torch.device("cuda", current() if found.index is None else require_ordinal(found.index))
+    return current() if found.index is None else found.index

@@ -46,12 +46,13 @@ class EmulationMode(TorchFunctionMode):
         tensors = list(tensors_in((*positional, *named.values())))
         require_same_device(func, tensors)
         requested = _replace_devices(positional, named) or _default_placement(func, tensors, named)
+        is_to_pin = named.pop("pin_memory", False)  # no CPU allocator pins without a GPU
         result = func(*positional, **named)
         if requested is None:
             set_unknown_placement(result, common_placement(tensors))
         else:
             set_placement(result, None if requested is UNKNOWN else requested)
-        return result
+        return OVERRIDES[torch.Tensor.pin_memory](self, result) if is_to_pin else result
 
 
 def _replace_devices(args: list[Any], kwargs: dict[str, Any]) -> Placement:

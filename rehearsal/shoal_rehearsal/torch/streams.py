@@ -62,11 +62,15 @@ class Event:
         self._recorded = time.perf_counter()
 
     def elapsed_time(self, end_event: Event) -> float:
-        """Returns the milliseconds between two recorded events with timing; otherwise raises RuntimeError."""
+        """Returns the milliseconds between two recorded events with timing; otherwise raises ValueError, as torch.
+
+        In torch 2.0 that is a RuntimeError.
+        """
+        error = RuntimeError if torch.__version__.startswith("2.0.") else ValueError
         if not (self.enable_timing and end_event.enable_timing):
-            raise RuntimeError("Both events must be created with argument 'enable_timing=True'.")
+            raise error("Both events must be created with argument 'enable_timing=True'.")
         if self._recorded is None or end_event._recorded is None:
-            raise RuntimeError("Both events must be recorded before calculating elapsed time.")
+            raise error("Both events must be recorded before calculating elapsed time.")
         return (end_event._recorded - self._recorded) * 1e3
 
     def query(self) -> bool:

@@ -25,11 +25,14 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +43,7 @@ from shoal.report.timeline_analysis import Analysis, analyse
 
 RANKS = Path(__file__).with_name("gpu_ranks.py")
 SUITES = Path(__file__).parents[1] / "tests/library/ranks"
+AFTER_A_FAILURE_S = 5
 NO_GPU = 2
 """The exit code without a GPU."""
 _Times = dict[str, dict[str, float]]
@@ -50,6 +54,7 @@ def main(words: list[str]) -> int:
     parser = make_parser(__doc__, 20)
     parser.add_argument("--bytes", type=int, default=64 << 20, help="of tensors, and of models (%(default)s)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: try the code without a GPU")
+    parser.add_argument("--limit", type=float, default=120, help="seconds, for each start of ranks (%(default)s)")
     parser.add_argument("--no-suites", dest="suites", action="store_false", help="measure only, and test nothing")
     options = parser.parse_args(words)
     missing = what_is_missing() if options.device == "cuda" else ""
@@ -60,18 +65,37 @@ def main(words: list[str]) -> int:
     print(device_name(options.device))
     devices = visible_devices(options.device)
     prefix = {"cuda": "gpu", "cpu": "cpu"}[options.device]
-    figures = list(of_suites(prefix, devices, options)) if options.suites else []
+    missed, failures = 0, list[str]()
     with tempfile.TemporaryDirectory() as directory:
-        found = Path(directory)
-        for ranks in sorted({1, len(devices)}):
-            figures += of_nccl(prefix, ranks, measure("own", devices[:ranks], found, options))
+        for case in cases(prefix, devices, Path(directory), options):
+            try:
+                missed |= finish(case())  # printed at once: a machine with a GPU may be lent for minutes
+            except RanksError as error:  # the others can still be measured
+                failures.append(str(error))
+                print(error, file=sys.stderr)
+    return 1 if failures else missed
+
+
+class RanksError(Exception):
+    """Ranks have ended with an error, or at the limit."""
+
+
+def cases(prefix: str, devices: list[str], found: Path, options: Any) -> Iterator[Callable[[], Iterable[Figure]]]:
+    """Yield what is measured, one after the other."""
+    if options.suites:
+        yield lambda: of_suites(prefix, devices, options)
+    for ranks in sorted({1, len(devices)}):
+        yield lambda ranks=ranks: of_nccl(prefix, ranks, measure("own", devices[:ranks], found, options))  # type: ignore[misc]
+
+    def of_shared() -> list[Figure]:
         shared = measure("shared", devices[:1] * 2, found, options)
         recorded = {name: analyse(trace.read_timeline(trace.find_files([found / name]))) for name in ("fp16", "fp32")}
-        figures += [*of_staging(prefix, shared, options.bytes), *of_steps(prefix, shared, recorded)]
-        figures += of_stages(prefix, measure("stages", devices[:1] * 2, found, options))
-        if len(devices) > 1 or options.device == "cpu":
-            figures += of_transfers(prefix, measure("transfers", (devices * 2)[:2], found, options))
-    return finish(figures)
+        return [*of_staging(prefix, shared, options.bytes), *of_steps(prefix, shared, recorded)]
+
+    yield of_shared
+    yield lambda: of_stages(prefix, measure("stages", devices[:1] * 2, found, options))
+    if len(devices) > 1 or options.device == "cpu":
+        yield lambda: of_transfers(prefix, measure("transfers", (devices * 2)[:2], found, options))
 
 
 def what_is_missing() -> str:
@@ -108,34 +132,55 @@ def visible_devices(device: str) -> list[str]:
 def measure(case: str, devices: Sequence[str], directory: Path, options: Any) -> _Times:
     """Run a rank on each of the devices, which may be listed twice. Returns seconds by case and variant."""
     words = [RANKS, case, directory, options.rounds, options.bytes, options.device]
-    codes = [code for code, _ in run(words, devices, options.device, quiet=False)]
+    codes = [code for code, _ in run(words, devices, options, quiet=False)]
     if any(codes):
-        raise SystemExit(f"{RANKS.name} {case}: {len(devices)} ranks have ended with {codes}")
+        raise RanksError(f"{RANKS.name} {case}: {len(devices)} ranks have ended with {codes}")
     measured: _Times = json.loads((directory / f"{case}-{len(devices)}.json").read_text())
     return measured
 
 
-def run(words: Sequence[object], devices: Sequence[str], device: str, quiet: bool) -> list[tuple[int, str]]:
+def run(words: Sequence[object], devices: Sequence[str], options: Any, quiet: bool) -> list[tuple[int, str]]:
     """Run a script on a rank for each device, and let it see that device only. Returns exit codes and outputs.
 
     PYTHON_EXEC, which torchrun reads too, replaces this Python.
     """
     with socket.create_server(("127.0.0.1", 0)) as probe:
         common = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
+    common["PYTHONFAULTHANDLER"] = "1"
     common.update(WORLD_SIZE=str(len(devices)), LOCAL_WORLD_SIZE=str(len(devices)), OMP_NUM_THREADS="1")
-    if device == "cuda":
+    if options.device == "cuda":
         common["SMDDP_ENGINE"] = "nccl" if len(set(devices)) == len(devices) else "auto"
         common["SMDDP_TEST_DEVICE"] = "cuda"
-    started = []
-    for rank, own in enumerate(devices):
-        mine = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        if device == "cuda":
-            mine["CUDA_VISIBLE_DEVICES"] = own
-        streams: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True} if quiet else {}
-        command = [os.environ.get("PYTHON_EXEC", sys.executable), *map(str, words)]
-        started.append(subprocess.Popen(command, env={**common, **mine}, **streams))
-    said = [process.communicate()[0] or "" for process in started]
-    return [(process.returncode, text) for process, text in zip(started, said)]
+    started: list[subprocess.Popen[bytes]] = []
+    with ExitStack() as files:
+        outputs: list[Any] = [files.enter_context(tempfile.TemporaryFile()) if quiet else None for _ in devices]
+        for rank, (own, output) in enumerate(zip(devices, outputs)):
+            mine = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            if options.device == "cuda":
+                mine["CUDA_VISIBLE_DEVICES"] = own
+            command = [os.environ.get("PYTHON_EXEC", sys.executable), *map(str, words)]
+            streams = {"stdout": output, "stderr": subprocess.STDOUT if quiet else None}
+            started.append(subprocess.Popen(command, env={**common, **mine}, **streams))
+        end_those_that_hang(started, options.limit)
+        return [(process.wait(), read_whole(output)) for process, output in zip(started, outputs)]
+
+
+def read_whole(output: Any) -> str:
+    """Return what a rank has written into a file; empty: it has none."""
+    return "" if output is None else os.pread(output.fileno(), 1 << 20, 0).decode(errors="replace")
+
+
+def end_those_that_hang(ranks: Sequence[subprocess.Popen[bytes]], limit: float) -> None:
+    """Wait for the ranks. At the limit, or a while after another has failed, they print where they are, and end."""
+    until = time.monotonic() + limit
+    while any(rank.poll() is None for rank in ranks):
+        if any(rank.returncode for rank in ranks):
+            until = min(until, time.monotonic() + AFTER_A_FAILURE_S)
+        if time.monotonic() > until:
+            for rank in ranks:
+                rank.send_signal(signal.SIGABRT)  # PYTHONFAULTHANDLER
+            return
+        time.sleep(0.02)
 
 
 def of_suites(prefix: str, devices: list[str], options: Any) -> Iterator[Figure]:
@@ -148,7 +193,9 @@ def of_suites(prefix: str, devices: list[str], options: Any) -> Iterator[Figure]
     failed = []
     for ranks in jobs:
         for script in scripts:
-            ended = run([SUITES / script[0], *script[1:]], ranks, options.device, quiet=True)
+            began = time.monotonic()
+            ended = run([SUITES / script[0], *script[1:]], ranks, options, quiet=True)
+            print(f"{' '.join(script)} on {len(ranks)} ranks: {time.monotonic() - began:.0f} s", flush=True)
             if any(code for code, _ in ended):
                 failed.append(f"{' '.join(script)} on {len(ranks)} ranks, {len(set(ranks))} devices")
                 print(f"FAILED: {failed[-1]}", *(text for code, text in ended if code), sep="\n")

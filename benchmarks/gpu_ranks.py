@@ -12,6 +12,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import gpu_gpt
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
@@ -85,12 +86,35 @@ def own_device(case: Case) -> _Times:
     """Ranks with a device each: the backend against the group of torch that carries its tensors."""
     times = {"all-reduce": case.measure(all_reduces(case, case.size))}
     times["short-all-reduce"] = case.measure(all_reduces(case, SHORT_BYTES))
-    for name, step in (("ddp", ddp_step), ("compiled-ddp", compiled_step), ("fsdp2", fsdp2_step)):
-        steps: Any = {backend: step(case, group) for backend, group in groups(case).items()}
+    for name, way in gpu_gpt.WAYS.items():
+        steps = {backend: gpt_step(case, way, group) for backend, group in groups(case).items()}
+        losses: dict[str, list[torch.Tensor]] = {backend: [] for backend in steps}
         if all(steps.values()):
-            times[name] = case.measure(steps)
+            times[name] = case.measure({backend: keep(step, losses[backend]) for backend, step in steps.items()})
+            compare(name, losses["smddp"], losses["torch"])
     times["timeline"] = timeline_costs(case)
     return times
+
+
+def gpt_step(case: Case, way: Any, group: Any) -> Any:
+    """A step of the GPT in this rank's share, in one of the ways. None: this torch does not have it."""
+    size = gpu_gpt.Size.of_bytes(case.size)
+    return way(size, gpu_gpt.batch_of(size, dist.get_rank(), case.device), group)
+
+
+def keep(step: gpu_gpt.Step, losses: list[torch.Tensor]) -> Callable[[], object]:
+    """A step that adds its loss to the list."""
+    return lambda: losses.append(step())
+
+
+def compare(name: str, ours: Sequence[torch.Tensor], others: Sequence[torch.Tensor], tolerance: float = 1e-3) -> None:
+    """End with an error unless the losses agree, relatively, and fall; print the first and last on rank 0."""
+    one, other = (torch.stack(list(losses)).float().cpu() for losses in (ours, others))
+    furthest = ((one - other).abs() / other).max().item()
+    if dist.get_rank() == 0:
+        print(f"losses of {name}: {one[0]:.6f} to {one[-1]:.6f}, furthest from the other's by {furthest:.1e} of it")
+    if not furthest <= tolerance or not one[-1] < one[0]:
+        raise SystemExit(f"The losses of {name} are not those of the other: {one.tolist()}, {other.tolist()}.")
 
 
 def groups(case: Case) -> dict[str, Any]:
@@ -120,28 +144,6 @@ def ddp_step(case: Case, group: Any, compress: bool = False) -> Callable[[], obj
     return step_of(case, model)
 
 
-def compiled_step(case: Case, group: Any) -> Callable[[], object] | None:
-    """The same compiled: by AOTAutograd on a GPU, without code of its own for the device. None: torch has none."""
-    if not hasattr(dist, "_coalescing_manager"):  # torch 2.0 does not compile on Python 3.11
-        return None
-    model = DistributedDataParallel(case.model(), process_group=group)
-    compiled: Any = torch.compile(model, backend="aot_eager" if case.device.type == "cuda" else "eager")
-    return step_of(case, compiled)
-
-
-def fsdp2_step(case: Case, group: Any) -> Callable[[], object] | None:
-    """A step of the model sharded layer by layer. None: this torch has no second version of FSDP."""
-    try:
-        from torch.distributed.device_mesh import DeviceMesh
-        from torch.distributed.fsdp import fully_shard
-    except ImportError:
-        return None
-    model, mesh = case.model(), DeviceMesh.from_group(group, case.device.type)
-    for layer in model:
-        fully_shard(layer, mesh=mesh)
-    return step_of(case, fully_shard(model, mesh=mesh))
-
-
 def step_of(case: Case, model: Any) -> Callable[[], object]:
     """Forward and backward under autocast."""
     batch = case.batch
@@ -169,10 +171,27 @@ def timeline_costs(case: Case) -> dict[str, float]:
 def shared_device(case: Case) -> _Times:
     """Ranks that share a device: their tensors are copied to the host, reduced there, and copied back."""
     steps = {name: ddp_step(case, dist.group.WORLD, name == "fp16") for name in ("fp16", "fp32")}
+    train_together(case)
     times = {"staging": case.measure(staging(case)), "amp": case.measure(steps)}
     for name, run in steps.items():
         case.record(run, name)
     return times
+
+
+def train_together(case: Case) -> None:
+    """The GPT by DDP and FSDP2 on these ranks, against one process with the sentences of both: the losses agree."""
+    size = gpu_gpt.Size.of_bytes(case.size)
+    both = torch.cat([gpu_gpt.batch_of(size, rank, case.device) for rank in range(dist.get_world_size())])
+    model = gpu_gpt.new_model(size, case.device)
+    alone = gpu_gpt.step_of(model, model.parameters(), both)
+    expected = [alone() for _ in range(case.rounds)]
+    for name in ("ddp", "fsdp2"):
+        step = gpt_step(case, gpu_gpt.WAYS[name], dist.group.WORLD)
+        if step:
+            losses = torch.stack([step() for _ in range(case.rounds)])
+            dist.all_reduce(losses, op=dist.ReduceOp.AVG)
+            # One process computes under autocast. FSDP2 has all weights and activations in bfloat16.
+            compare(f"{name} on ranks that share a device", list(losses), expected, 1e-3 if name == "ddp" else 2e-2)
 
 
 def staging(case: Case) -> _Runs:

@@ -1,7 +1,8 @@
-"""Lightning with DDPStrategy(process_group_backend="smddp"); started by mpirun, or by torchrun."""
+"""Lightning with DDPStrategy(process_group_backend="smddp"), on the CPU unless an accelerator is named."""
 
 from __future__ import annotations
 
+import sys
 import tempfile
 from typing import Any
 
@@ -19,7 +20,7 @@ class Module(lightning.LightningModule):  # type: ignore[misc]
         self.network = plain.new_model()
 
     def training_step(self, batch: Any, step: int) -> torch.Tensor:
-        loss = plain.loss_of(self.network, *plain.share(step))
+        loss = plain.loss_of(self.network, *(rows.to(self.device) for rows in plain.share(step)))
         self.log("loss", loss, sync_dist=True)
         return loss
 
@@ -28,7 +29,8 @@ class Module(lightning.LightningModule):  # type: ignore[misc]
 
 
 trainer = lightning.Trainer(
-    accelerator="cpu", devices=plain.LOCAL_SIZE, num_nodes=plain.SIZE // plain.LOCAL_SIZE,
+    accelerator=sys.argv[1] if sys.argv[1:] else "cpu",
+    devices=plain.LOCAL_SIZE, num_nodes=plain.SIZE // plain.LOCAL_SIZE,
     strategy=DDPStrategy(process_group_backend="smddp"), max_epochs=1,
     logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     default_root_dir=tempfile.mkdtemp(),

@@ -52,6 +52,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--width", type=int, default=64, help="of the hidden layer")
     parser.add_argument("--backend", default="gloo")
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--pause", type=float, default=0.0, help="seconds after each step")
     parser.add_argument("--kill-at", type=int, help="kill this process after this step")
     return parser.parse_args()
@@ -73,7 +74,7 @@ def main() -> None:
         torch.nn.Dropout(0.3),
         torch.nn.BatchNorm1d(given.width),
         torch.nn.Linear(given.width, 1),
-    )
+    ).to(given.device)
     if dist.is_initialized():
         model = DistributedDataParallel(model)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
@@ -99,7 +100,8 @@ def main() -> None:
 def train(checkpoint: Checkpoint, loader: Any, model: Any, optimizer: Any) -> Iterator[tuple[int, float, list[int]]]:
     for values, indices in checkpoint.batches(loader):
         optimizer.zero_grad()
-        loss = (model(values).squeeze(1) - indices / SAMPLES).square().mean()
+        values, wanted = (each.to(next(model.parameters()).device) for each in (values, indices / SAMPLES))
+        loss = (model(values).squeeze(1) - wanted).square().mean()
         loss.backward()
         optimizer.step()
         yield checkpoint.step, loss.item(), indices.tolist()

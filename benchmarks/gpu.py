@@ -166,7 +166,7 @@ def run(words: Sequence[object], devices: Sequence[str], options: Any, quiet: bo
 
 
 def read_whole(output: Any) -> str:
-    """Return what a rank has written into a file; empty: it has none."""
+    """Return the output of a rank from its file; empty: it has none."""
     return "" if output is None else os.pread(output.fileno(), 1 << 20, 0).decode(errors="replace")
 
 

@@ -21,7 +21,7 @@ HEAD = 64  # features of a head
 
 @dataclass(frozen=True)
 class Size:
-    """What a model and its batches measure."""
+    """The sizes of a model and of its batches."""
 
     width: int
     layers: int = 8
@@ -31,7 +31,7 @@ class Size:
 
     @classmethod
     def of_bytes(cls, size: int) -> Size:
-        """The model whose gradients in float32 have about so many bytes: 12 width² for each layer."""
+        """The model with gradients of about `size` bytes in float32: 12 width² numbers for each layer."""
         if size < 1 << 20:  # to try the code
             return cls(HEAD, 2, 32, 16, 4)
         return cls(max(1, round((size / 4 / 12 / cls.layers) ** 0.5 / HEAD)) * HEAD)

@@ -1,8 +1,9 @@
 """Peaks of a GPU's memory in training steps of twelve models, as measured: `python benchmarks/gpu_memory.py FILE`.
 
-FILE gets a JSON object with the card, and for each model its parameters and bytes: what torch has allocated and
-reserved at most, and the context beside them. The models have random weights, and are trained for three steps with
-AdamW. benchmarks/data/gpu_memory.json is such a file, for predictions of what fits to be compared with.
+FILE gets a JSON object with the card, and for each model its parameters and bytes: the most memory that torch has
+allocated and reserved. `context` is all other memory in use on the card, of this process and of others. The models have
+random weights, and are trained for three steps with AdamW. benchmarks/data/gpu_memory.json is such a file. Predictions
+of a job's memory can be compared with it.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ def measure(name: str) -> dict[str, Any]:
 
 
 def peaks() -> dict[str, int]:
-    """The bytes of the card: torch's at most since the last call, and the context, which the process holds too."""
+    """The bytes of the card: torch's at most since the last call, and all others in use."""
     if DEVICE == "cpu":
         return {}
     free, total = torch.cuda.mem_get_info()

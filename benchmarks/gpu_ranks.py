@@ -114,7 +114,7 @@ def compare(name: str, ours: Sequence[torch.Tensor], others: Sequence[torch.Tens
     if dist.get_rank() == 0:
         print(f"losses of {name}: {one[0]:.6f} to {one[-1]:.6f}, furthest from the other's by {furthest:.1e} of it")
     if not furthest <= tolerance or not one[-1] < one[0]:
-        raise SystemExit(f"The losses of {name} are not those of the other: {one.tolist()}, {other.tolist()}.")
+        raise SystemExit(f"The losses of {name} differ from the other's: {one.tolist()}, {other.tolist()}.")
 
 
 def groups(case: Case) -> dict[str, Any]:
@@ -179,7 +179,7 @@ def shared_device(case: Case) -> _Times:
 
 
 def train_together(case: Case) -> None:
-    """The GPT by DDP and FSDP2 on these ranks, against one process with the sentences of both: the losses agree."""
+    """The GPT by DDP and FSDP2 on these ranks, against one process with the sentences of all: the losses agree."""
     size = gpu_gpt.Size.of_bytes(case.size)
     both = torch.cat([gpu_gpt.batch_of(size, rank, case.device) for rank in range(dist.get_world_size())])
     model = gpu_gpt.new_model(size, case.device)

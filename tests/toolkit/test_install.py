@@ -218,6 +218,40 @@ def test_requirements_may_name_the_framework_and_replace_the_rest(tree: Tree, en
     assert environment.installed() == {"wants", "rich"}
 
 
+@pytest.mark.parametrize(
+    ("has", "asked", "problem"),
+    [
+        ("tensorflow_cpu", "tensorflow", ""),
+        ("tensorflow_cpu", "tensorflow>=2.10,<2.15", ""),
+        ("tensorflow_cpu", "wants", ""),
+        ("tensorflow", "tensorflow-cpu==2.14.1", ""),
+        ("tensorflow", "intel_tensorflow", ""),
+        ("tensorflow", "tf-nightly", ""),
+        ("opencv_python_headless", "opencv-python", ""),
+        ("tensorflow_cpu", "tensorflow==2.14.0", "asks for tensorflow==2.14.0, but this image has tensorflow 2.14.1,"),
+        ("tensorflow", "tensorflow-cpu==2.14.0", "tensorflow-cpu==2.14.0, but this image has tensorflow-cpu 2.14.1,"),
+        ("tensorflow", "tensorflow-gpu<2", "tensorflow-gpu<2, but this image has tensorflow-gpu 2.14.1,"),
+    ],
+)
+def test_packages_of_the_same_modules_count_as_one(
+    tree: Tree, environment: Environment, has: str, asked: str, problem: str
+) -> None:
+    """Otherwise pip would put a build without CUDA over one with it, or the other way round."""
+    info = environment.packages / f"{has}-2.14.1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {has}\nVersion: 2.14.1\n")
+    for name in ("tensorflow", "tensorflow_cpu", "tensorflow_gpu", "intel_tensorflow", "tf_nightly", "opencv_python"):
+        for version in ("1.9", "2.14.0", "2.14.1", "2.99"):
+            wheel(tree.code, name, version)
+    wheel(tree.code, "wants", "1.0", "tensorflow>=2")
+    tree.script(f"--no-index\n--find-links .\n{asked}\n", "requirements.txt")
+    tree.script("print('started')")
+    done = environment.train(tree, SAGEMAKER_PROGRAM="train.py")
+    assert done.code == (1 if problem else 0), done.out + done.err
+    assert problem in (tree.failure.splitlines()[0] if problem else "")
+    assert environment.installed() == {has} | ({"wants"} if asked == "wants" else set())
+
+
 # Why pip failed
 
 

@@ -56,7 +56,7 @@ def _format_installed(constraint: str) -> str:
     """Returns the installed version for a constraint: numpy<3,>=2 → numpy 2.4.6."""
     name = re.split(r"[<>=!~ ]", constraint, maxsplit=1)[0]
     version = find_installed_version(name.replace("-", "_"), sys.path)
-    return f"{name} {version}" if version else constraint
+    return f"{name} {version}" if version else constraint.replace("==", " ")
 
 
 def _explain_known(output: str) -> str:

@@ -1,10 +1,12 @@
 """Runs pip before the launch: `python -m shoal_toolkit.sidecars.install . -r requirements.txt`.
 
-This is `pip install` with three additions:
+This is `pip install` with these additions:
 
 - The framework keeps its version: pip gets the installed versions of data/fixed_packages.json as constraints. Without
   them, `torch>=2.1` would silently replace the torch for which everything else in the image was built. A conflict is an
   error that names both versions (result/pip_failure.py).
+- Packages that install the same modules, such as tensorflow and tensorflow-cpu, count as one. Otherwise a line
+  `tensorflow` would silently put another build over the image's. pip sees empty packages with their names.
 - A package is built in a copy, because pip leaves files in the directory. It may be read-only, or mounted into the
   containers of all hosts.
 - The variable CA_REPOSITORY_ARN names an AWS CodeArtifact repository to install from. Its index and token are passed to
@@ -40,31 +42,63 @@ def main(words: Sequence[str]) -> int:
         return error.exit_code
     with tempfile.TemporaryDirectory(prefix="shoal-install-") as directory:
         fixed = os.path.join(directory, "image-constraints.txt")
+        installed = read_installed()
+        others = find_other_names(installed)
         with open(fixed, "w", encoding="utf-8") as file:
-            file.writelines(f"{line}\n" for line in list_constraints())
+            file.writelines(f"{line}\n" for line in list_constraints(installed, others))
+        _make_empty_packages(directory, others)
+        environ["PYTHONPATH"] = os.pathsep.join(filter(None, (directory, environ.get("PYTHONPATH"))))
         words = [_copy_code(directory) if word == "." else word for word in words]
         return subprocess.call([sys.executable, "-m", "pip", "install", "--constraint", fixed, *words], env=environ)
 
 
-def list_constraints() -> list[str]:
-    """Returns the constraints for pip: a line for each package that keeps its version, such as torch==2.0.1+cu117.
-
-    Packages that keep only their major version give a range, such as numpy>=1,<2.
-    """
-    from fnmatch import fnmatchcase
+def read_installed() -> dict[str, str]:
+    """Returns the installed packages: normalized name → version."""
     from importlib import metadata
 
-    table = read_table("fixed_packages")
     found: dict[str, str] = {}
     for dist in metadata.distributions():  # in the order of sys.path: Python imports the first
         found.setdefault(re.sub(r"[-_.]+", "-", dist.metadata["Name"] or "").lower(), dist.version)
-    lines = []
-    for name, version in sorted(found.items()):
+    return found
+
+
+def find_other_names(installed: Mapping[str, str]) -> dict[str, str]:
+    """Returns the packages that would replace the modules of an installed one: name → the installed one's version."""
+    others: dict[str, str] = {}
+    for names in read_table("fixed_packages")["same"]:
+        versions = [installed[name] for name in names if name in installed]
+        others.update({name: versions[0] for name in names if versions and name not in installed})
+    return others
+
+
+def list_constraints(installed: Mapping[str, str], others: Mapping[str, str]) -> list[str]:
+    """Returns the constraints for pip: a line for each package that keeps its version, such as torch==2.0.1+cu117.
+
+    Packages that keep only their major version give a range, such as numpy>=1,<2.
+
+    Args:
+        installed: The installed packages.
+        others: Other names of these, which keep their versions too.
+    """
+    from fnmatch import fnmatchcase
+
+    table = read_table("fixed_packages")
+    lines = [f"{name}=={version}" for name, version in others.items()]
+    for name, version in sorted(installed.items()):
         if any(fnmatchcase(name, pattern) for pattern in table["version"]):
             lines.append(f"{name}=={version}")
         elif name in table["major"] and (major := version.partition(".")[0]).isdecimal():
             lines.append(f"{name}>={major},<{int(major) + 1}")
     return lines
+
+
+def _make_empty_packages(directory: str, versions: Mapping[str, str]) -> None:
+    """Makes what pip takes for installed packages in a directory: their names and versions."""
+    for name, version in versions.items():
+        path = os.path.join(directory, f"{name.replace('-', '_')}-{version}.dist-info")
+        os.mkdir(path)
+        with open(os.path.join(path, "METADATA"), "w", encoding="utf-8") as file:
+            file.write(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
 
 
 def _copy_code(directory: str) -> str:

@@ -143,6 +143,12 @@ def test_mpirun_works_by_hand(container: ImageContainer) -> None:
     assert container.run(*command, environment=SCRATCH).replace("\n", "") == "22"
 
 
+def test_a_program_that_mpirun_did_not_start_is_one_rank(container: ImageContainer) -> None:
+    """Open MPI is not where it was built. Lightning and others import mpi4py to ask."""
+    program = "from mpi4py import MPI; print(MPI.COMM_WORLD.size)"
+    assert container.run("python", "-c", program, environment=SCRATCH).strip() == "1"
+
+
 def test_our_packages_have_the_versions_of_this_checkout(container: ImageContainer, project: Project) -> None:
     files = [project.root / name / "pyproject.toml" for name in ("toolkit", "library", "rehearsal")]
     about = [tomllib.loads(path.read_text())["project"] for path in files]

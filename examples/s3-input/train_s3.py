@@ -48,7 +48,7 @@ def find_data(address: str) -> Path:
     job = os.environ.get("TRAINING_JOB_NAME", os.environ["MASTER_PORT"])
     digest = hashlib.sha256(address.encode()).hexdigest()[:12]
     directory = Path(tempfile.gettempdir(), f"data-{os.getuid()}-{job}-{digest}")
-    if int(os.environ["LOCAL_RANK"]) == 0:
+    if int(os.environ.get("LOCAL_RANK", "0")) == 0:
         if directory.exists():  # of an earlier run: the files in S3 can be others now
             shutil.rmtree(directory)
         download(address, directory)

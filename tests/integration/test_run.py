@@ -34,7 +34,7 @@ SCRIPT_OF_ARGUMENTS = """\
 import os, pathlib, sys
 limits = [pathlib.Path("/sys/fs/cgroup", name) for name in ("memory.max", "memory/memory.limit_in_bytes")]
 limit = next(file.read_text().strip() for file in limits if file.exists())
-print("got", *sys.argv[1:], os.environ["WORLD_SIZE"], "of", limit)
+print("got", *sys.argv[1:], os.environ.get("WORLD_SIZE"), "of", limit)
 """
 
 

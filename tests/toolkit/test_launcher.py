@@ -118,7 +118,7 @@ def test_groups_outside_the_distribution_run_the_script_on_their_own(tree: Tree,
     assert made.env["MASTER_ADDR"] == "algo-2"
     if host == "algo-1":
         assert made.command == ("/usr/bin/python3", "train.py")
-        assert (made.env["RANK"], made.env["WORLD_SIZE"]) == ("0", "1")
+        assert not {"RANK", "WORLD_SIZE", "LOCAL_RANK"} & {*made.env}
         assert not made.has_ranks
     elif host == "algo-2":
         assert made.command[:3] == ("/usr/bin/mpirun", "--host", "algo-2:1,algo-3:1")
@@ -313,12 +313,12 @@ def test_a_group_outside_the_distribution_takes_part_in_the_result(hosts: list[H
         host.tree.hyperparameters(**{MPI: True, "sagemaker_distribution_instance_groups": ["g1"]})
         host.tree.script(
             "import os, sys\n"
-            "print('in', os.environ['SM_CURRENT_INSTANCE_GROUP'], 'of', os.environ['WORLD_SIZE'])\n"
+            "print('in', os.environ['SM_CURRENT_INSTANCE_GROUP'], 'of', os.environ.get('WORLD_SIZE'))\n"
             "if os.environ['SM_CURRENT_INSTANCE_GROUP'] == os.environ.get('FAILS'): sys.exit(9)\n"
         )
     ended = job(hosts)
     assert [code for code, _ in ended] == [0, 0], ended
-    assert "in g0 of 1" in ended[0][1] and "in g1 of 1" in ended[1][1]
+    assert "in g0 of None" in ended[0][1] and "in g1 of 1" in ended[1][1]
     assert [code for code, _ in job(hosts, FAILS="g0")] == [9, 9]
     assert "outside the distribution" in hosts[1].tree.failure
 
@@ -342,7 +342,7 @@ def test_what_a_shell_script_has_started_may_save(tree: Tree, tmp_path: Path, la
         "import os, signal, sys, time\n"
         "def save(*_):\n"
         "    time.sleep(1.5)\n"
-        "    open(os.environ['SM_MODEL_DIR'] + '/' + os.environ['RANK'], 'w').close()\n"
+        "    open(os.environ['SM_MODEL_DIR'] + '/' + os.environ.get('RANK', '0'), 'w').close()\n"
         "    sys.exit(0)\n"
         "signal.signal(signal.SIGTERM, save)\n"
         "print('up', flush=True)\n"
@@ -364,3 +364,49 @@ def test_a_stop_ends_although_nobody_reads_the_log(tree: Tree) -> None:
         job.send_signal(signal.SIGTERM)
         assert job.wait(timeout=20) == 143
     assert "was stopped" in tree.failure
+
+
+@pytest.mark.parametrize("handles", [True, False])
+@pytest.mark.parametrize("launcher", [{}, {MPI: True}, {TORCHRUN: True}], ids=["plain", "mpi", "torchrun"])
+def test_a_signal_for_the_script_does_not_end_the_job(tree: Tree, launcher: dict[str, object], handles: bool) -> None:
+    """Slurm's --signal=USR1, submitit and Lightning: the script saves at it, and trains on."""
+    handler = "signal.signal(signal.SIGUSR1, lambda *_: (print('saved', flush=True), done.append(1)))\n"
+    tree.script(
+        "import os, signal, sys, time\ndone = []\n"
+        f"{handler if handles else ''}"
+        "if os.fork() == 0: time.sleep(60)\n"  # as a worker that loads data
+        "print('up', flush=True)\n"
+        f"until = time.monotonic() + {20 if handles else 1}\n"
+        "while not done and time.monotonic() < until: time.sleep(0.05)\n"
+        "print('trained', flush=True)\nos._exit(0)\n"
+    )
+    ranks = 2 if launcher else 1
+    tree.hyperparameters(**launcher, sagemaker_mpi_num_of_processes_per_host=2)
+    environment = clean_environment(SAGEMAKER_BASE_DIR=str(tree.base), SAGEMAKER_PROGRAM="train.py")
+    with subprocess.Popen(TRAIN, env=environment, stdout=-1, stderr=subprocess.STDOUT, text=True) as job:
+        assert job.stdout is not None
+        said = ""
+        while said.count("up\n") < ranks:
+            line = job.stdout.readline()
+            assert line, said
+            said += line
+        job.send_signal(signal.SIGUSR1)
+        said += job.stdout.read()
+    assert job.returncode == 0, said
+    assert said.count("trained") == ranks
+    assert said.count("saved") == (ranks if handles else 0)
+    told = f"passed on to {ranks} processes" if handles else "has no effect: no process of the script has a handler"
+    assert f"SIGUSR1{':' if handles else ''} {told}" in said
+
+
+@pytest.mark.parametrize("launcher", [{MPI: True}, {TORCHRUN: True}, {}], ids=["mpi", "torchrun", "plain"])
+def test_no_launcher_reads_the_arguments_of_the_script(tree: Tree, run: Run, launcher: dict[str, object]) -> None:
+    """torchrun's own options begin with these words."""
+    tree.script("import sys; sys.stdout.write(f'{sys.argv[1:]}\\n')")
+    names = ("monitor", "run", "max", "no", "master", "role", "log", "m", "np", "x")
+    tree.hyperparameters(**launcher, **dict.fromkeys(names, "1"), sagemaker_mpi_num_of_processes_per_host=2)
+    done = run("--r=16", "--", "--nnodes", "-h", SAGEMAKER_PROGRAM="train.py")
+    assert done.code == 0, done.err
+    expected = [word for name in sorted(names) for word in ("-" * (1 if len(name) == 1 else 2) + name, "1")]
+    line = f"{[*expected, '--r=16', '--', '--nnodes', '-h']}"
+    assert done.out.count(line) == (2 if launcher else 1), done.out

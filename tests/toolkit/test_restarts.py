@@ -37,7 +37,7 @@ KILLED = "rank {}: The script was killed by signal 9 (SIGKILL), and wrote nothin
 # Each start says who it is; the first one waits to be killed.
 TALK = """\
 import os, signal, sys, time
-RANK, RESTART = os.environ["RANK"], int(os.environ["SHOAL_RESTART"])
+RANK, RESTART = os.environ.get("RANK", "0"), int(os.environ["SHOAL_RESTART"])
 print("rank", RANK, "restart", RESTART, os.environ.get("SHOAL_RESTART_REASON"))
 """
 DIE_ONCE = f"""{TALK}

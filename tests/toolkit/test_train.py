@@ -34,12 +34,8 @@ def test_the_script_gets_its_arguments_and_variables(tree: Tree, run: Run) -> No
     assert argv == ["train.py", "--epochs", "3", "--lr", "0.1", "--more", "a b"]
     assert cwd == str(tree.code)
     assert environ["SM_HP_EPOCHS"] == "3"
-    assert {name: environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")} == {
-        "RANK": "0",
-        "WORLD_SIZE": "1",
-        "LOCAL_RANK": "0",
-        "LOCAL_WORLD_SIZE": "1",
-    }
+    # Nothing but `train` has started it: it may start ranks itself.
+    assert not {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"} & {*environ}
     assert {name for name in environ if name.startswith("SHOAL_")} == {"SHOAL_JOB", "SHOAL_RESTART", "SHOAL_STOP_GRACE"}
     assert "s3cret" not in done.out + done.err
 

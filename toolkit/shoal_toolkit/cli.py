@@ -48,7 +48,7 @@ from shoal_toolkit.plan.launcher import select_hosts
 from shoal_toolkit.plan.plan import DEFAULT_MASTER_PORT, LaunchPlan, make_plan
 from shoal_toolkit.result.result import Result, prepare_output, write_result
 from shoal_toolkit.run.host import Host, Task, make_report
-from shoal_toolkit.system.loop import STOP_SIGNALS
+from shoal_toolkit.system.loop import PASSED_SIGNALS, STOP_SIGNALS
 
 _PREFLIGHT_TIMEOUT = 60  # seconds in which the hosts of a preflight must meet
 
@@ -260,6 +260,7 @@ class EarlyStop:
     """
 
     def __init__(self) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_SIGNALS)
         for number in STOP_SIGNALS:
             if signal.getsignal(number) != signal.SIG_IGN:  # ignored under nohup: that stays so
                 signal.signal(number, self._raise)

@@ -249,7 +249,7 @@ def _build_torchrun(
         "monitor_interval": 0.1,  # seconds; before torch 2.1 it was 5, and every job ended that late
     }
     words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-    return [machine.python, "-m", "torch.distributed.run", *words, "--no-python", *wrap_for_torchrun(script)]
+    return [machine.python, "-m", "torch.distributed.run", *words, "--no-python", "--", *wrap_for_torchrun(script)]
 
 
 def _plan_setup(job: Job, machine: Machine) -> list[tuple[str, ...]]:
@@ -302,11 +302,10 @@ def _build_environment(
     variables["MASTER_ADDR"] = job.environ.get("MASTER_ADDR") or ("127.0.0.1" if alone else hosts[0])
     variables["MASTER_PORT"] = job.environ.get("MASTER_PORT") or (free_port if alone else DEFAULT_MASTER_PORT)
     variables["SM_MASTER_PORT"] = variables["MASTER_PORT"]
-    if launcher not in SEVERAL_RANKS:
-        # A host outside the distribution is a world of its own.
-        world = list(hosts) if current_host in hosts else [current_host]
-        rank, size = str(world.index(current_host)), str(len(world))
-        variables.update(RANK=rank, WORLD_SIZE=size, LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+    if launcher not in SEVERAL_RANKS and not alone and current_host in hosts:
+        # Only for torch's `env://`. A script that is alone on its host may start ranks itself: with a LOCAL_RANK,
+        # Lightning and transformers would take it for a rank of somebody else's.
+        variables.update(RANK=str(hosts.index(current_host)), WORLD_SIZE=str(len(hosts)))
     if (launcher in SEVERAL_RANKS or machine.has_fewer_cpus) and "OMP_NUM_THREADS" not in job.environ:
         variables["OMP_NUM_THREADS"] = str(max(1, machine.cpus // ranks.get(current_host, 1)))
     if launcher in (DATAPARALLEL, PYTORCH_DDP):

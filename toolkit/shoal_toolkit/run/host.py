@@ -24,7 +24,7 @@ from shoal_toolkit.result.result import (
     write_result,
 )
 from shoal_toolkit.run.processes import HostEvents, HostProcesses
-from shoal_toolkit.system.loop import STOP_SIGNALS, Loop
+from shoal_toolkit.system.loop import PASSED_SIGNALS, STOP_SIGNALS, Loop
 from shoal_toolkit.system.memory import collect_memory_facts, count_oom_kills
 
 _KILL_SECONDS = 10.0
@@ -145,7 +145,8 @@ class Host(Role):
         At the end, also after an error, it kills the processes and closes everything. Returns the exit code of `train`.
         """
         self.loop.on_signals(STOP_SIGNALS, self._on_signal)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+        self.loop.on_signals(PASSED_SIGNALS, self._pass_on)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, (*STOP_SIGNALS, *PASSED_SIGNALS))
         try:
             self.begin()
             self.loop.run_until(lambda: self.result is not None and (self._gave_up or not self._runs()))
@@ -157,6 +158,16 @@ class Host(Role):
             self.close()
             self.output.close()
             self.loop.close()
+
+    def _pass_on(self, number: int) -> None:
+        """Gives a signal to the script on this host. A process without a handler would die of it, and gets none."""
+        told = self.processes.pass_on(number) if self.processes is not None else 0
+        name = signal.Signals(number).name
+        write_log(
+            f"{name}: passed on to {told} processes of the script"
+            if told
+            else f"{name} has no effect: no process of the script has a handler for it"
+        )
 
     def set_result(self, result: Result) -> None:
         """Ends the job with a result, and kills what still runs here. Only the first result counts.

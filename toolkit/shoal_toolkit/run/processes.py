@@ -28,6 +28,7 @@ from shoal_toolkit.system.process import (
     kill_left_behind,
     read_start_time,
     signal_group,
+    signal_handlers,
     signal_marked,
     signal_process,
     spawn,
@@ -340,6 +341,12 @@ class HostProcesses:
         elif self._pid:
             signal_group(self._pid, number)
             signal_marked(self._pid, self._mark, self._since, number)
+
+    def pass_on(self, number: int) -> int:
+        """Signals the processes of the script on this host that handle a signal. Returns their number."""
+        if self._ranks is not None:
+            return self._ranks.pass_on(number)
+        return signal_handlers(self._pid, number) if self._pid else 0
 
     def signal_launcher(self, number: int) -> None:
         """Signals the script, launcher or set-up command itself, but not its ranks.

@@ -15,7 +15,14 @@ from shoal_toolkit.log import STDERR, STDOUT
 from shoal_toolkit.output.pipes import FlowControl, Source
 from shoal_toolkit.plan import rank_shell
 from shoal_toolkit.system.loop import Loop
-from shoal_toolkit.system.process import find_descendants, has_orphans, read_start_time, signal_group, signal_process
+from shoal_toolkit.system.process import (
+    find_descendants,
+    has_orphans,
+    read_start_time,
+    signal_group,
+    signal_handlers,
+    signal_process,
+)
 
 _MAX_PARENT_LENGTH = 60  # the path of a socket has at most 107 characters
 _POLL_SECONDS = 0.1
@@ -119,6 +126,11 @@ class LocalRanks:
             if started and read_start_time(pid) == started and not signal_group(pid, number):
                 for process in (*find_descendants(pid), pid):
                     signal_process(process, number)
+
+    def pass_on(self, number: int) -> int:
+        """Signals the processes of each running rank that handle a signal; see signal_handlers."""
+        running = [pid for pid, started in self._start_times.items() if started and read_start_time(pid) == started]
+        return sum(signal_handlers(pid, number) for pid in running)
 
     def stop(self, number: int) -> None:
         """Signals every rank, also those that start later. From now on a rank that ends keeps its shell running.

@@ -18,6 +18,7 @@ from shoal_toolkit.light_typing import Any
 READ = select.POLLIN
 WRITE = select.POLLOUT
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+PASSED_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)  # for the script: Slurm, submitit and Lightning save at one
 _GONE = select.POLLHUP | select.POLLERR | select.POLLNVAL
 
 

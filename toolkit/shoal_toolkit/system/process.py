@@ -104,6 +104,20 @@ def find_descendants(ancestor: int) -> list[int]:
     return found
 
 
+def signal_handlers(ancestor: int, number: int) -> int:
+    """Signals a process that handles the signal; of one that would die of it, those below it in the same way.
+
+    A process below one that handles it, such as a worker that loads data, gets none. Returns the number of processes.
+    """
+    status = read_text("/proc", str(ancestor), "status")
+    caught = status.partition("\nSigCgt:")[2].split(None, 1)[:1]
+    if caught and int(caught[0], 16) >> (number - 1) & 1:
+        signal_process(ancestor, number)
+        return 1
+    children = [pid for pid in _list_pids() if _read_stat(pid)[1:2] == [str(ancestor)]]
+    return sum(signal_handlers(pid, number) for pid in children)
+
+
 def has_orphans(leader: int) -> bool:
     """Whether orphaned processes run in a process group: not its leader, not children of the leader, no zombies."""
     for pid in _list_pids():

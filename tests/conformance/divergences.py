@@ -82,7 +82,8 @@ VARIABLES = (
     ),
     *each(
         ADDITIONAL,
-        "These are torch's names for a process, so init_process_group() works under every launcher. A script that is alone has none.",
+        "These are torch's names for a process, so init_process_group() works under every launcher. "
+        "A script that is alone has none.",
         *("env RANK", "env WORLD_SIZE", "env LOCAL_RANK", "env LOCAL_WORLD_SIZE"),
     ),
     Divergence(

@@ -63,7 +63,7 @@ def read_installed() -> dict[str, str]:
 
 
 def find_other_names(installed: Mapping[str, str]) -> dict[str, str]:
-    """Returns the packages that would replace the modules of an installed one: name → the installed one's version."""
+    """Returns the packages that would replace the modules of an installed package: name → the installed version."""
     others: dict[str, str] = {}
     for names in read_table("fixed_packages")["same"]:
         versions = [installed[name] for name in names if name in installed]
@@ -93,7 +93,7 @@ def list_constraints(installed: Mapping[str, str], others: Mapping[str, str]) ->
 
 
 def _make_empty_packages(directory: str, versions: Mapping[str, str]) -> None:
-    """Makes what pip takes for installed packages in a directory: their names and versions."""
+    """Makes packages in a directory that have only a name and a version. pip takes them for installed."""
     for name, version in versions.items():
         path = os.path.join(directory, f"{name.replace('-', '_')}-{version}.dist-info")
         os.mkdir(path)

@@ -24,7 +24,8 @@ from shoal.errors import DiskError, TraceError
 from shoal.jobs import docker_hosts, source_files, summary, volumes
 from shoal.jobs.docker_hosts import DockerHosts
 from shoal.jobs.job import JobRequest, JobResult
-from shoal.jobs.job_log import JobLog, find_numbers, parse_line
+from shoal.jobs.job_log import JobLog, parse_line
+from shoal.jobs.printed_metrics import find_metrics
 from shoal.jobs.record import JobRecord, OpenJob
 from shoal.jobs.source_files import Selection
 from shoal.jobs.volumes import Volume
@@ -63,7 +64,7 @@ def test_numbers_of_a_line_are_found_at_once() -> None:
     """A line of digits took 0.6 s, and readers of the log fell behind."""
     began = time.monotonic()
     for _ in range(50):
-        assert list(find_numbers("a=" + "1" * 4000 + "x b=" + "1" * 4000 + "ex c=1.5")) == [("c", 1.5)]
+        assert list(find_metrics("a=" + "1" * 4000 + "x b=" + "1" * 4000 + "ex c=1.5")) == [("c", 1.5)]
     assert time.monotonic() - began < 5
 
 

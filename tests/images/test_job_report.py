@@ -18,7 +18,7 @@ from shoal.commands import job_reports
 from shoal.errors import UsageError
 from shoal.jobs import job_log
 from shoal.jobs.job import JobRequest, JobResult
-from shoal.jobs.job_log import JobLog, find_numbers, parse_line
+from shoal.jobs.job_log import JobLog, parse_line
 from shoal.jobs.record import JobRecord, OpenJob
 from shoal.jobs.usage import CPU, MEMORY, Usage, sample_usage
 from shoal.report.job_page import list_differences, render_comparison_page, render_job_page
@@ -154,7 +154,7 @@ def test_lines_have_the_rank_that_wrote_them(text: str, expected: tuple[str, int
 
 def test_numbers_of_lines() -> None:
     line = "loss=0.25 lr=1e-3, name=x path=1.2.3 big=1e999 step=7"
-    assert list(find_numbers(line)) == [("loss", 0.25), ("lr", 0.001), ("step", 7.0)]
+    assert list(find_metrics(line)) == [("loss", 0.25), ("lr", 0.001), ("step", 7.0)]
 
 
 def test_log_keeps_its_ends_and_a_long_series_keeps_its_shape(monkeypatch: pytest.MonkeyPatch) -> None:

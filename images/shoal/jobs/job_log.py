@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import re
 import threading
 import time
 from array import array
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, NamedTuple
 
 from shoal.clean_text import cut_line, print_error
+from shoal.jobs.printed_metrics import find_metrics
 from shoal.limits import MOST_LOG
 
 _HALF = 50_000
@@ -25,9 +24,6 @@ MAX_SERIES = 2_000
 _MAX_POINTS = 1_000  # of a series
 _PREFIX = re.compile(r"\[(\d{1,9}),([^\]\s]{1,255})\] ?")
 _ESCAPES = re.compile(r"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b]*\x07)")
-_NUMBER = re.compile(
-    r"(?<![\w.-])([A-Za-z_][\w./-]{0,63})=([-+]?(?:\d++(?:\.\d*+)?|\.\d++)(?:[eE][-+]?\d++)?)(?![\w.])"
-)
 
 
 class Line(NamedTuple):
@@ -78,7 +74,7 @@ class JobLog:
     omitted: int = 0
     """How many lines between head and tail are not kept."""
     series: dict[Key, Series] = field(default_factory=dict)
-    """The numbers that the script has written as name=value."""
+    """The metrics that the script has printed."""
     usage: dict[Key, Series] = field(default_factory=dict)
     """CPU, memory and GPUs of hosts."""
     path: Path | None = None
@@ -113,8 +109,8 @@ class JobLog:
             else:
                 self.omitted += len(self._tail) == _HALF
                 self._tail.append(line)
-            if "=" in line.text and not line.text.startswith("train: "):
-                for name, value in find_numbers(line.text):
+            if not line.text.startswith("train: "):
+                for name, value in find_metrics(line.text):
                     self._add_number((name, line.host, line.rank), line.seconds, value)
         return line
 
@@ -178,11 +174,3 @@ def _parse_json(seconds: float, host: str, text: str) -> Line:
 def _one_line(text: str) -> str:
     """Return a text without line ends and lone surrogates, which JSON can have."""
     return text.replace("\n", " ").encode("utf-8", "replace").decode()
-
-
-def find_numbers(text: str) -> Iterator[tuple[str, float]]:
-    """Yield the finite numbers that a line names, such as loss=0.25."""
-    for name, number in _NUMBER.findall(text):
-        value = float(number)
-        if math.isfinite(value):
-            yield name, value

@@ -391,7 +391,8 @@ def test_what_others_put_beside_checkpoints_is_not_taken(tmp_path: Path, private
     for name in (MARK, "step-9.pkl"):
         (planted / name).write_text('{"job": "digits-1"}')
     (shared / MARK).write_text('{"job": "digits-1"}')
-    give_away(shared)
+    give_away(planted)
+    give_away(shared / MARK)
     with open_directory(shared / "ck", "digits-1", "--checkpoints") as opened:
         assert not opened.has_files()
     lock = shared / ".ck.shoal-lock"

@@ -243,5 +243,5 @@ def test_a_stranger_at_all_ports_neither_takes_part_in_a_job_of_torch_nor_ends_i
         heard = subprocess.run(["/usr/bin/python3", "-c", NOISE, *ports], capture_output=True, text=True, timeout=120)
         assert heard.stdout == "0\n"
         end.touch()
-        assert job.stdout.read().split() == ["done", "done"]
+        assert job.stdout.read().count("done") == 2  # the two may share a line
     assert job.returncode == 0

@@ -36,11 +36,13 @@
 #include <sys/mman.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
+#include <time.h>
 #include <unistd.h>
 
 #define STATE_ESTABLISHED 0x01
 #define STATE_LISTEN 0x0A
 #define PORTS 65536
+#define REFUSED 16 /* addresses that are remembered */
 #define ESTABLISHING_MS 200 /* a connection on one machine is made at once, unless the listener has too many waiting */
 
 typedef struct {
@@ -257,12 +259,33 @@ static bool resolves_to(const char *name, const endpoint_t *peer) {
     return same;
 }
 
+static double read_clock(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (double)now.tv_sec + (double)now.tv_nsec / 1e9;
+}
+
+/* While a host of the job is missing, the look for its name can take ten seconds. Then an address that is refused is not
+   looked for again for ten times as long, so that a stranger who connects often does not keep the members waiting. */
 static bool is_other_host(const endpoint_t *peer) {
+    static _Thread_local struct {
+        struct in6_addr address;
+        double until;
+    } refused[REFUSED];
+    static _Thread_local unsigned count;
+    double began = read_clock();
+    for (size_t index = 0; index < REFUSED; index++)
+        if (began < refused[index].until && is_same_address(&refused[index].address, &peer->address)) return false;
     const char *peers = getenv("SHOAL_PEERS");
     char *names = strdup(peers ? peers : ""), *rest = names;
     bool found = false;
     for (char *name; names && !found && (name = strtok_r(rest, " ", &rest));) found = resolves_to(name, peer);
     free(names);
+    double ended = read_clock();
+    if (!found) {
+        refused[count % REFUSED].address = peer->address;
+        refused[count++ % REFUSED].until = ended + 10 * (ended - began);
+    }
     return found;
 }
 

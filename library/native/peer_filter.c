@@ -221,17 +221,26 @@ static _Atomic uint64_t *open_table(void) {
     return table;
 }
 
+static uint64_t read_cookie(int connection) {
+    uint64_t cookie = 0;
+    socklen_t size = sizeof cookie;
+    return getsockopt(connection, SOL_SOCKET, SO_COOKIE, &cookie, &size) == 0 ? cookie : 0;
+}
+
 /* Whether a process of the job made the connection that was accepted. */
 static bool is_noted(int accepted, const endpoint_t *from) {
     _Atomic uint64_t *table = open_table();
-    uint64_t cookie = 0;
-    socklen_t size = sizeof cookie;
-    return table && getsockopt(accepted, SOL_SOCKET, SO_COOKIE, &cookie, &size) == 0 && cookie != 0 &&
-           atomic_load(&table[from->port % PORTS]) == cookie;
+    uint64_t cookie = read_cookie(accepted);
+    return table && cookie != 0 && atomic_load(&table[from->port % PORTS]) == cookie;
 }
 
-/* Notes a connection that this process has made to this machine. Until it is established, the other end may be that of
-   a stranger who had the port before. */
+static bool is_established(int connection, const endpoint_t *own, const endpoint_t *target) {
+    row_t row;
+    return ask_kernel(own, target, &row) && row.state == STATE_ESTABLISHED && row.cookie == read_cookie(connection);
+}
+
+/* Notes a connection that this process has made to this machine. Before it is established, and after it has ended, the
+   other end may be that of a stranger who has the port. */
 static void note(int connection, const endpoint_t *target) {
     struct sockaddr_storage ours = {0};
     socklen_t size = sizeof ours;
@@ -243,7 +252,8 @@ static void note(int connection, const endpoint_t *target) {
         !(is_loopback(&target->address) || is_same_address(&own.address, &target->address)))
         return;
     poll(&(struct pollfd){.fd = connection, .events = POLLOUT}, 1, ESTABLISHING_MS);
-    if (ask_kernel(&own, target, &row) && row.state == STATE_ESTABLISHED && ask_kernel(target, &own, &row))
+    if (is_established(connection, &own, target) && ask_kernel(target, &own, &row) &&
+        is_established(connection, &own, target))
         atomic_store(&table[own.port % PORTS], row.cookie);
 }
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import time
 from pathlib import Path
 
 import pytest
 
+from shoal_toolkit.plan.members import PEERS
+from shoal_toolkit.run.connections import build_connection_variables
 from smdistributed.core import native
 
 from .conftest import Run, Tree
@@ -98,6 +101,15 @@ def test_a_stranger_who_comes_often_is_looked_for_once(tmp_path: Path) -> None:
             ended = subprocess.run(visits, check=True, timeout=60, capture_output=True, text=True)
     first, *_, last = map(float, ended.stdout.split())
     assert last < 3 * first
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to act as another user")
+def test_nobody_else_can_open_the_table_of_connections() -> None:
+    path = build_connection_variables({PEERS: ""})["SHOAL_CONNECTIONS"]
+    command = ["/usr/bin/python3", "-c", f"open({path!r}, 'r+b'); print('opened')"]
+    assert subprocess.run(command, check=False, capture_output=True, text=True).stdout == "opened\n"
+    ended = subprocess.run(command, user=65534, group=65534, extra_groups=[], capture_output=True, check=False)
+    assert b"PermissionError" in ended.stderr
 
 
 FILTERED = MACHINE._replace(peer_filter="/site/_peer_filter.so")

@@ -8,7 +8,8 @@
 
    The kernel does not tell the user of a socket after its process has closed it. NCCL's ranks connect, send who they are
    and close before the first rank accepts. So connect() notes each connection to this machine in a table. `train` shares
-   it with the processes of the job (SHOAL_CONNECTIONS, a path that strangers cannot open).
+   it with the processes of the job (SHOAL_CONNECTIONS, a path that strangers cannot open). A note is the kernel's number
+   of the socket that will be accepted. No later socket gets this number: a note that nobody removes does no harm.
 
    connect() to MASTER_PORT on this machine is refused if another user listens there, who was faster than the first
    rank. The listeners are looked at before and after the connection is made, so that nobody listens in between.
@@ -35,11 +36,13 @@
 #include <sys/mman.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
+#include <time.h>
 #include <unistd.h>
 
 #define STATE_ESTABLISHED 0x01
 #define STATE_LISTEN 0x0A
 #define PORTS 65536
+#define REFUSED 16 /* addresses that are remembered */
 #define ESTABLISHING_MS 200 /* a connection on one machine is made at once, unless the listener has too many waiting */
 
 typedef struct {
@@ -52,6 +55,7 @@ typedef struct {
     endpoint_t local, remote;
     unsigned state, uid;
     unsigned long inode; /* 0: no process has the socket any more, and the uid means nothing */
+    uint64_t cookie;     /* as SO_COOKIE; 0: not known */
 } row_t;
 
 static struct in6_addr map_ipv4(uint32_t address) {
@@ -184,7 +188,8 @@ static bool ask_kernel(const endpoint_t *local, const endpoint_t *remote, row_t 
     if (size < (ssize_t)NLMSG_LENGTH(sizeof *found) || answer.header.nlmsg_type != SOCK_DIAG_BY_FAMILY ||
         found->idiag_state == STATE_LISTEN || found->id.idiag_dport != id->idiag_dport)
         return false; /* it has no such socket, or only one that listens */
-    *row = (row_t){*local, *remote, found->idiag_state, found->idiag_uid, found->idiag_inode};
+    uint64_t cookie = (uint64_t)found->id.idiag_cookie[1] << 32 | found->id.idiag_cookie[0];
+    *row = (row_t){*local, *remote, found->idiag_state, found->idiag_uid, found->idiag_inode, cookie};
     return true;
 }
 
@@ -198,7 +203,7 @@ static bool find_connected(const endpoint_t *local, const endpoint_t *remote, ro
     return !ask_kernel(remote, local, &other) && find_row(is_row_between, local, remote, row);
 }
 
-/* Opens the table: for each port, the connection that a process of the job made from it, and nobody has accepted. */
+/* Opens the table: for each port, the other end of the connection that a process of the job made from it last. */
 static _Atomic uint64_t *open_table(void) {
     static _Atomic(void *) opened; /* of several threads, one may map it once more */
     void *table = atomic_load(&opened);
@@ -216,27 +221,26 @@ static _Atomic uint64_t *open_table(void) {
     return table;
 }
 
-/* A number for a connection from a port (FNV-1a), which is never 0. */
-static uint64_t digest(const endpoint_t *from, const endpoint_t *to) {
-    unsigned char bytes[2 * sizeof(struct in6_addr) + 2];
-    uint64_t number = 0xcbf29ce484222325u;
-    memcpy(bytes, &from->address, sizeof from->address);
-    memcpy(bytes + sizeof from->address, &to->address, sizeof to->address);
-    bytes[sizeof bytes - 2] = (unsigned char)(to->port >> 8);
-    bytes[sizeof bytes - 1] = (unsigned char)to->port;
-    for (size_t index = 0; index < sizeof bytes; index++) number = (number ^ bytes[index]) * 0x100000001b3u;
-    return number | 1;
+static uint64_t read_cookie(int connection) {
+    uint64_t cookie = 0;
+    socklen_t size = sizeof cookie;
+    return getsockopt(connection, SOL_SOCKET, SO_COOKIE, &cookie, &size) == 0 ? cookie : 0;
 }
 
-/* Removes the note of a connection. Returns whether there was one. */
-static bool remove_note(const endpoint_t *from, const endpoint_t *to) {
+/* Whether a process of the job made the connection that was accepted. */
+static bool is_noted(int accepted, const endpoint_t *from) {
     _Atomic uint64_t *table = open_table();
-    uint64_t expected = digest(from, to);
-    return table && atomic_compare_exchange_strong(&table[from->port % PORTS], &expected, 0);
+    uint64_t cookie = read_cookie(accepted);
+    return table && cookie != 0 && atomic_load(&table[from->port % PORTS]) == cookie;
 }
 
-/* Notes a connection that this process has made to this machine. Its note is gone as soon as it is accepted: somebody
-   else may have the port later. */
+static bool is_established(int connection, const endpoint_t *own, const endpoint_t *target) {
+    row_t row;
+    return ask_kernel(own, target, &row) && row.state == STATE_ESTABLISHED && row.cookie == read_cookie(connection);
+}
+
+/* Notes a connection that this process has made to this machine. Before it is established, and after it has ended, the
+   other end may be that of a stranger who has the port. */
 static void note(int connection, const endpoint_t *target) {
     struct sockaddr_storage ours = {0};
     socklen_t size = sizeof ours;
@@ -248,9 +252,9 @@ static void note(int connection, const endpoint_t *target) {
         !(is_loopback(&target->address) || is_same_address(&own.address, &target->address)))
         return;
     poll(&(struct pollfd){.fd = connection, .events = POLLOUT}, 1, ESTABLISHING_MS);
-    if (!find_connected(&own, target, &row) || row.state != STATE_ESTABLISHED) return;
-    atomic_store(&table[own.port % PORTS], digest(&own, target));
-    if (find_connected(target, &own, &row) && row.inode != 0) remove_note(&own, target); /* it is accepted already */
+    if (is_established(connection, &own, target) && ask_kernel(target, &own, &row) &&
+        is_established(connection, &own, target))
+        atomic_store(&table[own.port % PORTS], row.cookie);
 }
 
 static bool resolves_to(const char *name, const endpoint_t *peer) {
@@ -265,20 +269,42 @@ static bool resolves_to(const char *name, const endpoint_t *peer) {
     return same;
 }
 
+static double read_clock(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (double)now.tv_sec + (double)now.tv_nsec / 1e9;
+}
+
+/* While a host of the job is missing, the look for its name can take ten seconds. Then an address that is refused is not
+   looked for again for ten times as long, so that a stranger who connects often does not keep the members waiting. */
 static bool is_other_host(const endpoint_t *peer) {
+    static _Thread_local struct {
+        struct in6_addr address;
+        double until;
+    } refused[REFUSED];
+    static _Thread_local unsigned count;
+    double began = read_clock();
+    for (size_t index = 0; index < REFUSED; index++)
+        if (began < refused[index].until && is_same_address(&refused[index].address, &peer->address)) return false;
     const char *peers = getenv("SHOAL_PEERS");
     char *names = strdup(peers ? peers : ""), *rest = names;
     bool found = false;
     for (char *name; names && !found && (name = strtok_r(rest, " ", &rest));) found = resolves_to(name, peer);
     free(names);
+    double ended = read_clock();
+    if (!found) {
+        refused[count % REFUSED].address = peer->address;
+        refused[count++ % REFUSED].until = ended + 10 * (ended - began);
+    }
     return found;
 }
 
-static bool is_member(const endpoint_t *peer, const endpoint_t *own) {
+static bool is_member(int accepted, const endpoint_t *peer, const endpoint_t *own) {
     row_t row;
-    bool noted = remove_note(peer, own), here = find_connected(peer, own, &row);
+    bool here = find_connected(peer, own, &row);
     if (here && row.inode != 0) return is_trusted_owner(&row);
-    if (here || is_loopback(&peer->address) || is_same_address(&peer->address, &own->address)) return noted; /* it left */
+    if (here || is_loopback(&peer->address) || is_same_address(&peer->address, &own->address))
+        return is_noted(accepted, peer); /* it has left */
     return is_other_host(peer);
 }
 
@@ -313,7 +339,7 @@ static int admit(int connection) {
         return connection; /* not TCP */
     if (getpeername(connection, (struct sockaddr *)&theirs, &theirs_size) != 0) {
         discard(connection); /* it has reset the connection, but bytes that it sent can still be read */
-    } else if (read_endpoint((struct sockaddr *)&theirs, &peer) && !is_member(&peer, &own)) {
+    } else if (read_endpoint((struct sockaddr *)&theirs, &peer) && !is_member(connection, &peer, &own)) {
         discard(connection);
         report("from", &peer);
     }

@@ -333,6 +333,30 @@ def test_checkpoints_are_not_taken_from_a_directory_in_which_a_stranger_can_put_
         pass
 
 
+@pytest.mark.parametrize("make", [make_theirs, make_open])
+def test_checkpoints_are_not_collected_where_a_stranger_can_replace_a_directory(
+    tmp_path: Path, make: Callable[[Path], object]
+) -> None:
+    """They would put a link in the place of the scratch directory, and the job's files would go elsewhere."""
+    make(tmp_path / "shared")
+    with (
+        pytest.raises(UsageError, match=r"shared.*Fix: .*shoal trust"),
+        open_directory(tmp_path / "shared" / "checkpoints", "job", "--checkpoints"),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("mode", [0o700, 0o750])
+def test_checkpoints_can_be_read_by_nobody_who_could_not_read_their_directory(tmp_path: Path, mode: int) -> None:
+    directory = tmp_path / "checkpoints"
+    directory.mkdir()
+    directory.chmod(mode)
+    with open_directory(directory, "job", "--checkpoints") as opened, opened.replace() as scratch:
+        (scratch / "checkpoints").mkdir(mode=0o755)
+        assert scratch.stat().st_mode & 0o777 == 0o700
+    assert directory.stat().st_mode & 0o777 == mode
+
+
 def link_to_documents(jobs: Path, documents: Path) -> None:
     jobs.symlink_to(documents)
 

@@ -23,6 +23,7 @@ from shoal.docker_client import containers
 from shoal.errors import DiskError, TraceError
 from shoal.jobs import docker_hosts, source_files, summary, volumes
 from shoal.jobs.docker_hosts import DockerHosts
+from shoal.jobs.gpu_usage import GpuMeter, GpuUse, read_lines
 from shoal.jobs.job import JobRequest, JobResult
 from shoal.jobs.job_log import JobLog, parse_line
 from shoal.jobs.printed_metrics import find_metrics
@@ -194,6 +195,18 @@ def test_file_systems_below_a_read_only_directory_are_mounted_one_by_one(
 def test_dockers_own_log_has_a_limit() -> None:
     settings = docker_hosts._container_settings(JobRequest(), "j", "j", "n")
     assert settings["log_config"]["Config"]["max-size"]
+
+
+def test_a_fork_bomb_leaves_processes_to_the_machine() -> None:
+    settings = docker_hosts._container_settings(JobRequest(), "j", "j", "n")
+    assert 0 < settings["pids_limit"] < 32_768  # of Linux, without other settings
+
+
+def test_a_program_in_the_place_of_nvidia_smi_fills_no_memory() -> None:
+    meter = GpuMeter()
+    lines = [f"{index}, 5, 10" for index in range(5_000)]
+    read_lines([*lines, "0, 5, " + "9" * 5_000, "0, " + "9" * 400 + ", 7", "0, 5, \u0665"], "algo-1", meter)
+    assert meter.read("algo-1") == GpuUse(5.0, (999 * 10 + 7) << 20)
 
 
 @pytest.mark.parametrize(("size", "most"), [(0, 20_000), (1 << 43, 1)])

@@ -242,6 +242,23 @@ def test_processes_of_other_users_do_not_belong_to_a_job(tmp_path: Path) -> None
 
 
 @needs_root
+def test_processes_of_containers_do_not_belong_to_a_job(tmp_path: Path) -> None:
+    """Root in one has the number of this machine's root. Such processes kept `shoal stop` of a lost job waiting."""
+    tree = tmp_path / "algo-1"
+    command = ["unshare", "--pid", "--fork", "--kill-child", "/bin/sleep", "60"]
+    with subprocess.Popen(command, env={"PATH": os.environ["PATH"], "SAGEMAKER_BASE_DIR": str(tree)}) as own:
+        try:
+            children = Path(f"/proc/{own.pid}/task/{own.pid}/children")
+            until = time.monotonic() + 10
+            while not children.read_text() and time.monotonic() < until:
+                time.sleep(0.01)
+            assert children.read_text()
+            assert local_processes.list_processes(tree) == [own.pid]
+        finally:
+            own.kill()
+
+
+@needs_root
 def test_nobody_else_can_lock_a_job(request_: JobRequest) -> None:
     """A reader could: then `shoal stop` would wait for it without an end."""
     with TemporaryDirectory() as shared:
@@ -391,7 +408,8 @@ def test_what_others_put_beside_checkpoints_is_not_taken(tmp_path: Path, private
     for name in (MARK, "step-9.pkl"):
         (planted / name).write_text('{"job": "digits-1"}')
     (shared / MARK).write_text('{"job": "digits-1"}')
-    give_away(shared)
+    give_away(planted)
+    give_away(shared / MARK)
     with open_directory(shared / "ck", "digits-1", "--checkpoints") as opened:
         assert not opened.has_files()
     lock = shared / ".ck.shoal-lock"

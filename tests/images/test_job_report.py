@@ -19,6 +19,7 @@ from shoal.errors import UsageError
 from shoal.jobs import job_log
 from shoal.jobs.job import JobRequest, JobResult
 from shoal.jobs.job_log import JobLog, parse_line
+from shoal.jobs.printed_metrics import find_metrics
 from shoal.jobs.record import JobRecord, OpenJob
 from shoal.jobs.usage import CPU, MEMORY, Usage, sample_usage
 from shoal.report.job_page import list_differences, render_comparison_page, render_job_page

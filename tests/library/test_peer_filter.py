@@ -120,11 +120,13 @@ def test_a_member_that_leaves_before_it_is_accepted_is_heard(
     assert read == ["hello", "", "hello"], log
 
 
-@pytest.mark.parametrize("ending", ["open", "closed"])
-def test_a_stranger_at_a_port_that_a_member_has_left_is_not_heard(ending: str, noted: dict[str, str]) -> None:
+@pytest.mark.parametrize(("ending", "read"), [("open", "hello"), ("closed", "hello"), ("reset", "")])
+def test_a_stranger_at_a_port_that_a_member_has_left_is_not_heard(
+    ending: str, read: str, noted: dict[str, str]
+) -> None:
     clients = (f"0,{ending},127.0.0.1", f"{STRANGER},closed,127.0.0.1:last")
-    assert serve("4", *clients, **noted)[0] == ["hello", ""]
-    assert serve("4", *clients, LD_PRELOAD="")[0] == ["hello", "hello"]
+    assert serve("4", *clients, **noted)[0] == [read, ""]
+    assert serve("4", *clients, LD_PRELOAD="")[0][1] == "hello"
 
 
 def test_without_the_filter_the_stranger_is_heard() -> None:
@@ -241,5 +243,5 @@ def test_a_stranger_at_all_ports_neither_takes_part_in_a_job_of_torch_nor_ends_i
         heard = subprocess.run(["/usr/bin/python3", "-c", NOISE, *ports], capture_output=True, text=True, timeout=120)
         assert heard.stdout == "0\n"
         end.touch()
-        assert job.stdout.read().split() == ["done", "done"]
+        assert job.stdout.read().count("done") == 2  # the two may share a line
     assert job.returncode == 0

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import time
 from pathlib import Path
 
 import pytest
+
+from shoal_toolkit.plan.members import PEERS
+from shoal_toolkit.run.connections import build_connection_variables
+from smdistributed.core import native
 
 from .conftest import Run, Tree
 from .netns import UNAVAILABLE, running, stranger, two_hosts
@@ -64,6 +69,47 @@ def test_hosts_of_the_job_are_heard_and_another_address_is_not(
     assert (first.code, second.code) == (0, 0), (first, second)
     assert f"read {expected} from {address}" in first.out
     assert "read b'member' from" in first.out
+
+
+SERVER = """
+import socket
+server = socket.create_server(("", 7000))
+print("listens", flush=True)
+for _ in range(10):
+    server.accept()[0].close()
+"""
+# Prints when the first and the last of ten visits have ended.
+VISITS = """
+import socket, time
+began = time.monotonic()
+for visit in [socket.create_connection(("algo-1", 7000), 20, ("{0}", 0)) for _ in range(10)]:
+    visit.recv(1)
+    print(time.monotonic() - began)
+"""
+
+
+@needs_namespaces
+def test_a_stranger_who_comes_often_is_looked_for_once(tmp_path: Path) -> None:
+    """While a host is missing, the look for its name takes seconds, as here the look for many."""
+    variables = f"LD_PRELOAD={native.PATH.with_name('_peer_filter.so')}", "SHOAL_PEERS=" + "1 " * 60_000
+    with two_hosts(tmp_path) as hosts, stranger(hosts[1]) as address:
+        command = hosts[0].command("env", *variables, "/usr/bin/python3", "-c", SERVER)
+        with subprocess.Popen(command, stdout=-1, text=True) as server:
+            assert server.stdout
+            assert server.stdout.readline() == "listens\n"
+            visits = hosts[1].command("/usr/bin/python3", "-c", VISITS.format(address))
+            ended = subprocess.run(visits, check=True, timeout=60, capture_output=True, text=True)
+    first, *_, last = map(float, ended.stdout.split())
+    assert last < 3 * first
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to act as another user")
+def test_nobody_else_can_open_the_table_of_connections() -> None:
+    path = build_connection_variables({PEERS: ""})["SHOAL_CONNECTIONS"]
+    command = ["/usr/bin/python3", "-c", f"open({path!r}, 'r+b'); print('opened')"]
+    assert subprocess.run(command, check=False, capture_output=True, text=True).stdout == "opened\n"
+    ended = subprocess.run(command, user=65534, group=65534, extra_groups=[], capture_output=True, check=False)
+    assert b"PermissionError" in ended.stderr
 
 
 FILTERED = MACHINE._replace(peer_filter="/site/_peer_filter.so")

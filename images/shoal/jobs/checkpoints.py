@@ -58,8 +58,9 @@ class CheckpointDirectory:
     def replace(self) -> Iterator[Path]:
         """Replace the content in one step when the body has ended. An exception leaves the content unchanged.
 
-        Yields a new scratch directory on the same disk. The body makes the new content there, as `CONTENT`. The
-        scratch directory is removed. A crash at any moment leaves the old content or the new one.
+        Yields a new scratch directory on the same disk. The body makes the new content there, as `CONTENT`, which gets
+        the permissions of the directory. Nobody else can enter the scratch directory, which is removed. A crash at any
+        moment leaves the old content or the new one.
 
         Files that were in the directory before its first job stay beside it, with a line on standard error.
 
@@ -67,10 +68,11 @@ class CheckpointDirectory:
         """
         scratch = _sibling(self.path, "new")
         shutil.rmtree(scratch, ignore_errors=True)
-        scratch.mkdir()
+        scratch.mkdir(mode=0o700)
         try:
             yield scratch
             content = scratch / CONTENT
+            content.chmod(stat.S_IMODE(self.path.stat().st_mode))
             _write_mark(content, self.job)
             _flush(content)
             mark = _read_mark(self.path / MARK, str(self.path))
@@ -128,8 +130,7 @@ def open_directory(path: Path, job: str, option: str, *, can_claim: bool = True)
             old.rename(path)
         shutil.rmtree(old, ignore_errors=True)
         path.mkdir(exist_ok=True)
-        problem = trust.describe_stranger(str(path), path.stat())
-        if problem and not trust.is_inside(path, trust.read_trusted()):
+        if problem := trust.find_stranger(path):
             raise UsageError(
                 f"{option}: {problem}, and so decides what the job continues from. Fix: name another directory, or if"
                 f" you trust them: shoal trust {path}"

@@ -44,6 +44,8 @@ from shoal.tar_stream import open_stream
 
 _STOP_MARGIN = 5
 _DOCKER_LOG = "64m"
+_MOST_THREADS = 16_384
+"""The largest number of processes and threads of a host. A machine has at least 32,768, and is lost without any."""
 _LIST_SECONDS = 10
 _SHOWN_OMISSIONS = 20  # of a directory
 SECRET_PATH = "run/shoal-job-secret"
@@ -397,6 +399,7 @@ def _container_settings(request: job.JobRequest, name: str, identity: str, netwo
         "shm_size": request.shm_size or job.SHM_SIZE,
         "mem_limit": request.memory,
         "nano_cpus": None if request.cpus is None else round(request.cpus * 1e9),
+        "pids_limit": _MOST_THREADS,
         # Without a limit, Docker's own copy of the log fills the disk. All lines are in the job's directory.
         "log_config": docker.types.LogConfig(type="json-file", config={"max-size": _DOCKER_LOG}),
     }

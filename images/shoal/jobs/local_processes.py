@@ -35,7 +35,7 @@ def read_environment(pid: int) -> dict[str, str]:
 def list_processes(tree: Path) -> list[int]:
     """Return the processes of the host with a tree; first those that none of them has started, such as `train`.
 
-    Processes of other users are left out: they can have any environment.
+    Processes of other users and of containers are left out: they can have any environment.
     """
     numbers = sorted(int(path.name) for path in Path("/proc").iterdir() if path.name.isdecimal())
     found = [pid for pid in numbers if read_environment(pid).get(BASE) == str(tree) and _is_own(pid)]
@@ -59,11 +59,14 @@ def _list_ancestors(pid: int) -> list[int]:
 
 
 def _is_own(pid: int) -> bool:
-    """Return whether a process is this user's, by its real and its effective user. One that has ended is not."""
-    with contextlib.suppress(OSError, StopIteration):
+    """Return whether a process is this user's, by its real and its effective user. One that has ended is not.
+
+    Nor is one of a container: root in it has the number of this machine's root, and further numbers of a process.
+    """
+    with contextlib.suppress(OSError, KeyError):
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-        users = next(line for line in lines if line.startswith("Uid:")).split()[1:]
-        return {*map(int, users)} <= trust.own_ids()
+        found = {name: values.split() for name, _, values in (line.partition(":") for line in lines)}
+        return {*map(int, found["Uid"])} <= trust.own_ids() and len(found.get("NSpid", ())) <= 1
     return False
 
 

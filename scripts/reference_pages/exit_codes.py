@@ -42,8 +42,8 @@ Some commands end with another program's code:
 
 ## train
 
-`train` ends with the same code on all hosts, which is usually the script's own. The commands of ranks, such as
-`smddprun`, have [their own codes](reference/launchers.md)."""
+`train` ends with the same code on all hosts, which is usually the script's own. If a host is lost, the others end with
+138. The commands of ranks, such as `smddprun`, have [their own codes](reference/launchers.md)."""
 _RESUME = "start the job again: it continues from its [checkpoints](checkpoints.md)"
 _OTHER = (
     "any other",

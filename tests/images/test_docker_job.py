@@ -31,6 +31,7 @@ class FakeEngine:
     """Remembers the settings of containers and networks, and the files that containers are given; has no network."""
 
     volumes = SimpleNamespace(create=lambda name, labels: None)
+    images = SimpleNamespace(get=lambda name: SimpleNamespace(labels={}))
 
     def __init__(self, user: str = "") -> None:
         self.user = user

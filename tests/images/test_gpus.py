@@ -88,6 +88,16 @@ def test_hosts_of_cpu_images_get_gpus_only_on_request() -> None:
         divide(FakeEngine(1, CPU), "all")
 
 
+def test_a_gpu_image_without_gpus_is_reported_unless_none_are_requested() -> None:
+    engine = FakeEngine(None, {"com.amazonaws.ml.engines.sagemaker.dlc.device.gpu.cu117": "true"})
+    assert divide(engine, None) == (
+        [(), ()],
+        ["image:1 gets no GPU, because Docker has no NVIDIA runtime (--gpus none: without this line)"],
+    )
+    assert divide(engine, "none") == ([(), ()], [])
+    assert divide(FakeEngine(None, CPU), None) == ([(), ()], [])
+
+
 @pytest.mark.parametrize("asked", ["all", "0,1"])
 def test_gpus_without_nvidia_runtime_are_an_error(asked: str) -> None:
     with pytest.raises(DockerError, match=f"--gpus {asked}: Docker cannot give GPUs to containers"):

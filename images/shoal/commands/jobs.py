@@ -301,8 +301,8 @@ def run_job(options: RunOptions) -> None:
 
     The script finds the data of a channel NAME in the directory SM_CHANNEL_NAME.
 
-    It saves the model in SM_MODEL_DIR, which becomes model.tar.gz, and checkpoints in /opt/ml/checkpoints. Its other
-    files are lost.
+    It saves the model in SM_MODEL_DIR, which becomes model.tar.gz, and checkpoints in /opt/ml/checkpoints. Files in
+    SM_OUTPUT_DATA_DIR become output.tar.gz. Its other files are lost.
 
     Example: shoal run pytorch train.py -- --epochs 3
 

@@ -1,7 +1,7 @@
 """The object that starts the pods of a job: an Indexed Job, a JobSet, a TrainJob or an MPIJob.
 
-`train` ends on all hosts with the same exit code, so pods fail together, and a new start needs all of them.
-Its codes decide what happens next:
+`train` ends on all hosts with the same exit code, or with 138 if another host is lost. So pods fail together, and a new
+start needs all of them. The codes decide what happens next:
 
 | code | meaning | then |
 |---|---|---|

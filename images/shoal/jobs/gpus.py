@@ -23,6 +23,7 @@ VISIBLE = "NVIDIA_VISIBLE_DEVICES"
 """The variable that NVIDIA's runtime reads if it is Docker's default; GPU images set it to `all`."""
 _NAME = re.compile(r"\d+|(GPU|MIG)-[\w/-]+")
 _CPU_LABEL = "com.amazonaws.ml.engines.sagemaker.dlc.device.cpu"
+_GPU_LABEL = "com.amazonaws.ml.engines.sagemaker.dlc.device.gpu."  # and the version of CUDA
 _COUNT = ["--query-gpu=index", "--format=csv,noheader"]
 
 Devices = tuple[str, ...]
@@ -56,13 +57,13 @@ def divide_gpus(
         image: The tag of the image.
         option: The checked value of `--gpus`. None: all GPUs, if Docker can give any to containers.
         hosts: The names of the hosts.
-        say: Receives a line if GPUs are left over.
+        say: Receives a line if GPUs are left over, or if an image for GPUs gets none without `--gpus none`.
 
     Raises:
         UsageError: If all GPUs are divided, and Docker has fewer than there are hosts. Named GPUs are not checked.
         DockerError: If GPUs are requested but Docker cannot give them to containers, or they cannot be counted.
     """
-    if option == NONE or (option is None and not _uses_gpus(client, image, len(hosts))):
+    if option == NONE or (option is None and not _uses_gpus(client, image, len(hosts), say)):
         return [()] * len(hosts)
     if not docker_client.has_gpus(client):
         raise DockerError(
@@ -100,17 +101,20 @@ def gpu_environment(devices: Devices) -> dict[str, str]:
     return {} if devices == (ALL,) else {VISIBLE: ",".join(devices) or "void"}
 
 
-def _uses_gpus(client: docker.DockerClient, image: str, hosts: int) -> bool:
+def _uses_gpus(client: docker.DockerClient, image: str, hosts: int, say: Callable[[str], object]) -> bool:
     """Return whether hosts get GPUs without `--gpus`: not if Docker has no NVIDIA runtime, or lacks the image.
 
-    Also not if there are several hosts of a CPU image.
+    Also not if there are several hosts of a CPU image. `say` receives a line if hosts of a GPU image get none.
     """
-    if not docker_client.has_gpus(client):
-        return False
     try:
-        return hosts == 1 or _CPU_LABEL not in read_labels(client.images.get(image))
+        labels = read_labels(client.images.get(image))
     except docker.errors.ImageNotFound:
         return False  # reported when the first host is created
+    if docker_client.has_gpus(client):
+        return hosts == 1 or _CPU_LABEL not in labels
+    if any(name.startswith(_GPU_LABEL) for name in labels):
+        say(f"{image} gets no GPU, because Docker has no NVIDIA runtime (--gpus none: without this line)")
+    return False
 
 
 def _split_evenly(names: Sequence[str], hosts: int) -> list[Devices]:

@@ -114,7 +114,7 @@ def _check_options(function: str, options: Mapping[str, Any]) -> None:
 
 @contextmanager
 def delay_param_initialization(enabled: bool = True) -> Iterator[None]:
-    """Constructs a model inside `with` that needs no memory until it is placed (AWS API 1.6).
+    """Delays the memory of large weights that are constructed inside `with` until the model is placed (AWS API 1.6).
 
     Its initial values differ from those that the same seed gives without this context.
 

@@ -39,10 +39,11 @@ from shoal.jobs.live_view import View
 from shoal.jobs.usage import Usage
 from shoal.jobs.volumes import Volume
 from shoal.jobs.watch import STOP_SECONDS, Arrival, HostExit
-from shoal.limits import GIB, MOST_REPORT
+from shoal.limits import GIB, MOST_PROCESSES, MOST_REPORT
 from shoal.tar_stream import open_stream
 
 _STOP_MARGIN = 5
+_LEAST_PROCESSES = 1024  # of a host
 _DOCKER_LOG = "64m"
 _LIST_SECONDS = 10
 _SHOWN_OMISSIONS = 20  # of a directory
@@ -397,6 +398,8 @@ def _container_settings(request: job.JobRequest, name: str, identity: str, netwo
         "shm_size": request.shm_size or job.SHM_SIZE,
         "mem_limit": request.memory,
         "nano_cpus": None if request.cpus is None else round(request.cpus * 1e9),
+        # Otherwise a script that forks for ever leaves no process to end it with.
+        "pids_limit": max(_LEAST_PROCESSES, MOST_PROCESSES // request.hosts),
         # Without a limit, Docker's own copy of the log fills the disk. All lines are in the job's directory.
         "log_config": docker.types.LogConfig(type="json-file", config={"max-size": _DOCKER_LOG}),
     }

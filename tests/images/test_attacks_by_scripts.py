@@ -195,6 +195,13 @@ def test_dockers_own_log_has_a_limit() -> None:
     assert settings["log_config"]["Config"]["max-size"]
 
 
+@pytest.mark.parametrize(("hosts", "most"), [(1, 16_384), (4, 4_096), (100, 1_024)])
+def test_a_script_cannot_take_all_processes_of_the_machine(hosts: int, most: int) -> None:
+    """It may fork for ever, and Docker needs a process to end it."""
+    settings = docker_hosts._container_settings(JobRequest(hosts=hosts), "j", "j", "n")
+    assert settings["pids_limit"] == most
+
+
 @pytest.mark.parametrize(("size", "most"), [(0, 20_000), (1 << 43, 1)])
 def test_many_or_huge_files_beside_the_code_do_not_keep_a_job(
     monkeypatch: pytest.MonkeyPatch, size: int, most: int

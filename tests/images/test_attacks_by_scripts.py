@@ -6,7 +6,10 @@ import contextlib
 import io
 import json
 import os
+import subprocess
+import sys
 import tarfile
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -200,6 +203,41 @@ def test_a_script_cannot_take_all_processes_of_the_machine(hosts: int, most: int
     """It may fork for ever, and Docker needs a process to end it."""
     settings = docker_hosts._container_settings(JobRequest(hosts=hosts), "j", "j", "n")
     assert settings["pids_limit"] == most
+
+
+CLOSED = """
+import os, sys
+from pathlib import Path
+from shoal.jobs.checkpoints import open_directory
+from shoal.jobs.record import collect_tree
+if not os.geteuid(): os.setgid(65534); os.setuid(65534)
+os.umask(0o022)
+tree, kept, copied = (Path(sys.argv[1], name) for name in ("algo-1", "kept", "copied"))
+for number in range(3):
+    place = tree / "checkpoints" / "sub"
+    place.mkdir(parents=True, exist_ok=True)
+    (place / "step").write_text(str(number))
+    (place / "step").chmod(0)
+    (place / "sub").mkdir(exist_ok=True)
+    for directory, mode in ((place / "sub", 0), (place, 0o500), (place.parent, 0o500)): directory.chmod(mode)
+    with open_directory(kept, "job", "--checkpoints") as opened:
+        collect_tree(tree, opened)
+    assert (kept / "sub" / "step").read_text() == str(number)
+    with open_directory(kept, "job", "--checkpoints") as opened:
+        (copied / str(number)).mkdir(parents=True)
+        opened.copy_to(copied / str(number))
+print(sorted(os.listdir(sys.argv[1])))
+"""
+
+
+def test_a_script_that_closes_its_directories_keeps_no_job_from_going_on() -> None:
+    """Without Docker and root. The second `--resume` named a scratch directory that cannot be removed."""
+    with tempfile.TemporaryDirectory() as directory:
+        Path(directory).chmod(0o777)
+        words: list[str | Path] = [sys.executable, "-c", CLOSED, directory]
+        environment = {**os.environ, "HOME": "/nonexistent"}
+        ended = subprocess.run(words, env=environment, cwd="/", capture_output=True, text=True, check=False)
+    assert ended.stdout == "['algo-1', 'copied', 'kept']\n", ended.stderr
 
 
 @pytest.mark.parametrize(("size", "most"), [(0, 20_000), (1 << 43, 1)])

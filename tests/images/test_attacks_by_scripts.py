@@ -81,6 +81,7 @@ REPORTS: dict[str, dict[str, Any]] = {
     "thousands of restarts": {"restarts": [{"number": at, "reason": "exit code 0 " * 9} for at in range(50_000)]},
     "thousands of notes": {"plan": {"notes": ["<note>" * 9] * 50_000}},
     "thousands of variables": {"plan": {"environment": {f"<{at}>": "<" * 200 for at in range(50_000)}}},
+    "odd names of lost files": {"exit_code": 0, "lost_files": ("\udcff\n\x1b]0;x\x07", "</script><b>", "\u202e")},
     "a failure of 30,000 lines": {"messages": {"algo-1": "exit code 0\n" * 5_000}},
 }
 
@@ -103,7 +104,9 @@ def check_report(directory: Path, metrics: str, changes: dict[str, Any]) -> JobR
     """Write the report of a job, and check that it is not large and can be read again."""
     (directory / "algo-1" / "output").mkdir(parents=True)
     (directory / "algo-1" / "output" / "metrics.jsonl").write_text(metrics)
-    result = JobResult("j", 3, directory, {}, {}, **{"metrics": {}, "messages": {}, **changes})
+    fields: dict[str, Any] = {"name": "j", "exit_code": 3, "directory": directory}
+    fields |= {"archives": {}, "launch": {}, "metrics": {}, "messages": {}}
+    result = JobResult(**{**fields, **changes})
     opened = SimpleNamespace(
         name="j", directory=directory, record=JobRecord("i:1", "docker", JobRequest()), log=JobLog(began=0.0)
     )

@@ -38,6 +38,11 @@ MOST_DEPTH = 100
 """Directories in each other. Deeper ones exceed the longest path, and Python's recursion when they are removed."""
 MOST_HEADER = MIB
 """Bytes of a header for long names in a tar archive, which is held in memory."""
+MOST_PROCESSES = 16_384
+"""Processes and threads of a job in Docker: half of those that Linux has for a machine of up to 32 CPUs.
+
+A larger machine has more, and a job may use half of them too.
+"""
 MOST_LOG = 4 * GIB
 """Bytes of a job's log on the disk."""
 MOST_LOG_LINE = MIB
@@ -53,7 +58,8 @@ MOST_LAYER_TEXT = GIB
 MOST_PROBED = 64 * MIB
 """Bytes of output of a command in an image that is inspected. Large images describe themselves in 1 MiB."""
 KEPT_FREE = 32 * MIB
-"""Bytes of a disk that large files leave free, for the reports and logs of other jobs."""
+"""Bytes of a disk that large files, and many small ones, leave free, for the reports and logs of other jobs."""
+_BLOCK = 4096  # bytes of a disk that the smallest file or directory takes
 _MOST_DIGITS = 300  # of an integer: a float has no more
 
 
@@ -66,6 +72,7 @@ class Room:
     def __init__(self, directory: Path, entries: int = MOST_ENTRIES) -> None:
         self._directory, self._entries = directory, entries
         self._left = shutil.disk_usage(directory).free
+        self._unchecked = 0  # bytes since the disk was looked at
 
     def take(self, name: str, size: int) -> None:
         """Count an entry. Raises `DiskError` if it does not fit."""
@@ -74,15 +81,16 @@ class Room:
             raise DiskError(
                 f"{name}: more than {MOST_ENTRIES:,} files and directories. Fix: pack them into archives in the script"
             )
-        kept = 0
-        if size >= MIB:
+        kept, unchecked = 0, self._unchecked + max(size, _BLOCK)
+        if unchecked >= MIB:
             self._left, kept = min(self._left, shutil.disk_usage(self._directory).free), KEPT_FREE
         if size > self._left - kept:
             raise DiskError(
-                f"{name}: it has {size:,} bytes, and {self._directory} has {max(self._left, 0):,} bytes left. Fix: free"
-                " space (df shows which disk is full), or choose another --output"
+                f"{name}: it has {size:,} bytes, and {self._directory} has {max(self._left - kept, 0):,} bytes left."
+                " Fix: free space (df shows which disk is full), or choose another --output"
             )
-        self._left -= size
+        self._unchecked = 0 if kept else unchecked
+        self._left -= max(size, _BLOCK)
 
 
 def open_file(path: Path) -> int:

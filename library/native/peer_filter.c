@@ -240,7 +240,7 @@ static bool is_established(int connection, const endpoint_t *own, const endpoint
 }
 
 /* Notes a connection that this process has made to this machine. Before it is established, and after it has ended, the
-   other end may be that of a stranger who has the port. */
+   other end may belong to a stranger who has the port. */
 static void note(int connection, const endpoint_t *target) {
     struct sockaddr_storage ours = {0};
     socklen_t size = sizeof ours;
@@ -275,8 +275,8 @@ static double read_clock(void) {
     return (double)now.tv_sec + (double)now.tv_nsec / 1e9;
 }
 
-/* While a host of the job is missing, the look for its name can take ten seconds. Then an address that is refused is not
-   looked for again for ten times as long, so that a stranger who connects often does not keep the members waiting. */
+/* While a host of the job is missing, the lookup of its name can take ten seconds. A stranger who connects often would
+   keep the members waiting. So an address that is refused is not looked up again for ten times as long. */
 static bool is_other_host(const endpoint_t *peer) {
     static _Thread_local struct {
         struct in6_addr address;

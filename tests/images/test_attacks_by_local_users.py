@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import getpass
+import json
 import os
 import socket
 import stat
@@ -241,6 +242,17 @@ ODD_FILES: dict[str, Callable[[Path], object]] = {
     "endless": lambda path: os.mknod(path, 0o666 | stat.S_IFCHR, os.makedev(1, 5)),
     "name": lambda path: Path(os.fsdecode(os.fsencode(path) + b"\xff\n\x1b]0;x\x07")).mkdir(),
 }
+
+
+@pytest.mark.parametrize("name", [MARK, f"{MARK}.new"])
+def test_a_directory_in_the_place_of_the_mark_keeps_no_checkpoints_from_being_collected(
+    tmp_path: Path, name: str
+) -> None:
+    with open_directory(tmp_path / "checkpoints", "job", "--checkpoints") as opened, opened.replace() as scratch:
+        (scratch / "checkpoints" / name / "sub").mkdir(parents=True)
+        (scratch / "checkpoints" / "step").write_text("1")
+    assert (tmp_path / "checkpoints" / "step").read_text() == "1"
+    assert json.loads((tmp_path / "checkpoints" / MARK).read_text()) == {"job": "job"}
 
 
 @pytest.mark.parametrize("make", ODD_FILES.values(), ids=ODD_FILES)

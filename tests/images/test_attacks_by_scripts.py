@@ -6,7 +6,10 @@ import contextlib
 import io
 import json
 import os
+import subprocess
+import sys
 import tarfile
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -80,6 +83,7 @@ REPORTS: dict[str, dict[str, Any]] = {
     "thousands of restarts": {"restarts": [{"number": at, "reason": "exit code 0 " * 9} for at in range(50_000)]},
     "thousands of notes": {"plan": {"notes": ["<note>" * 9] * 50_000}},
     "thousands of variables": {"plan": {"environment": {f"<{at}>": "<" * 200 for at in range(50_000)}}},
+    "odd names of lost files": {"exit_code": 0, "lost_files": ("\udcff\n\x1b]0;x\x07", "</script><b>", "\u202e")},
     "a failure of 30,000 lines": {"messages": {"algo-1": "exit code 0\n" * 5_000}},
 }
 
@@ -102,7 +106,9 @@ def check_report(directory: Path, metrics: str, changes: dict[str, Any]) -> JobR
     """Write the report of a job, and check that it is not large and can be read again."""
     (directory / "algo-1" / "output").mkdir(parents=True)
     (directory / "algo-1" / "output" / "metrics.jsonl").write_text(metrics)
-    result = JobResult("j", 3, directory, {}, {}, **{"metrics": {}, "messages": {}, **changes})
+    fields: dict[str, Any] = {"name": "j", "exit_code": 3, "directory": directory}
+    fields |= {"archives": {}, "launch": {}, "metrics": {}, "messages": {}}
+    result = JobResult(**{**fields, **changes})
     opened = SimpleNamespace(
         name="j", directory=directory, record=JobRecord("i:1", "docker", JobRequest()), log=JobLog(began=0.0)
     )
@@ -197,16 +203,59 @@ def test_dockers_own_log_has_a_limit() -> None:
     assert settings["log_config"]["Config"]["max-size"]
 
 
-def test_a_fork_bomb_leaves_processes_to_the_machine() -> None:
-    settings = docker_hosts._container_settings(JobRequest(), "j", "j", "n")
-    assert 0 < settings["pids_limit"] < 32_768  # of Linux, without other settings
-
-
 def test_a_program_in_the_place_of_nvidia_smi_fills_no_memory() -> None:
     meter = GpuMeter()
     lines = [f"{index}, 5, 10" for index in range(5_000)]
     read_lines([*lines, "0, 5, " + "9" * 5_000, "0, " + "9" * 400 + ", 7", "0, 5, \u0665"], "algo-1", meter)
     assert meter.read("algo-1") == GpuUse(5.0, (999 * 10 + 7) << 20)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "machine", "most"),
+    [(1, 32_768, 16_384), (4, 32_768, 4_096), (100, 32_768, 1_024), (1, 0, 16_384), (2, 131_072, 32_768)],
+)
+def test_a_script_cannot_take_all_processes_of_the_machine(
+    monkeypatch: pytest.MonkeyPatch, hosts: int, machine: int, most: int
+) -> None:
+    """It may fork for ever, and Docker needs a process to end it."""
+    monkeypatch.setattr(docker_hosts, "_read_pid_max", lambda: machine)
+    settings = docker_hosts._container_settings(JobRequest(hosts=hosts), "j", "j", "n")
+    assert settings["pids_limit"] == most
+
+
+CLOSED = """
+import os, sys
+from pathlib import Path
+from shoal.jobs.checkpoints import open_directory
+from shoal.jobs.record import collect_tree
+if not os.geteuid(): os.setgid(65534); os.setuid(65534)
+os.umask(0o022)
+tree, kept, copied = (Path(sys.argv[1], name) for name in ("algo-1", "kept", "copied"))
+for number in range(3):
+    place = tree / "checkpoints" / "sub"
+    place.mkdir(parents=True, exist_ok=True)
+    (place / "step").write_text(str(number))
+    (place / "step").chmod(0)
+    (place / "sub").mkdir(exist_ok=True)
+    for directory, mode in ((place / "sub", 0), (place, 0o500), (place.parent, 0o500)): directory.chmod(mode)
+    with open_directory(kept, "job", "--checkpoints") as opened:
+        collect_tree(tree, opened)
+    assert (kept / "sub" / "step").read_text() == str(number)
+    with open_directory(kept, "job", "--checkpoints") as opened:
+        (copied / str(number)).mkdir(parents=True)
+        opened.copy_to(copied / str(number))
+print(sorted(os.listdir(sys.argv[1])))
+"""
+
+
+def test_a_script_that_closes_its_directories_keeps_no_job_from_going_on() -> None:
+    """Without Docker and root. The second `--resume` named a scratch directory that cannot be removed."""
+    with tempfile.TemporaryDirectory() as directory:
+        Path(directory).chmod(0o777)
+        words: list[str | Path] = [sys.executable, "-c", CLOSED, directory]
+        environment = {**os.environ, "HOME": "/nonexistent"}
+        ended = subprocess.run(words, env=environment, cwd="/", capture_output=True, text=True, check=False)
+    assert ended.stdout == "['algo-1', 'copied', 'kept']\n", ended.stderr
 
 
 @pytest.mark.parametrize(("size", "most"), [(0, 20_000), (1 << 43, 1)])

@@ -9,6 +9,7 @@ import resource
 import subprocess
 import sys
 import tarfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -296,6 +297,16 @@ def test_many_files_that_no_disk_holds_together_are_refused(tmp_path: Path, monk
         unpack(source, tmp_path)
 
 
+def test_many_small_files_do_not_fill_a_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each takes a block: 10,000 files of a byte took 40 MB and counted as 10 kB."""
+    monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 64 * limits.MIB})())
+    room = limits.Room(tmp_path)
+    with pytest.raises(DiskError, match=r"it has 1 bytes, and .* has [0-9,]+ bytes left\. Fix: free space"):
+        for number in range(10_000):
+            room.take(f"model/{number}", 1)
+    assert 7_000 < number < 8_500
+
+
 def test_holes_stay_holes(tmp_path: Path) -> None:
     content = b"a" + bytes(200 * limits.MIB) + b"b" + bytes(limits.MIB)
     assert unpack(pack((entry("model/hole", size=len(content)), content)), tmp_path) == []
@@ -413,6 +424,16 @@ def test_a_line_without_end_does_not_fill_the_memory() -> None:
     count = sum(len(line) for line in containers.split_lines(chunks()))
     assert count == 64 << 20
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 16 * 1024  # KiB
+
+
+def test_a_line_that_comes_byte_by_byte_is_searched_once() -> None:
+    """Each byte made the whole line be searched again: 300 kB took 93 s."""
+    began = time.monotonic()
+    assert list(containers.split_pieces([b"x"] * 200_000 + [b"\r", b"y", b"\n"])) == [
+        ("x" * 200_000, True),
+        ("y", False),
+    ]
+    assert time.monotonic() - began < 5
 
 
 def test_the_log_of_a_job_has_a_largest_size(

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import shoal_toolkit
 from shoal_toolkit.errors import LaunchError
 from shoal_toolkit.job.contract import Paths
 from shoal_toolkit.result.result import Result, describe_exit_code, prepare_output, write_result
@@ -87,6 +88,18 @@ def test_files_that_a_script_leaves_in_the_way_change_no_result(tree: Tree, run:
     assert tree.outcome() == ({"failure"} if code else {"success"})
     assert tree.report["exit_code"] == code
     assert all((tree.output / name).is_file() for name in tree.outcome())
+
+
+def test_a_script_that_removes_packages_of_train_stays_a_success(tree: Tree) -> None:
+    """`train` imported its description of the plan at the end, for job.json."""
+    copied = shutil.copytree(Path(shoal_toolkit.__file__).parent, tree.base / "packages" / "shoal_toolkit")
+    tree.script("import shutil; shutil.rmtree('../packages'); print('trained')")
+    variables = {"SAGEMAKER_PROGRAM": "train.py", "PYTHONPATH": str(copied.parent)}
+    environment = clean_environment(SAGEMAKER_BASE_DIR=str(tree.base), **variables)
+    done = subprocess.run(TRAIN, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (0, "trained\n"), done.stderr
+    assert tree.outcome() == {"success"}
+    assert "job.json has no plan: No module named 'shoal_toolkit" in done.stderr
 
 
 FILL = """try:

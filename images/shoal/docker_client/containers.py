@@ -157,22 +157,26 @@ def split_pieces(chunks: Iterable[bytes]) -> Iterator[tuple[str, bool]]:
 
     A line of more than `MOST_LOG_LINE` bytes is split.
     """
-    rest = b""
+    rest = bytearray()
     for chunk in chunks:
-        data = rest + chunk
+        is_same_line = not rest.endswith(b"\r") and b"\n" not in chunk and b"\r" not in chunk
+        rest += chunk
+        if is_same_line and len(rest) <= MOST_LOG_LINE:
+            continue  # to search all of it after each byte would take minutes
+        data = bytes(rest)
         held = b"\r" if data.endswith(b"\r") else b""  # it may be the first half of \r\n
-        *lines, rest = data.removesuffix(held).replace(b"\r\n", b"\n").split(b"\n")
+        *lines, last = data.removesuffix(held).replace(b"\r\n", b"\n").split(b"\n")
         for line in lines:
             yield from _split_returns(line)
-        if b"\r" in rest:
-            bar, _, rest = rest.rpartition(b"\r")
+        if b"\r" in last:
+            bar, _, last = last.rpartition(b"\r")
             yield from ((text, True) for text, _ in _split_returns(bar))
-        rest += held
+        rest = bytearray(last + held)
         if len(rest) > MOST_LOG_LINE:  # without end, it would fill the memory
             yield rest.decode(errors="replace"), False
-            rest = b""
+            rest.clear()
     if rest:
-        yield from _split_returns(rest.removesuffix(b"\r"))
+        yield from _split_returns(bytes(rest).removesuffix(b"\r"))
 
 
 def _split_returns(line: bytes) -> Iterator[tuple[str, bool]]:

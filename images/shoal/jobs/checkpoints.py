@@ -25,6 +25,7 @@ from shoal.errors import UsageError
 
 MARK = ".shoal-job.json"
 """The file in the directory that names its job. The job itself does not see it."""
+_NEW_MARK = f"{MARK}.new"
 CONTENT = "checkpoints"
 """The name of the directory in /opt/ml, and in the scratch directory of `replace`."""
 _FOUND = "found files"
@@ -73,6 +74,8 @@ class CheckpointDirectory:
             yield scratch
             content = scratch / CONTENT
             content.chmod(stat.S_IMODE(self.path.stat().st_mode))
+            for name in (MARK, _NEW_MARK):  # a script may have left a directory there
+                shutil.rmtree(content / name, ignore_errors=True)
             _write_mark(content, self.job)
             _flush(content)
             mark = _read_mark(self.path / MARK, str(self.path))
@@ -275,7 +278,7 @@ def _read_mark(mark: Path, option: str) -> dict[str, Any]:
 def _write_mark(directory: Path, job: str, is_found: bool = False) -> None:
     """Write the mark, and in it whether the directory has files that were there before its first job."""
     text = json.dumps({"job": job, _FOUND: True} if is_found else {"job": job}) + "\n"
-    partial = directory / f"{MARK}.new"
+    partial = directory / _NEW_MARK
     partial.unlink(missing_ok=True)
     with os.fdopen(trust.open_own(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "w") as file:
         file.write(text)

@@ -39,13 +39,12 @@ from shoal.jobs.live_view import View
 from shoal.jobs.usage import Usage
 from shoal.jobs.volumes import Volume
 from shoal.jobs.watch import STOP_SECONDS, Arrival, HostExit
-from shoal.limits import GIB, MOST_REPORT
+from shoal.limits import GIB, MOST_PROCESSES, MOST_REPORT
 from shoal.tar_stream import open_stream
 
 _STOP_MARGIN = 5
+_LEAST_PROCESSES = 1024  # of a host
 _DOCKER_LOG = "64m"
-_MOST_THREADS = 16_384
-"""The largest number of processes and threads of a host. A machine has at least 32,768, and is lost without any."""
 _LIST_SECONDS = 10
 _SHOWN_OMISSIONS = 20  # of a directory
 SECRET_PATH = "run/shoal-job-secret"
@@ -371,6 +370,14 @@ def _create_network(client: docker.DockerClient, identity: str) -> Network:
         return client.networks.create(f"shoal-{identity}", driver="bridge", options=mtu, labels=labels)
 
 
+def _read_pid_max() -> int:
+    """Return how many processes and threads this machine can have; 0 if it does not tell. Docker may run on another."""
+    try:
+        return int(Path("/proc/sys/kernel/pid_max").read_text())
+    except (OSError, ValueError):
+        return 0
+
+
 def _container_settings(request: job.JobRequest, name: str, identity: str, network: str) -> dict[str, Any]:
     """Return the settings that the containers of all hosts share: environment, label, mounts, network and limits.
 
@@ -399,7 +406,8 @@ def _container_settings(request: job.JobRequest, name: str, identity: str, netwo
         "shm_size": request.shm_size or job.SHM_SIZE,
         "mem_limit": request.memory,
         "nano_cpus": None if request.cpus is None else round(request.cpus * 1e9),
-        "pids_limit": _MOST_THREADS,
+        # Otherwise a script that forks for ever leaves no process to end it with.
+        "pids_limit": max(_LEAST_PROCESSES, max(MOST_PROCESSES, _read_pid_max() // 2) // request.hosts),
         # Without a limit, Docker's own copy of the log fills the disk. All lines are in the job's directory.
         "log_config": docker.types.LogConfig(type="json-file", config={"max-size": _DOCKER_LOG}),
     }

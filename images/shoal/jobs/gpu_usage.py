@@ -49,7 +49,7 @@ class GpuMeter:
 
 
 def _is_number(word: str, digits: int) -> bool:
-    """Return whether a word is a number with at most so many digits. A script can replace nvidia-smi."""
+    """Return whether a word is a number with at most `digits` digits. A script can replace nvidia-smi."""
     return len(word) <= digits and word.isascii() and word.isdecimal()
 
 

@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import shutil
+import stat
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -249,9 +250,28 @@ def find_checkpoints(request: job.JobRequest, directory: Path) -> Path:
 
 def collect_tree(tree: Path, directory: checkpoints.CheckpointDirectory) -> None:
     """Replace the checkpoints of a job by those in its tree, which stay there too, as hard links if possible."""
+    _add_permissions(tree / checkpoints.CONTENT)
     with directory.replace() as scratch:
         (scratch / checkpoints.CONTENT).mkdir()
         checkpoints.copy_tree(tree / checkpoints.CONTENT, scratch / checkpoints.CONTENT, link=True)
+
+
+def _add_permissions(root: Path) -> None:
+    """Let this user read, change and remove all files in a directory of a job, as after a job in Docker."""
+    _add_permission(root, 0o700)
+    for directory, names, files in os.walk(root):
+        for name in names:
+            _add_permission(Path(directory, name), 0o700)
+        for name in files:
+            _add_permission(Path(directory, name), 0o600)
+
+
+def _add_permission(path: Path, mode: int) -> None:
+    """Add to the permissions of a file or directory, unless it is a link. One that is not this user's is left."""
+    with contextlib.suppress(OSError):
+        found = path.lstat().st_mode
+        if not stat.S_ISLNK(found) and found & mode != mode:
+            path.chmod(stat.S_IMODE(found) | mode)
 
 
 def list_host_trees(directory: Path) -> list[Path]:

@@ -7,6 +7,7 @@ the output keeps its rank, bytes and order, and does not need the prefixes of mp
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 
 from shoal_toolkit.errors import LaunchError
@@ -26,6 +27,9 @@ from shoal_toolkit.system.process import (
 
 _MAX_PARENT_LENGTH = 60  # the path of a socket has at most 107 characters
 _POLL_SECONDS = 0.1
+_MAX_REPORT = 4096  # bytes of a line
+_START = re.compile(rf"{rank_shell.STARTED} (\d{{1,9}}) (\d{{1,9}}) (\d{{1,9}})".encode())
+_END = re.compile(rf"{rank_shell.ENDED} (\d{{1,9}}) (\d{{1,3}})".encode())
 
 
 class RankEvents(Protocol):
@@ -184,16 +188,15 @@ class LocalRanks:
     def _read_reports(self, data: bytes) -> None:
         """Handles the lines of the ranks' shells, each about a start or an end; keeps an incomplete last line.
 
-        A line is shorter than PIPE_BUF, so that lines don't mix.
+        A line is shorter than PIPE_BUF, so that lines don't mix. Others, which a script has written, are ignored.
         """
-        *lines, self._partial = (self._partial + data).split(b"\n")
+        *lines, partial = (self._partial + data).split(b"\n")
+        self._partial = partial[:_MAX_REPORT]
         for line in lines:
-            event, *words = line.decode().split()
-            numbers = [int(word) for word in words]
-            if event == rank_shell.STARTED:
-                self._on_started(*numbers)
-            else:
-                self._on_ended(*numbers)
+            if found := _START.fullmatch(line):
+                self._on_started(*map(int, found.groups()))
+            elif found := _END.fullmatch(line):
+                self._on_ended(*map(int, found.groups()))
 
     def _on_started(self, rank: int, local: int, pid: int) -> None:
         """Notes a rank, and reports its start. If the job is being stopped already, it signals all ranks."""

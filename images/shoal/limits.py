@@ -52,6 +52,8 @@ MOST_LAYER_TEXT = GIB
 """Bytes of the files of an image that describe packages, which are held in memory."""
 MOST_PROBED = 64 * MIB
 """Bytes of output of a command in an image that is inspected. Large images describe themselves in 1 MiB."""
+MOST_PIP = 4 * GIB
+"""Bytes of memory of pip, which holds pages of package indexes in it. It takes 100 MiB for our images."""
 KEPT_FREE = 32 * MIB
 """Bytes of a disk that large files leave free, for the reports and logs of other jobs."""
 _MOST_DIGITS = 300  # of an integer: a float has no more

@@ -36,6 +36,8 @@ MOST_ENTRIES = 1_000_000
 """Files and directories that are copied from one directory of a container: each takes an inode of the disk."""
 MOST_DEPTH = 100
 """Directories in each other. Deeper ones exceed the longest path, and Python's recursion when they are removed."""
+MOST_PATH = 4096
+"""Characters of a path in an archive. Linux opens no longer one."""
 MOST_HEADER = MIB
 """Bytes of a header for long names in a tar archive, which is held in memory."""
 MOST_LOG = 4 * GIB
@@ -48,8 +50,11 @@ MOST_LAYERS = 1_000
 """Layers that an image names. Each takes time for all files of the image, and one may be named often."""
 MOST_LAYER_ENTRIES = 5_000_000
 """Entries of an image's layers, which are held in memory. Large images have 300,000."""
-MOST_LAYER_TEXT = GIB
-"""Bytes of the files of an image that describe packages, which are held in memory."""
+MOST_LAYER_TEXT = 256 * MIB
+"""Bytes of the names in an image, and of its files that describe packages. Held in memory, they take ten times as much.
+Large images have 60 MiB."""
+MOST_METADATA = 64 * 1024
+"""Bytes of the metadata of a Python distribution in which its version is looked for."""
 MOST_PROBED = 64 * MIB
 """Bytes of output of a command in an image that is inspected. Large images describe themselves in 1 MiB."""
 MOST_PIP = 4 * GIB

@@ -52,7 +52,9 @@ MOST_LAYER_ENTRIES = 5_000_000
 """Entries of an image's layers, which are held in memory. Large images have 300,000."""
 MOST_LAYER_TEXT = 256 * MIB
 """Bytes of the names in an image, and of its files that describe packages. Held in memory, they take ten times as much.
-Large images have 60 MiB."""
+An image with PyTorch has 7 MiB."""
+MOST_OWNERS = 20_000
+"""Packages and directories that a report about an image lists. Each has rows on its page."""
 MOST_METADATA = 64 * 1024
 """Bytes of the metadata of a Python distribution in which its version is looked for."""
 MOST_PROBED = 64 * MIB

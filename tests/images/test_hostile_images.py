@@ -18,9 +18,10 @@ import pytest
 from shoal import limits
 from shoal.docker_client import images
 from shoal.errors import DifferenceError, ImageError, SpecError
-from shoal.inspection import advisories, differences, filesystem, manifest
+from shoal.inspection import advisories, differences, facts, filesystem, manifest, sandbox, sbom
 from shoal.inspection.facts import Distribution
-from shoal.layers import inventory, saved_image
+from shoal.layers import inventory, owners, saved_image
+from shoal.report import size_document
 from shoal.sources import record
 
 from ..waiting import error_in_time
@@ -133,6 +134,53 @@ def test_a_text_of_an_image_takes_a_few_times_its_size(path: str, line: bytes) -
     inventory.read_inventory("a:1", iter([archive]))
     assert tracemalloc.get_traced_memory()[1] < 8 * len(content) + limits.MIB
     tracemalloc.stop()
+
+
+def test_many_owners_are_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is a row of the page: an image of 30 MB had millions."""
+    monkeypatch.setattr(owners, "MOST_OWNERS", 100)
+    layer = tar([(f"{number}/x", b"") for number in range(200)])
+    found = inventory.read_inventory("a:1", iter([legacy([layer])]))
+    assert (len(found.owners), found.owners[owners.REST].files) == (102, 100)
+    layer = tar([(f"opt/x{number}-1.dist-info/METADATA", b"") for number in range(200)])
+    monkeypatch.setattr(inventory, "MOST_OWNERS", 100)
+    with pytest.raises(ImageError, match="a:1: 100 packages or more in it"):
+        inventory.read_inventory("a:1", iter([legacy([layer])]))
+
+
+def test_many_packages_are_described_at_once() -> None:
+    names = [f"x{number}" for number in range(2000)]
+    found = inventory.Inventory(
+        "a:1",
+        (inventory.Layer("", "", {owners.Owner("python", name): inventory.Sum(1) for name in names}),),
+        (),
+        tuple(owners.PythonDistribution(name, f"{number}", "") for name in names for number in range(5)),
+    )
+    assert error_in_time(lambda: size_document.format_document([found], None)) is None
+
+
+def facts_of(*packages: str) -> facts.ImageFacts:
+    """Return the facts of an image that claims to have these Debian packages, and to be of an odd system."""
+    claims: dict[str, Any] = {"system": {"ID": "a?b#c/../", "VERSION_ID": "1&d"}, "python": "3", "machine": "x"}
+    debian = [{"name": name, "version": "1", "architecture": "x#y&z", "source": "", "licence": ""} for name in packages]
+    known = {"tag": "a:1", "id": "sha256:0", "created": "", "bytes": 1, "labels": {}, "commands": {}, "environment": {}}
+    return facts.ImageFacts.model_validate(claims | known | {"packages": debian, "distributions": ()})
+
+
+def test_names_of_a_bill_of_materials_are_unique_and_have_no_parts_of_an_image() -> None:
+    _, *components = sbom.make_sbom(facts_of("a", "a", "b/?"))["components"]
+    parts = "%s@1?arch=x%%23y%%26z&distro=a%%3Fb%%23c%%2F..%%2F-1%%26d"
+    assert [each["purl"] for each in components] == [
+        f"pkg:deb/a%3Fb%23c%2F..%2F/{parts % name}" for name in ("a", "b%2F%3F")
+    ]
+
+
+def test_an_answer_with_halves_of_characters_is_no_traceback(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """They cannot be encoded for the address of a package."""
+    monkeypatch.setattr(sandbox, "run_command", lambda *_: '{"name": "\\ud800", "\\udc00": NaN}')
+    (tmp_path / "probe.py").touch()
+    client: Any = None
+    assert sandbox.run_probe(client, "a:1", tmp_path / "probe.py") == {"name": "?", "?": "NaN"}
 
 
 def test_a_chain_of_headers_is_an_error() -> None:

@@ -18,7 +18,7 @@ from typing import Literal
 from packaging.utils import canonicalize_name
 
 from shoal.layers.saved_image import Entry, replace_surrogates
-from shoal.limits import MOST_METADATA, MOST_PATH
+from shoal.limits import MOST_METADATA, MOST_OWNERS, MOST_PATH
 
 STATUS = "var/lib/dpkg/status"
 _LIST = re.compile(r"var/lib/dpkg/info/([^/:]+)(:[^/]+)?\.list")
@@ -39,6 +39,8 @@ class Owner:
 
 
 TAR = Owner("tar", "directories, whiteouts and ends of the layers' archives")
+REST = Owner("other", "further packages and directories")
+"""The owner of all files after the first `MOST_OWNERS` owners."""
 
 
 @dataclass(frozen=True, order=True)
@@ -72,6 +74,7 @@ class Owners:
         self._tree = _Tree(entries)
         described = [(entry.path, entry.text) for entry in entries if entry.text is not None]
         self._claims: dict[str, Owner] = {}
+        self._found: set[Owner] = set()
         # A distribution inside another (setuptools' _vendor) belongs to the outer one: deeper paths come first.
         for path, text in sorted(described, key=lambda item: -item[0].count("/")):
             self._claim_record(path, text)
@@ -82,14 +85,19 @@ class Owners:
         """Return the owner of an entry. Bytecode that no list has belongs to the owner of its source.
 
         Directories and whiteouts belong to `TAR`. Other files without a package belong to their directory: its
-        first four levels.
+        first four levels. After many owners, all others are `REST`.
         """
         if entry.kind == "directory" or entry.is_whiteout:
             return TAR
         found = self._claims.get(entry.path)
         if found is None and (bytecode := _BYTECODE.fullmatch(entry.path)):
             found = self._claims.get(f"{bytecode[1] or ''}{bytecode[2]}.py")
-        return found or Owner("other", _directory_of(entry.path))
+        found = found or Owner("other", _directory_of(entry.path))
+        if found not in self._found:
+            if len(self._found) >= MOST_OWNERS:
+                return REST
+            self._found.add(found)
+        return found
 
     def is_vendored(self, path: str, name: str) -> bool:
         """Return whether the metadata at `path` belongs to an owner other than the distribution `name`."""
@@ -156,9 +164,9 @@ class _Tree:
 def debian_packages(status: bytes) -> Iterator[DebianPackage]:
     """Yield the packages that dpkg's status, the content of `STATUS`, lists as installed."""
     for stanza in re.split(r"\n\s*\n", _replace_errors(status)):
-        fields = dict(_FIELD.findall(stanza))
-        if "Package" in fields and fields.get("Status", "").endswith(" installed"):
-            name = fields["Package"]
+        fields: dict[str, str] = dict(_FIELD.findall(stanza))
+        name = fields.get("Package")
+        if name is not None and fields.get("Status", "").endswith(" installed"):
             source = fields.get("Source", name).split(" ")[0]
             yield DebianPackage(name, fields.get("Version", ""), fields.get("Architecture", ""), source)
 

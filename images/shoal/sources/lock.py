@@ -45,8 +45,8 @@ from pip._internal.exceptions import InstallationError
 from pip._internal.operations.prepare import RequirementPreparer
 from pip._vendor.packaging import markers
 version, memory, sys.argv = sys.argv[1], int(sys.argv[2]), ["pip", *sys.argv[3:]]
-hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-resource.setrlimit(resource.RLIMIT_AS, (memory if hard == resource.RLIM_INFINITY else min(memory, hard), hard))
+hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+resource.setrlimit(resource.RLIMIT_DATA, (memory if hard == resource.RLIM_INFINITY else min(memory, hard), hard))
 prepare = RequirementPreparer.prepare_linked_requirement
 def prepare_wheel(self, req, *args, **options):
     if req.link.is_vcs or not req.link.is_wheel:

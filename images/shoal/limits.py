@@ -36,6 +36,8 @@ MOST_ENTRIES = 1_000_000
 """Files and directories that are copied from one directory of a container: each takes an inode of the disk."""
 MOST_DEPTH = 100
 """Directories in each other. Deeper ones exceed the longest path, and Python's recursion when they are removed."""
+MOST_PATH = 4096
+"""Characters of a path in an archive. Linux opens no longer one."""
 MOST_HEADER = MIB
 """Bytes of a header for long names in a tar archive, which is held in memory."""
 MOST_PROCESSES = 16_384
@@ -53,10 +55,17 @@ MOST_LAYERS = 1_000
 """Layers that an image names. Each takes time for all files of the image, and one may be named often."""
 MOST_LAYER_ENTRIES = 5_000_000
 """Entries of an image's layers, which are held in memory. Large images have 300,000."""
-MOST_LAYER_TEXT = GIB
-"""Bytes of the files of an image that describe packages, which are held in memory."""
+MOST_LAYER_TEXT = 256 * MIB
+"""Bytes of the names in an image, and of its files that describe packages. Held in memory, they take ten times as much.
+An image with PyTorch has 7 MiB."""
+MOST_OWNERS = 20_000
+"""Packages and directories that a report about an image lists. Each has rows on its page."""
+MOST_METADATA = 64 * 1024
+"""Bytes of the metadata of a Python distribution in which its version is looked for."""
 MOST_PROBED = 64 * MIB
 """Bytes of output of a command in an image that is inspected. Large images describe themselves in 1 MiB."""
+MOST_PIP = 4 * GIB
+"""Bytes of memory of pip, which holds pages of package indexes in it. It takes 100 MiB for our images."""
 KEPT_FREE = 32 * MIB
 """Bytes of a disk that large files, and many small ones, leave free, for the reports and logs of other jobs."""
 _BLOCK = 4096  # bytes of a disk that the smallest file or directory takes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tarfile
-from typing import IO
+from typing import IO, NoReturn
 
 from shoal.limits import MOST_HEADER
 
@@ -29,7 +29,10 @@ def open_stream(source: IO[bytes], size: int = _AT_ONCE) -> tarfile.TarFile:
 
 
 class _Entry(tarfile.TarInfo):
-    """An entry, of which a header for long names or attributes is not larger than the limit: it is held in memory."""
+    """An entry. What is held in memory of it has a limit: a header for long names or attributes, and no list of holes.
+
+    Docker writes no such lists.
+    """
 
     @classmethod
     def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> _Entry:
@@ -38,3 +41,9 @@ class _Entry(tarfile.TarInfo):
         if entry.type in _TEXT_TYPES and entry.size > MOST_HEADER:
             raise tarfile.ReadError(f"a header of {entry.size:,} bytes")
         return entry
+
+    def _refuse_holes(self, *_: object) -> NoReturn:
+        raise tarfile.ReadError(f"{self.name}: a list of holes")
+
+    _proc_sparse = _proc_gnusparse_10 = _refuse_holes
+    """tarfile calls these for the lists that have any length."""

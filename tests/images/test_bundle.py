@@ -223,6 +223,8 @@ NAMED: dict[str, dict[str, object]] = {
     "several": {"manifest": [{"RepoTags": ["debian:bookworm-slim"]}, {"RepoTags": ["prod:1"]}]},
     "legacy": {"manifest": [{"RepoTags": None}], "repositories": {"prod": {"1": "sha256:0"}}},
     "index": {"index": {"manifests": [{"annotations": {"io.containerd.image.name": "docker.io/library/prod:1"}}]}},
+    "lower case": {"manifest": [{"repotags": ["prod:1"]}]},
+    "other letters": {"index": {"manife\u017fts": [{"Annotations": {"org.opencontainers.image.ref.name": "prod:1"}}]}},
 }
 
 
@@ -240,6 +242,15 @@ def test_a_base_takes_no_other_images_name(
     ):
         bundled.load_bases(client, directory, matrix.systems()[:1])
     assert loaded == []
+
+
+@pytest.mark.parametrize("second", ["repotags", "RepoTags", "Repotag\u017f"])
+def test_a_base_has_one_key_for_its_names(tmp_path: Path, second: str) -> None:
+    """Docker 20.10 names the image as the last of these keys says."""
+    with tarfile.open(tmp_path / "base.tar", "w") as archive:
+        add(archive, "manifest.json", f'[{{"RepoTags": ["debian:bookworm-slim"], "{second}": ["prod:1"]}}]'.encode())
+    with pytest.raises(BundleError, match=r"not an archive of images: manifest\.json has a key twice"):
+        bundled.copy_image(tmp_path / "base.tar", io.BytesIO())
 
 
 @pytest.mark.parametrize(

@@ -218,13 +218,14 @@ def test_the_base_image(site: Site, fake: FakeEngine, tmp_path: Path, monkeypatc
 
 
 class Server(ThreadingHTTPServer):
-    """Answers every path with `status`, those under /lean with 404; with 0, never."""
+    """Answers every path with `status`, those under /lean with 404, and leads to `location`; with 0, never."""
 
     daemon_threads = True
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Page)
         self.status = 200
+        self.location = ""
         self.asked: list[str] = []
         self.released = threading.Event()
         self.url = f"http://127.0.0.1:{self.server_port}"
@@ -239,6 +240,8 @@ class _Page(BaseHTTPRequestHandler):
             self.server.released.wait(30)
             return
         self.send_response(404 if self.path.startswith("/lean") else self.server.status)
+        if self.server.location:
+            self.send_header("Location", self.server.location)
         self.end_headers()
 
     def log_message(self, *arguments: object) -> None:
@@ -279,6 +282,13 @@ def test_index_with_another_status(site: Site, server: Server, status: int, stat
     result = doctor.check_package_index(with_machine(site, pip=(("index-url", server.url),)))
     assert result.state == state
     assert result.found.startswith(f"{server.url}: HTTP status {status}")
+
+
+@pytest.mark.parametrize("location", ["http://[x", f"http://{'a' * 100}.x/", "file:///etc/passwd"])
+def test_an_index_that_leads_to_no_address_is_named(site: Site, server: Server, location: str) -> None:
+    server.status, server.location = 302, location
+    result = doctor.check_package_index(with_machine(site, pip=(("index-url", server.url),)))
+    assert (result.state, result.found.partition(": ")[0]) == ("failed", server.url)
 
 
 def test_a_mirror_that_lacks_a_suite(site: Site, server: Server) -> None:

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import tarfile
+import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,10 @@ import pytest
 from shoal import limits
 from shoal.docker_client import images
 from shoal.errors import DifferenceError, ImageError, SpecError
-from shoal.inspection import advisories, differences, filesystem, manifest
+from shoal.inspection import advisories, differences, facts, filesystem, manifest, sandbox, sbom
 from shoal.inspection.facts import Distribution
-from shoal.layers import inventory, saved_image
+from shoal.layers import inventory, owners, saved_image
+from shoal.report import size_document
 from shoal.sources import record
 
 from ..waiting import error_in_time
@@ -70,6 +72,115 @@ def endless(begin: bytes) -> Iterator[bytes]:
 def test_a_huge_header_is_refused(kind: bytes) -> None:
     with pytest.raises(ImageError, match=r"a header of 1,099,511,627,776 bytes"):
         saved_image.read_layers("a:1", endless(huge(kind)))
+
+
+def holes(is_pax: bool, size: int) -> bytes:
+    """Return an archive whose file is a list of `size` holes, in the format of GNU or in the one of POSIX."""
+    info = tarfile.TarInfo("x")
+    if is_pax:
+        body = b"%d\n" % (size // 2) + b"1\n" * size
+        info.size, info.pax_headers = len(body), {"GNU.sparse.major": "1", "GNU.sparse.minor": "0"}
+        return info.tobuf(tarfile.PAX_FORMAT) + body
+    info.type = tarfile.GNUTYPE_SPARSE
+    begin = info.tobuf(tarfile.GNU_FORMAT)
+    checked = begin[:148] + b" " * 8 + begin[156:482] + b"\1" + begin[483:]
+    checked = checked[:148] + b"%06o\0 " % sum(checked) + checked[156:]
+    return checked + (b"00000000001\0" * 42 + b"\1" + bytes(7)) * (size // 21)
+
+
+@pytest.mark.parametrize("is_pax", [False, True])
+@pytest.mark.parametrize("size", [0, 210_000])
+def test_a_list_of_holes_is_refused(is_pax: bool, size: int) -> None:
+    """Kilobytes of gzip would take gigabytes, and a cut list would be a traceback."""
+    with pytest.raises(ImageError, match="a list of holes"):
+        read(legacy([holes(is_pax, size)]))
+
+
+@pytest.mark.parametrize("link", [False, True])
+def test_a_path_that_no_system_opens_takes_no_memory(link: bool) -> None:
+    """Each directory above a path is held in memory: 4 KiB of gzip took 2 GiB."""
+    path = "/a" * 50_000
+    listed = ("var/lib/dpkg/info/x.list", "".join(f"/{number}{path}\n" for number in range(20)).encode())
+    tracemalloc.start()
+    found = inventory.read_inventory("a:1", iter([legacy([tar([listed, *([("0", Link(path[1:]))] if link else [])])])]))
+    assert tracemalloc.get_traced_memory()[1] < 50 * limits.MIB
+    tracemalloc.stop()
+    assert found.sum.files == 1 + link
+    with pytest.raises(ImageError, match="a path of 100,000 characters"):
+        read(legacy([tar([(path, b"")])]))
+
+
+def test_names_end_at_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saved_image, "MOST_LAYER_TEXT", 100_000)
+    layer = tar([(f"{number}{'a' * 4000}", b"") for number in range(30)])
+    for read_names in (lambda: read(legacy([layer])), lambda: filesystem.parse_archive([layer])):
+        with pytest.raises(ImageError, match=r"more bytes of .*names, than"):
+            read_names()
+
+
+@pytest.mark.parametrize(
+    ("path", "line"),
+    [
+        ("opt/x-1.dist-info/METADATA", b"a: b\n"),
+        ("opt/x-1.dist-info/RECORD", b"\n"),
+        ("var/lib/dpkg/info/x.list", b"/\n"),
+        ("var/lib/dpkg/status", b"a: b\n"),
+    ],
+)
+def test_a_text_of_an_image_takes_a_few_times_its_size(path: str, line: bytes) -> None:
+    content = line * 100_000
+    archive = legacy([tar([(path, content)])])
+    tracemalloc.start()
+    inventory.read_inventory("a:1", iter([archive]))
+    assert tracemalloc.get_traced_memory()[1] < 8 * len(content) + limits.MIB
+    tracemalloc.stop()
+
+
+def test_many_owners_are_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is a row of the page: an image of 30 MB had millions."""
+    monkeypatch.setattr(owners, "MOST_OWNERS", 100)
+    layer = tar([(f"{number}/x", b"") for number in range(200)])
+    found = inventory.read_inventory("a:1", iter([legacy([layer])]))
+    assert (len(found.owners), found.owners[owners.REST].files) == (102, 100)
+    layer = tar([(f"opt/x{number}-1.dist-info/METADATA", b"") for number in range(200)])
+    monkeypatch.setattr(inventory, "MOST_OWNERS", 100)
+    with pytest.raises(ImageError, match="a:1: 100 packages or more in it"):
+        inventory.read_inventory("a:1", iter([legacy([layer])]))
+
+
+def test_many_packages_are_described_at_once() -> None:
+    names = [f"x{number}" for number in range(2000)]
+    found = inventory.Inventory(
+        "a:1",
+        (inventory.Layer("", "", {owners.Owner("python", name): inventory.Sum(1) for name in names}),),
+        (),
+        tuple(owners.PythonDistribution(name, f"{number}", "") for name in names for number in range(5)),
+    )
+    assert error_in_time(lambda: size_document.format_document([found], None)) is None
+
+
+def facts_of(*packages: str) -> facts.ImageFacts:
+    """Return the facts of an image that claims to have these Debian packages, and to be of an odd system."""
+    claims: dict[str, Any] = {"system": {"ID": "a?b#c/../", "VERSION_ID": "1&d"}, "python": "3", "machine": "x"}
+    debian = [{"name": name, "version": "1", "architecture": "x#y&z", "source": "", "licence": ""} for name in packages]
+    known = {"tag": "a:1", "id": "sha256:0", "created": "", "bytes": 1, "labels": {}, "commands": {}, "environment": {}}
+    return facts.ImageFacts.model_validate(claims | known | {"packages": debian, "distributions": ()})
+
+
+def test_names_of_a_bill_of_materials_are_unique_and_have_no_parts_of_an_image() -> None:
+    _, *components = sbom.make_sbom(facts_of("a", "a", "b/?"))["components"]
+    parts = "%s@1?arch=x%%23y%%26z&distro=a%%3Fb%%23c%%2F..%%2F-1%%26d"
+    assert [each["purl"] for each in components] == [
+        f"pkg:deb/a%3Fb%23c%2F..%2F/{parts % name}" for name in ("a", "b%2F%3F")
+    ]
+
+
+def test_an_answer_with_halves_of_characters_is_no_traceback(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """They cannot be encoded for the address of a package."""
+    monkeypatch.setattr(sandbox, "run_command", lambda *_: '{"name": "\\ud800", "\\udc00": NaN}')
+    (tmp_path / "probe.py").touch()
+    client: Any = None
+    assert sandbox.run_probe(client, "a:1", tmp_path / "probe.py") == {"name": "?", "?": "NaN"}
 
 
 def test_a_chain_of_headers_is_an_error() -> None:

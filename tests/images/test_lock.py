@@ -1,13 +1,20 @@
-"""`shoal lock`: which files pip chooses, for a Python that is not this one too; no index is asked here."""
+"""`shoal lock`: which files pip chooses, for a Python that is not this one too; what an index cannot do."""
 
 from __future__ import annotations
 
+import contextlib
+import io
+import tarfile
+import threading
 import zipfile
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
+from shoal.builds import bundle
 from shoal.errors import SpecError
+from shoal.limits import MIB
 from shoal.sources import lock
 
 DEPENDENCIES = (
@@ -31,6 +38,12 @@ def write_wheel(directory: Path, name: str, dependencies: tuple[str, ...] = ()) 
         wheel.writestr(f"{name}-1.0.dist-info/RECORD", "")
 
 
+def use_wheels_of(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = {"PIP_CONFIG_FILE": "/dev/null", "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(directory)}
+    for setting, value in settings.items():
+        monkeypatch.setenv(setting, value)
+
+
 @pytest.mark.parametrize(
     ("python_version", "names"),
     [("3.11", ["early", "full", "main"]), ("3.12", ["early", "main"]), ("3.13", ["late", "main"])],
@@ -41,9 +54,7 @@ def test_markers_are_read_for_the_python_of_the_image(
     write_wheel(tmp_path, "main", DEPENDENCIES)
     for name in ("early", "late", "full"):
         write_wheel(tmp_path, name)
-    settings = {"PIP_CONFIG_FILE": "/dev/null", "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path)}
-    for setting, value in settings.items():
-        monkeypatch.setenv(setting, value)
+    use_wheels_of(tmp_path, monkeypatch)
     assert [pin.name for pin in lock._resolve(["main"], python_version, None)] == names
 
 
@@ -51,3 +62,59 @@ def test_another_platform_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("platform.machine", lambda: "aarch64")
     with pytest.raises(SpecError, match="locking needs Linux and x86_64; this is Linux aarch64"):
         lock._resolve(["main"], "3.13", None)
+
+
+def write_source(path: Path, mark: Path) -> None:
+    """Write a package that pip must build, whose code makes the file `mark`."""
+    files = {
+        "pyproject.toml": "[build-system]\nrequires = []\nbuild-backend = 'backend'\nbackend-path = ['.']\n",
+        "backend.py": f"open({str(mark)!r}, 'w')\n",
+    }
+    with tarfile.open(path, "w:gz") as archive:
+        for name, text in files.items():
+            entry = tarfile.TarInfo(f"evil-1.0/{name}")
+            entry.size = len(text)
+            archive.addfile(entry, io.BytesIO(text.encode()))
+
+
+@pytest.mark.parametrize("place", ["{}/evil-1.0.tar.gz", "git+http://127.0.0.1:1/evil"])
+def test_a_package_of_an_index_runs_no_code_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+    """pip builds what metadata name with an address, also with --only-binary."""
+    write_source(tmp_path / "evil-1.0.tar.gz", tmp_path / "RAN")
+    write_wheel(tmp_path, "main", (f"evil @ {place.format(tmp_path.as_uri())}",))
+    use_wheels_of(tmp_path, monkeypatch)
+    with pytest.raises(SpecError, match=r"evil.* \(from main\): not a wheel\. Its code would run on this machine"):
+        lock._resolve(["main"], "3.11", None)
+    answer = bundle._pip_download(tmp_path, ["--only-binary=:all:", "main"])
+    assert "not a wheel" in answer.stderr
+    assert not (tmp_path / "RAN").exists()
+
+
+def test_an_index_without_digests_is_an_error() -> None:
+    file = {"url": "https://index.invalid/x.whl", "archive_info": {"hashes": {"md5": "0"}}}
+    with pytest.raises(SpecError, match=r"x\.whl: its index names no SHA-256"):
+        lock._make_pin({"metadata": {"name": "x", "version": "1"}, "download_info": file})
+
+
+class Endless(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", "text/html")
+        self.end_headers()
+        with contextlib.suppress(OSError):
+            while True:
+                self.wfile.write(b"<a href=x>y</a>" * 10_000)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_an_index_without_an_end_does_not_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lock, "MOST_PIP", 250 * MIB)
+    with ThreadingHTTPServer(("127.0.0.1", 0), Endless) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
+        monkeypatch.setenv("PIP_INDEX_URL", f"http://127.0.0.1:{server.server_address[1]}/simple")
+        with pytest.raises(SpecError, match="MemoryError"):
+            lock._resolve(["main"], "3.13", None)
+        server.shutdown()

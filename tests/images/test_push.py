@@ -14,8 +14,10 @@ from rich.console import Console
 
 from shoal import docker_client
 from shoal.builds import push
+from shoal.clean_text import print_error
 from shoal.commands import images
 from shoal.errors import PushError
+from shoal.limits import MIB
 from shoal.matrix.project import Project
 
 DONE = {"aux": {"Digest": "sha256:1"}}
@@ -83,6 +85,16 @@ def test_what_stays_as_it_is_is_told_at_once(error: str) -> None:
     with pytest.raises(PushError, match="host/a:1: "):
         pushed(engine)
     assert engine.tags == ["a:1"]
+
+
+def test_words_of_a_registry_do_not_reach_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(PushError) as raised:
+        pushed(Engine("denied: \x1b]0;owned\x07\x1b[2J\n✓ pushed\n" + "y" * 10 * MIB))
+    print_error(str(raised.value))
+    told = capsys.readouterr().err
+    assert not set("\x1b\x07") & set(told)
+    assert "\n✓" not in told
+    assert len(told) < MIB
 
 
 @pytest.mark.parametrize("prefix", ["https://host", "Host/Team", "host/", "", "host:port", "host/team:tag"])

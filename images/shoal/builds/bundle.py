@@ -286,11 +286,10 @@ def _add_wheels(project: Project, spec: BuildSpec, image: ImageSpec, directory: 
 def _pip_download(scratch: Path, options: list[str]) -> subprocess.CompletedProcess[str]:
     """Run `pip download` into `scratch`/wheels, and return how it ended; a failure raises nothing.
 
-    Temporary files are in `scratch` too: an interrupt stops pip at once. `-P`: no module of the working directory is
-    imported.
+    Temporary files are in `scratch` too: an interrupt stops pip at once.
     """
     for name in ("wheels", "temporary"):
         (scratch / name).mkdir(exist_ok=True)
-    command = [sys.executable, "-P", "-m", "pip", "download", "--quiet", f"--dest={scratch / 'wheels'}", *options]
+    command = [*lock.pip_command(), "download", "--quiet", f"--dest={scratch / 'wheels'}", *options]
     environment = {**os.environ, "TMPDIR": str(scratch / "temporary")}
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

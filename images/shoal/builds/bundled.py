@@ -201,12 +201,27 @@ def copy_image(path: Path, out: IO[bytes]) -> set[str]:
             if left_out := list(archive.unpack_safely(source, root)):
                 raise ValueError(left_out[0])
             files = {file.relative_to(root).as_posix(): file for file in root.rglob("*") if file.is_file()}
-            documents = {name: json.loads(read_file(files[name], MOST_REPORT)) for name in _DOCUMENTS if name in files}
+            documents = {name: _read_document(files[name]) for name in _DOCUMENTS if name in files}
             archive.write_tar(files, out)
             out.seek(0)
         return {name.removeprefix(_REGISTRY) for name in _names(documents)}
     except (*_NO_FILES, tarfile.TarError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise BundleError(f"{path}: not an archive of images: {error}. Fix: copy the bundle again") from error
+
+
+def _read_document(path: Path) -> Any:
+    """Return a JSON document with its keys in lower case: Docker takes `repotags` for `RepoTags`, and the last of both.
+
+    Raises ValueError if two keys of an object are the same then.
+    """
+
+    def fold(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        folded = {key.casefold(): value for key, value in pairs}
+        if len(folded) < len(pairs):
+            raise ValueError(f"{path.name} has a key twice")
+        return folded
+
+    return json.loads(read_file(path, MOST_REPORT), object_pairs_hook=fold)
 
 
 def _names(documents: dict[str, Any]) -> Iterator[str]:
@@ -215,7 +230,7 @@ def _names(documents: dict[str, Any]) -> Iterator[str]:
     A name may come several times.
     """
     for image in documents.get("manifest.json", ()):
-        yield from image["RepoTags"] or ()
+        yield from image["repotags"] or ()
     for repository, tags in documents.get("repositories", {}).items():
         yield from (f"{repository}:{tag}" for tag in tags)
     for image in documents.get("index.json", {}).get("manifests", ()):

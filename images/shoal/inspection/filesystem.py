@@ -93,7 +93,8 @@ def parse_archive(chunks: Iterable[bytes]) -> FileSystem:
             archive.members = []  # type: ignore[attr-defined]  # otherwise tarfile keeps all members in memory
             path = normalize_path(member.name)
             is_text = member.isfile() and _DPKG_DATABASE.fullmatch(path)
-            budget.take(bytes_=member.size, entries=1, text=member.size if is_text else 0)
+            names = len(path) + len(member.linkname)
+            budget.take(bytes_=member.size, entries=1, text=names + (member.size if is_text else 0))
             if path in _MADE_BY_DOCKER or path == ".":
                 continue
             content = archive.extractfile(member) if member.isfile() else None

@@ -7,7 +7,6 @@ has no limit.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from docker.types import LogConfig
 from shoal.docker_client import containers
 from shoal.docker_client.images import read_config
 from shoal.errors import ImageError
-from shoal.limits import MOST_PROBED
+from shoal.limits import MOST_PROBED, parse_json
 
 _SHOWN_LINES = 100  # of a command that failed
 NOBODY = "65534:65534"
@@ -53,8 +52,8 @@ def run_probe(client: docker.DockerClient, tag: str, program: Path) -> dict[str,
     """
     output = run_command(client, tag, ["python3", "-B", "-c", program.read_text()])
     try:
-        found = json.loads(output)
-    except (ValueError, RecursionError) as error:
+        found = parse_json(output.encode())
+    except ValueError as error:
         raise ImageError(f"{tag}: the output of its Python is not JSON: {error}") from None
     if not isinstance(found, dict):
         raise ImageError(f"{tag}: the output of its Python is not a JSON object")

@@ -20,7 +20,8 @@ _NAMESPACE = uuid.UUID("5f2f6a4e-5d1c-4c63-9c0a-3f0d6f0e8f11")
 def make_sbom(facts: ImageFacts) -> dict[str, Any]:
     """Return the bill of materials as a JSON object.
 
-    It is the same for the same image: its serial number is derived from the image's digest.
+    It is the same for the same image: its serial number is derived from the image's digest. A package that an image has
+    twice is listed once, as CycloneDX asks.
     """
     return {
         "bomFormat": "CycloneDX",
@@ -37,7 +38,7 @@ def make_sbom(facts: ImageFacts) -> dict[str, Any]:
                 "hashes": [{"alg": "SHA-256", "content": facts.id.removeprefix("sha256:")}],
             },
         },
-        "components": list(_components(facts)),
+        "components": list({component["bom-ref"]: component for component in _components(facts)}.values()),
     }
 
 
@@ -60,8 +61,10 @@ def _components(facts: ImageFacts) -> Iterator[dict[str, Any]]:
 
 def _debian_component(package: Package, vendor: str, release: str) -> dict[str, Any]:
     """Return a Debian package as a CycloneDX component, with its package URL, licence and source package."""
-    version = quote(package.version, safe=".+-~")
-    purl = f"pkg:deb/{vendor}/{quote(package.name, safe='+')}@{version}?arch={package.architecture}&distro={release}"
+    vendor, name, version, architecture, distro = (
+        quote(text, safe=".+-~") for text in (vendor, package.name, package.version, package.architecture, release)
+    )
+    purl = f"pkg:deb/{vendor}/{name}@{version}?arch={architecture}&distro={distro}"
     source = [{"name": "debian:source", "value": package.source}]
     return {**_component(package.name, package.version, purl, package.licence), "properties": source}
 

@@ -10,8 +10,9 @@ import operator
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
-from itertools import chain
+from itertools import chain, islice
 
+from shoal.errors import ImageError
 from shoal.layers import saved_image
 from shoal.layers.owners import (
     STATUS,
@@ -24,6 +25,7 @@ from shoal.layers.owners import (
     python_distributions,
 )
 from shoal.layers.saved_image import OPAQUE, WHITEOUT, Entry, LayerTar
+from shoal.limits import MOST_OWNERS
 
 _Key = tuple[int, int]
 """An entry: the number of its layer, and its place in it."""
@@ -84,15 +86,14 @@ class Inventory:
     @property
     def versions(self) -> dict[Owner, str]:
         """The versions of the packages. Several versions of one package are joined by commas."""
-        found: dict[Owner, str] = {}
+        found: dict[Owner, dict[str, None]] = {}
         pairs = chain(
             ((Owner("debian", package.name), package.version) for package in self.debian),
             ((Owner("python", distribution.name), distribution.version) for distribution in self.python),
         )
         for owner, version in pairs:
-            if version not in found.get(owner, "").split(", "):
-                found[owner] = f"{found[owner]}, {version}" if owner in found else version
-        return found
+            found.setdefault(owner, {})[version] = None
+        return {owner: ", ".join(versions) for owner, versions in found.items()}
 
 
 def read_inventory(name: str, chunks: Iterable[bytes]) -> Inventory:
@@ -104,17 +105,17 @@ def read_inventory(name: str, chunks: Iterable[bytes]) -> Inventory:
 
 
 def make_inventory(name: str, layers: Sequence[LayerTar]) -> Inventory:
-    """Return the inventory of an image from its layers, lowest first."""
+    """Return the inventory of an image from its layers, lowest first. Raises `ImageError` for too many packages."""
     owners = Owners(layer.entries for layer in layers)
     visible = _visible(layers)
     seen = Counter(chain.from_iterable(visible.values()))
     texts = dict(_texts(layers, visible))
-    return Inventory(
-        name,
-        tuple(_layer(number, layer, owners, seen) for number, layer in enumerate(layers)),
-        tuple(sorted(debian_packages(texts.get(STATUS, b"")))),
-        tuple(sorted(python_distributions(texts, owners))),
-    )
+    debian = tuple(sorted(islice(debian_packages(texts.get(STATUS, b"")), MOST_OWNERS)))
+    python = tuple(sorted(islice(python_distributions(texts, owners), MOST_OWNERS)))
+    if MOST_OWNERS in (len(debian), len(python)):
+        raise ImageError(f"{name}: {MOST_OWNERS:,} packages or more in it. Fix: do not trust this image")
+    found = tuple(_layer(number, layer, owners, seen) for number, layer in enumerate(layers))
+    return Inventory(name, found, debian, python)
 
 
 def total(sums: Iterable[Sum]) -> Sum:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import io
 import posixpath
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -17,11 +18,13 @@ from typing import Literal
 from packaging.utils import canonicalize_name
 
 from shoal.layers.saved_image import Entry, replace_surrogates
+from shoal.limits import MOST_METADATA, MOST_OWNERS, MOST_PATH
 
 STATUS = "var/lib/dpkg/status"
 _LIST = re.compile(r"var/lib/dpkg/info/([^/:]+)(:[^/]+)?\.list")
 _DIST_INFO = re.compile(r"((?:.*/)?)([^/]+)\.dist-info/(METADATA|RECORD)")
 _BYTECODE = re.compile(r"(.*/)?__pycache__/([^/]+?)\.[^/.]+(\.opt-[12])?\.pyc")
+_FIELD = re.compile(r"^(Package|Status|Version|Architecture|Source): (.*)$", re.MULTILINE)
 _OTHER_DEPTH = 4  # directories of a path that name a file without an owner
 _MOST_STEPS = 256  # directories and links on one path: each is a level of Python's recursion
 
@@ -36,6 +39,8 @@ class Owner:
 
 
 TAR = Owner("tar", "directories, whiteouts and ends of the layers' archives")
+REST = Owner("other", "further packages and directories")
+"""The owner of all files after the first `MOST_OWNERS` owners."""
 
 
 @dataclass(frozen=True, order=True)
@@ -69,6 +74,7 @@ class Owners:
         self._tree = _Tree(entries)
         described = [(entry.path, entry.text) for entry in entries if entry.text is not None]
         self._claims: dict[str, Owner] = {}
+        self._found: set[Owner] = set()
         # A distribution inside another (setuptools' _vendor) belongs to the outer one: deeper paths come first.
         for path, text in sorted(described, key=lambda item: -item[0].count("/")):
             self._claim_record(path, text)
@@ -79,14 +85,19 @@ class Owners:
         """Return the owner of an entry. Bytecode that no list has belongs to the owner of its source.
 
         Directories and whiteouts belong to `TAR`. Other files without a package belong to their directory: its
-        first four levels.
+        first four levels. After many owners, all others are `REST`.
         """
         if entry.kind == "directory" or entry.is_whiteout:
             return TAR
         found = self._claims.get(entry.path)
         if found is None and (bytecode := _BYTECODE.fullmatch(entry.path)):
             found = self._claims.get(f"{bytecode[1] or ''}{bytecode[2]}.py")
-        return found or Owner("other", _directory_of(entry.path))
+        found = found or Owner("other", _directory_of(entry.path))
+        if found not in self._found:
+            if len(self._found) >= MOST_OWNERS:
+                return REST
+            self._found.add(found)
+        return found
 
     def is_vendored(self, path: str, name: str) -> bool:
         """Return whether the metadata at `path` belongs to an owner other than the distribution `name`."""
@@ -98,7 +109,7 @@ class Owners:
         if found and found[3] == "RECORD":
             owner = Owner("python", _name_and_version(found[2])[0])
             with contextlib.suppress(csv.Error):  # a field of an image may have any length
-                for row in csv.reader(_decoded(text).splitlines()):
+                for row in csv.reader(_lines(text)):
                     if row:
                         self._claim(posixpath.normpath(posixpath.join(found[1], row[0])).lstrip("/"), owner)
 
@@ -106,12 +117,13 @@ class Owners:
         """Give the files of one of dpkg's lists to their Debian package; do nothing for other files."""
         if found := _LIST.fullmatch(path):
             owner = Owner("debian", found[1])
-            for line in _decoded(text).splitlines():
-                self._claim(line.lstrip("/"), owner)
+            for line in _lines(text):
+                self._claim(line.rstrip("\n").lstrip("/"), owner)
 
     def _claim(self, path: str, owner: Owner) -> None:
-        """Give a file to an owner, also if it has one already: the last claim counts."""
-        self._claims[self._tree.real(path)] = owner
+        """Give a file to an owner, also if it has one already: the last claim counts. No file has a very long path."""
+        if len(path) <= MOST_PATH:
+            self._claims[self._tree.real(path)] = owner
 
 
 class _Tree:
@@ -132,11 +144,11 @@ class _Tree:
         return posixpath.join(self._directory(directory, 0), name)
 
     def _directory(self, path: str, steps: int) -> str:
-        """Return a directory without symlinks in its path; after many steps, the rest of the path is as it is.
+        """Return a directory without symlinks in its path; the rest of a very long way is as it is.
 
         Results are kept in `_known`, so all links must be known before the first call.
         """
-        if not path or steps > _MOST_STEPS:
+        if not path or steps > _MOST_STEPS or len(path) > MOST_PATH:
             return path
         if path not in self._known:
             parent, _, name = path.rpartition("/")
@@ -152,9 +164,9 @@ class _Tree:
 def debian_packages(status: bytes) -> Iterator[DebianPackage]:
     """Yield the packages that dpkg's status, the content of `STATUS`, lists as installed."""
     for stanza in re.split(r"\n\s*\n", _replace_errors(status)):
-        fields = dict(line.split(": ", 1) for line in stanza.splitlines() if ": " in line and not line[0].isspace())
-        if "Package" in fields and fields.get("Status", "").endswith(" installed"):
-            name = fields["Package"]
+        fields: dict[str, str] = dict(_FIELD.findall(stanza))
+        name = fields.get("Package")
+        if name is not None and fields.get("Status", "").endswith(" installed"):
             source = fields.get("Source", name).split(" ")[0]
             yield DebianPackage(name, fields.get("Version", ""), fields.get("Architecture", ""), source)
 
@@ -166,7 +178,7 @@ def python_distributions(texts: Mapping[str, bytes], owners: Owners) -> Iterator
         if found and found[3] == "METADATA":
             name, version = _name_and_version(found[2])
             if not owners.is_vendored(path, name):
-                said = HeaderParser().parsestr(_replace_errors(text)).get("Version", version)
+                said = HeaderParser().parsestr(_replace_errors(text[:MOST_METADATA])).get("Version", version)
                 yield PythonDistribution(name, said.strip(), replace_surrogates(posixpath.dirname(path)))
 
 
@@ -185,8 +197,9 @@ def _directory_of(path: str) -> str:
     return replace_surrogates("/".join(directories[:_OTHER_DEPTH]) or "/")
 
 
-def _decoded(text: bytes) -> str:
-    return text.decode("utf-8", "surrogateescape")  # as tarfile decodes paths
+def _lines(text: bytes) -> Iterator[str]:
+    """Yield the lines of a text with their ends. Bytes that are not UTF-8 are decoded as tarfile does it in paths."""
+    return io.TextIOWrapper(io.BytesIO(text), "utf-8", "surrogateescape")
 
 
 def _replace_errors(text: bytes) -> str:

@@ -21,7 +21,7 @@ from typing import IO, Any, Literal, cast
 
 from shoal.errors import ImageError
 from shoal.layers import deflate
-from shoal.limits import MOST_LAYER, MOST_LAYER_ENTRIES, MOST_LAYER_TEXT, MOST_LAYERS
+from shoal.limits import MOST_LAYER, MOST_LAYER_ENTRIES, MOST_LAYER_TEXT, MOST_LAYERS, MOST_PATH
 from shoal.tar_stream import open_stream
 
 Kind = Literal["file", "directory", "symlink", "hardlink"]
@@ -127,7 +127,7 @@ class Budget:
         self._left = {
             "unpacked bytes": MOST_LAYER,
             "entries": MOST_LAYER_ENTRIES,
-            "bytes of files that describe packages": MOST_LAYER_TEXT,
+            "bytes of files that describe packages, and of names,": MOST_LAYER_TEXT,
         }
 
     def take(self, bytes_: int = 0, entries: int = 0, text: int = 0) -> None:
@@ -206,7 +206,7 @@ def _entries(archive: tarfile.TarFile, budget: Budget) -> Iterator[Entry]:
     while (member := archive.next()) is not None:
         archive.members = []  # type: ignore[attr-defined]  # tarfile would keep them all
         path = normalize_path(member.name)
-        budget.take(entries=1)
+        budget.take(entries=1, text=len(path) + len(member.linkname))
         text = None
         if member.isfile() and _NAMES_OF_PACKAGES.fullmatch(path):
             budget.take(text=member.size)
@@ -232,7 +232,12 @@ def replace_surrogates(text: str) -> str:
 
 
 def normalize_path(path: str) -> str:
-    """Return the shortest form of a path in a tar, without a leading slash. `.` is the root."""
+    """Return the shortest form of a path in a tar, without a leading slash. `.` is the root.
+
+    Raises `ImageError` if it is too long: all directories above it are held in memory.
+    """
+    if len(path) > MOST_PATH:
+        raise ImageError(f"a path of {len(path):,} characters in it. Fix: do not trust this image")
     return posixpath.normpath(path).lstrip("/")
 
 

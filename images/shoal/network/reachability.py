@@ -112,7 +112,7 @@ def _request(
             options = {"proxies": dict(proxies), "verify": bundle, "timeout": TIMEOUT_SECONDS, "stream": True}
             with session.get(url, **options) as response:  # type: ignore[arg-type]
                 return Answer(plain, response.status_code)
-    except requests.RequestException as error:
+    except (requests.RequestException, ValueError) as error:  # ValueError: it leads to an address that is none
         return Answer(plain, None, _describe_failure(error))
 
 
@@ -133,7 +133,7 @@ def _ca_file(content: bytes | None, verify: bool) -> Iterator[str | bool]:
         yield file.name
 
 
-def _describe_failure(error: requests.RequestException) -> str:
+def _describe_failure(error: Exception) -> str:
     """Return why there was no answer, in a few words."""
     for kind, problem in _PROBLEMS:
         if isinstance(error, kind):

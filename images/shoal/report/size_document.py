@@ -110,12 +110,13 @@ def format_document(inventories: Sequence[Inventory], comparison: Comparison | N
 
 
 def _describe_image(of: Inventory) -> ImageSize:
+    versions = of.versions
     return ImageSize(
         name=of.name,
         **asdict(of.sum),
         layers=[_describe_layer(layer) for layer in of.layers],
         owners=[
-            PackageSize(**asdict(owner), version=of.versions.get(owner, ""), **asdict(sums))
+            PackageSize(**asdict(owner), version=versions.get(owner, ""), **asdict(sums))
             for owner, sums in of.owners.items()
         ],
         debian_packages=of.debian,

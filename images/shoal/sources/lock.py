@@ -21,6 +21,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
 from shoal.errors import SpecError
+from shoal.limits import MOST_PIP
 from shoal.matrix.project import LAYERS, Project
 from shoal.matrix.spec import BuildSpec, ImageSpec
 from shoal.sources import pins
@@ -33,19 +34,32 @@ _PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in range(36, 4, -1)] + [
     "manylinux2010_x86_64",
     "manylinux1_x86_64",
 ]
+# What runs as pip here. It reads wheels only: the metadata of a package can name the address of another one, which pip
+# would clone, or build in spite of --only-binary. An index without an end does not fill the memory.
 # pip picks files for the Python of --python-version. But it evaluates markers (`; python_version < "3.13"`) for the
 # Python that it runs in, and has no option for that. So its markers are patched, and the patch is checked.
-_PIP_FOR = """
-import sys
+_PIP = """
+import resource, sys
 from pip._internal.cli.main import main
+from pip._internal.exceptions import InstallationError
+from pip._internal.operations.prepare import RequirementPreparer
 from pip._vendor.packaging import markers
-version, sys.argv = sys.argv[1], ["pip", *sys.argv[2:]]
-environment = markers.default_environment() | {
-    "python_version": version, "python_full_version": version + ".0", "implementation_version": version + ".0"
-}
-markers.default_environment = lambda: environment
-if not markers.Marker("python_version == '" + version + "'").evaluate():
-    sys.exit("this pip cannot read markers for another Python")
+version, memory, sys.argv = sys.argv[1], int(sys.argv[2]), ["pip", *sys.argv[3:]]
+hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+resource.setrlimit(resource.RLIMIT_DATA, (memory if hard == resource.RLIM_INFINITY else min(memory, hard), hard))
+prepare = RequirementPreparer.prepare_linked_requirement
+def prepare_wheel(self, req, *args, **options):
+    if req.link.is_vcs or not req.link.is_wheel:
+        raise InstallationError(f"{req}: not a wheel. Its code would run on this machine")
+    return prepare(self, req, *args, **options)
+RequirementPreparer.prepare_linked_requirement = prepare_wheel
+if version:
+    environment = markers.default_environment() | {
+        "python_version": version, "python_full_version": version + ".0", "implementation_version": version + ".0"
+    }
+    markers.default_environment = lambda: environment
+    if not markers.Marker("python_version == '" + version + "'").evaluate():
+        sys.exit("this pip cannot read markers for another Python")
 sys.exit(main())
 """
 
@@ -143,7 +157,7 @@ def _resolve(requirements: Iterable[str], python_version: str, index: str | None
     if here != ("Linux", "x86_64"):  # pip evaluates markers for the machine that it runs on
         raise SpecError(f"locking needs Linux and x86_64; this is {' '.join(here)}")
     requirements = [_check_requirement(line) for line in requirements]
-    command = [*_pip(python_version), "install", "--dry-run", "--ignore-installed", "--quiet", "--report", "-"]
+    command = [*pip_command(python_version), "install", "--dry-run", "--ignore-installed", "--quiet", "--report", "-"]
     command += [*target_options(python_version), "--target=unused", *options]
     result = subprocess.run([*command, *requirements], capture_output=True, text=True, check=False)
     if result.returncode and index:  # only if pip's own configuration does not have the file
@@ -164,11 +178,13 @@ def _check_requirement(text: str) -> str:
     raise SpecError(f"{text}: expected a package's name and versions. Fix: for example torch==2.13.0")
 
 
-def _pip(python_version: str) -> list[str]:
-    """Return the pip command that resolves for that Python. `-P`: it imports no module of the working directory."""
-    if python_version == f"{sys.version_info[0]}.{sys.version_info[1]}":
-        return [sys.executable, "-P", "-m", "pip"]
-    return [sys.executable, "-P", "-c", _PIP_FOR, python_version]
+def pip_command(python_version: str = "") -> list[str]:
+    """Return the command of a pip that builds nothing, and resolves for that Python; empty: for its own.
+
+    `-P`: it imports no module of the working directory.
+    """
+    is_own = python_version == f"{sys.version_info[0]}.{sys.version_info[1]}"
+    return [sys.executable, "-P", "-c", _PIP, "" if is_own else python_version, str(MOST_PIP)]
 
 
 def target_options(python_version: str) -> list[str]:
@@ -178,9 +194,11 @@ def target_options(python_version: str) -> list[str]:
 
 
 def _make_pin(entry: dict[str, Any]) -> Pin:
-    """Return the pin of one file in pip's installation report (`--report`)."""
-    metadata = entry["metadata"]
-    digest = entry["download_info"]["archive_info"]["hashes"]["sha256"]
+    """Return the pin of one file in pip's installation report (`--report`). Raises `SpecError` without its SHA-256."""
+    metadata, file = entry["metadata"], entry["download_info"]
+    digest = file.get("archive_info", {}).get("hashes", {}).get("sha256")
+    if digest is None:
+        raise SpecError(f"{file['url']}: its index names no SHA-256. Fix: another index (pip config list)")
     return Pin(canonicalize_name(metadata["name"]), metadata["version"], digest)
 
 

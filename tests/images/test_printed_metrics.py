@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import time
 
 import pytest
 
+from shoal.jobs.job_log import JobLog
 from shoal.jobs.printed_metrics import find_metrics
 
 LINES = {
@@ -119,6 +121,41 @@ def test_a_line_with_metrics(line: str, expected: dict[str, float]) -> None:
 @pytest.mark.parametrize("line", NO_METRICS)
 def test_a_line_without_metrics(line: str) -> None:
     assert list(find_metrics(line)) == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "loss=nan",
+        "epoch 3 loss NaN 7763 images/s",
+        "45/45 - 1s - accuracy: 0.1875 - loss: nan",
+        "{'loss': nan, 'epoch': 1.0}",
+        "{'loss': 'nan', 'learning_rate': '1e-3'}",
+        "step 10 | loss inf | lr 3e-4",
+        "train loss: -inf",
+        "Loss: Infinity",
+        "loss=1e999",
+    ],
+)
+def test_a_value_that_is_not_finite(line: str) -> None:
+    found = [value for name, value in find_metrics(line) if name.lower().endswith("loss")]
+    assert len(found) == 1
+    assert not math.isfinite(found[0])
+
+
+@pytest.mark.parametrize("line", ["x=nan", "loss information", "loss: infra", "loss: nano", "big=1e999"])
+def test_other_words_are_not_numbers(line: str) -> None:
+    assert list(find_metrics(line)) == []
+
+
+def test_the_last_value_counts() -> None:
+    log = JobLog()
+    for line in ("loss: nan", "loss: 0.5 acc: nan", "[1,algo-2] loss: 1", "[1,algo-2] loss inf"):
+        log.add("algo-1", line)
+    assert {key[0::2]: str(value) for key, value in log.not_finite.items()} == {
+        ("acc", None): "nan",
+        ("loss", 1): "inf",
+    }
 
 
 @pytest.mark.parametrize("piece", ["loss ", "loss: ", "train ", "loss1", "loss 1 ", "'loss' ", "loss@", "1"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import threading
@@ -75,6 +76,8 @@ class JobLog:
     """How many lines between head and tail are not kept."""
     series: dict[Key, Series] = field(default_factory=dict)
     """The metrics that the script has printed."""
+    not_finite: dict[Key, float] = field(default_factory=dict)
+    """The metrics with a last value that is NaN or infinite."""
     usage: dict[Key, Series] = field(default_factory=dict)
     """CPU, memory and GPUs of hosts."""
     path: Path | None = None
@@ -138,6 +141,11 @@ class JobLog:
             self.path = None
 
     def _add_number(self, key: Key, seconds: float, value: float) -> None:
+        if not math.isfinite(value):
+            if len(self.not_finite) < MAX_SERIES:
+                self.not_finite[key] = value
+            return
+        self.not_finite.pop(key, None)
         if key in self.series or len(self.series) < MAX_SERIES:
             self.series.setdefault(key, Series()).add(seconds, value)
 

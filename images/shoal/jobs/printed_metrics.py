@@ -11,11 +11,12 @@ import re
 from collections.abc import Iterator
 
 _NUMBER = r"[-+]?(?:\d++(?:\.\d*+)?|\.\d++)(?:[eE][-+]?\d++)?"
-_ASSIGNED = re.compile(rf"(?<![\w.-])([A-Za-z_][\w./-]{{0,63}})=({_NUMBER})(?![\w.])")
+_VALUE = rf"{_NUMBER}|[-+]?(?:nan|inf(?:inity)?)(?!\w)"
+_ASSIGNED = re.compile(rf"(?<![\w.-])([A-Za-z_][\w./-]{{0,63}})=({_VALUE})(?![\w.])", re.IGNORECASE)
 _PRINTED = re.compile(
     r"(?<![\w./@-])(?:(?P<part>train|training|val|valid|validation|test|eval|dev)[ _](?:set:? )?)?"
     r"(?:(?:average|avg|mean) )?"
-    rf"['\"]?(?P<name>[A-Za-z][\w./@-]{{0,63}})['\"]?(?: ?: *| = | +)['\"]?(?P<value>{_NUMBER})(?![\w./:]|\.\d)",
+    rf"['\"]?(?P<name>[A-Za-z][\w./@-]{{0,63}})['\"]?(?: ?: *| = | +)['\"]?(?P<value>{_VALUE})(?![\w./:]|\.\d)",
     re.IGNORECASE,
 )
 _WORDS = frozenset(
@@ -33,12 +34,16 @@ _SPLIT = re.compile(r"[_/.@-]|(?<=[a-z])(?=[A-Z])|(?<=\D)(?=\d+$)")
 
 
 def find_metrics(text: str) -> Iterator[tuple[str, float]]:
-    """Yield the names and the finite values of the metrics in a line."""
+    """Yield the names and values of the metrics in a line. Losses and the like may be NaN or infinite."""
     if "=" in text and not _MODULE.fullmatch(text):
-        yield from _finite(_ASSIGNED.findall(text))
+        for name, number in _ASSIGNED.findall(text):
+            value = float(number)
+            if math.isfinite(value) or _is_metric(name):
+                yield name, value
     if _HINT.search(text):
-        found = ((_full_name(each), each["value"]) for each in _PRINTED.finditer(text) if _is_metric(each["name"]))
-        yield from _finite(found)
+        for found in _PRINTED.finditer(text):
+            if _is_metric(found["name"]):
+                yield _full_name(found), float(found["value"])
 
 
 def _is_metric(name: str) -> bool:
@@ -51,10 +56,3 @@ def _is_metric(name: str) -> bool:
 def _full_name(found: re.Match[str]) -> str:
     """Return the name with the part of the data before it: `test accuracy` is test_accuracy."""
     return f"{found['part'].lower()}_{found['name']}" if found["part"] else found["name"]
-
-
-def _finite(found: Iterator[tuple[str, str]] | list[tuple[str, str]]) -> Iterator[tuple[str, float]]:
-    for name, number in found:
-        value = float(number)
-        if math.isfinite(value):
-            yield name, value

@@ -14,7 +14,7 @@ from shoal.clean_text import clean_text, cut_line
 from shoal.console import print_line
 from shoal.jobs.job import JobRequest, JobResult
 
-_SHOWN_FILES, _SHOWN_RESTARTS = 3, 20
+_SHOWN_FILES, _SHOWN_METRICS, _SHOWN_RESTARTS = 3, 5, 20
 _MOST_METRIC = 200  # characters
 _STOPPED_BY = {
     128 + signal.SIGINT: "Ctrl-C (SIGINT)",
@@ -37,6 +37,8 @@ def summary_rows(request: JobRequest, result: JobResult) -> list[tuple[str, str]
     hosts = len(launch.get("hosts", request.host_names))
     ranks = int(launch.get("ranks") or hosts)  # null if `train` refused the job
     rows.append(("hosts × ranks", f"{hosts} × {ranks // hosts}"))
+    for name, value in [*result.not_finite.items()][:_SHOWN_METRICS]:
+        rows.append((cut_line(name, _MOST_METRIC), f"{value} at the end: the training may have diverged"))
     if result.restarts:
         rows.append(("restarts", str(len(result.restarts))))
     seconds = (

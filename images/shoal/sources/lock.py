@@ -34,7 +34,7 @@ _PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in range(36, 4, -1)] + [
     "manylinux2010_x86_64",
     "manylinux1_x86_64",
 ]
-# The program that runs as pip here. It reads wheels only. The metadata of a package can name the address of another one,
+# The program that runs as pip here. It reads wheels only. The metadata of a package can name the address of another,
 # which pip would clone, or build in spite of --only-binary. An index without an end does not fill the memory.
 # pip picks files for the Python of --python-version. But it evaluates markers (`; python_version < "3.13"`) for the
 # Python that it runs in, and has no option for that. So its markers are patched, and the patch is checked.

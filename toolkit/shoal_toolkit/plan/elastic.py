@@ -9,6 +9,7 @@ from shoal_toolkit.errors import ContractError
 from shoal_toolkit.job.contract import Cluster, Job
 from shoal_toolkit.job.machine import Machine
 from shoal_toolkit.job.settings import Settings
+from shoal_toolkit.plan.launcher import SEVERAL_RANKS
 from shoal_toolkit.plan.plan import LaunchPlan, make_plan
 
 _FIX = "Fix: unset SHOAL_MIN_HOSTS"
@@ -22,7 +23,10 @@ def plan_with_hosts(job: Job, machine: Machine, hosts: Sequence[str]) -> LaunchP
         machine: This host's machine.
         hosts: The hosts that take part, in the order of the job's hosts. This host is one of them.
     """
-    return make_plan(job._replace(cluster=_keep_hosts(job.cluster, tuple(hosts))), machine)
+    plan = make_plan(job._replace(cluster=_keep_hosts(job.cluster, tuple(hosts))), machine)
+    if plan.launcher in SEVERAL_RANKS:
+        return plan
+    return plan._replace(env={"RANK": "0", "WORLD_SIZE": "1", **plan.env})  # also if one host is left of several
 
 
 def _keep_hosts(cluster: Cluster, hosts: tuple[str, ...]) -> Cluster:

@@ -50,6 +50,8 @@ def describe_docker() -> str:
     """Say which parts of a bare machine's work are done already."""
     if not shutil.which("docker"):
         return "no Docker"
+    if subprocess.run(("docker", "version"), check=False, capture_output=True).returncode:
+        return "no engine of Docker answers, its client is installed"
     listed = ("docker", "image", "ls", "--quiet", "--filter", "reference=*-training")
     found = subprocess.run(listed, check=False, capture_output=True, text=True).stdout.split()
     return f"Docker is installed, with {len(found)} images of Shoal"

@@ -51,7 +51,7 @@ def describe_docker() -> str:
     if not shutil.which("docker"):
         return "no Docker"
     if subprocess.run(("docker", "version"), check=False, capture_output=True).returncode:
-        return "no engine of Docker answers, its client is installed"
+        return "Docker's client is installed, and Docker does not run"
     listed = ("docker", "image", "ls", "--quiet", "--filter", "reference=*-training")
     found = subprocess.run(listed, check=False, capture_output=True, text=True).stdout.split()
     return f"Docker is installed, with {len(found)} images of Shoal"

@@ -48,6 +48,7 @@ from shoal_toolkit.plan.launcher import select_hosts
 from shoal_toolkit.plan.plan import DEFAULT_MASTER_PORT, LaunchPlan, make_plan
 from shoal_toolkit.result.result import Result, prepare_output, write_result
 from shoal_toolkit.run.host import Host, Task, make_report
+from shoal_toolkit.system.account import build_account_variables
 from shoal_toolkit.system.loop import PASSED_SIGNALS, STOP_SIGNALS
 
 _PREFLIGHT_TIMEOUT = 60  # seconds in which the hosts of a preflight must meet
@@ -185,6 +186,8 @@ def _run_job(paths: Paths, words: Sequence[str], began: float, preflight: bool) 
     configure_log(cluster.current_host, settings.log_format == "json")
     if cluster.found.registration is not None:
         cluster = _register(cluster, settings, problem)
+    if not preflight:
+        os.environ.update(build_account_variables(os.environ))
     environ = {**os.environ, **derive_rank_secret(settings, os.environ)}
     plan: LaunchPlan | TrainError
     plan_with: Callable[[Sequence[str]], LaunchPlan] | None = None

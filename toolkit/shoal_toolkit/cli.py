@@ -186,9 +186,7 @@ def _run_job(paths: Paths, words: Sequence[str], began: float, preflight: bool) 
     configure_log(cluster.current_host, settings.log_format == "json")
     if cluster.found.registration is not None:
         cluster = _register(cluster, settings, problem)
-    if not preflight:
-        os.environ.update(build_account_variables(os.environ))
-    environ = {**os.environ, **derive_rank_secret(settings, os.environ)}
+    environ = _build_script_environment(settings, preflight)
     plan: LaunchPlan | TrainError
     plan_with: Callable[[Sequence[str]], LaunchPlan] | None = None
     try:
@@ -207,6 +205,12 @@ def _run_job(paths: Paths, words: Sequence[str], began: float, preflight: bool) 
     role = _make_role(_prepare(Task(paths, cluster, hosts, plan, settings, environ, began, preflight, plan_with)))
     early.end()
     return role.run()
+
+
+def _build_script_environment(settings: Settings, preflight: bool) -> dict[str, str]:
+    """Returns the environment of the script, without the variables that the plan adds. A preflight makes no home."""
+    account = {} if preflight else build_account_variables(os.environ)
+    return {**os.environ, **account, **derive_rank_secret(settings, os.environ)}
 
 
 def _prepare(task: Task) -> Task:

@@ -105,6 +105,35 @@ def test_processes_per_host_from_the_command_line() -> None:
         distribution.set_processes_per_host({"mpi": {"enabled": True, "processes_per_host": 4}}, 2)
 
 
+TORCHRUN: dict[str, Any] = {"torch_distributed": {"enabled": True}}
+
+
+def test_torchrun_starts_the_ranks_that_are_asked_for(tmp_path: Path) -> None:
+    two = {"torch_distributed": {"enabled": True, "processes_per_host": 2}}
+    sent = distribution.convert_distribution(two)
+    assert sent["sagemaker_mpi_num_of_processes_per_host"] == 2
+    assert distribution.set_processes_per_host(TORCHRUN, 2) == two
+    with pytest.raises(UsageError, match=r"distribution\.torch_distributed\.processes_per_host is 2\. Fix: remove one"):
+        distribution.set_processes_per_host(two, 4)
+    request = job.JobRequest(entry_point="train.py", hosts=2, procs_per_host=2, distribution=TORCHRUN)
+    merged = local_job.merge_hosts(request, Console(file=io.StringIO()))
+    assert merged.distribution == {"torch_distributed": {"enabled": True, "processes_per_host": 4}}
+
+
+def test_mpi_has_its_own_number_beside_torchrun() -> None:
+    both = {**TORCHRUN, "mpi": {"enabled": True, "processes_per_host": 3}}
+    assert distribution.convert_distribution(both)["sagemaker_mpi_num_of_processes_per_host"] == 3
+    assert (
+        distribution.set_processes_per_host({**TORCHRUN, "mpi": {"enabled": True}}, 2)["mpi"]["processes_per_host"] == 2
+    )
+
+
+@pytest.mark.parametrize("key", ["parameter_server", "multi_worker_mirrored_strategy"])
+def test_a_launcher_of_one_rank_takes_no_number(key: str) -> None:
+    with pytest.raises(UsageError, match=r"unknown key .processes_per_host.*Allowed: enabled"):
+        distribution.convert_distribution({key: {"enabled": True, "processes_per_host": 2}})
+
+
 @pytest.fixture
 def request_(tmp_path: Path) -> job.JobRequest:
     source = tmp_path / "digits"

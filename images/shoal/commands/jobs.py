@@ -141,7 +141,7 @@ class RunOptions:
             "--procs-per-host",
             "--nproc-per-node",
             min=1,
-            help="Ranks per host, started by MPI. torch.distributed works too.",
+            help="Ranks per host. MPI starts them, or torchrun if --distribution selects it.",
         ),
     ] = None
     channel: Annotated[

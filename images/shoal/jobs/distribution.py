@@ -17,6 +17,12 @@ _SWITCHES = {
     "multi_worker_mirrored_strategy": "sagemaker_multi_worker_mirrored_strategy_enabled",
     "torch_distributed": "sagemaker_torch_distributed_enabled",
 }
+_TORCH = "torch_distributed"
+_RANK_OPTIONS = {
+    "mpi": ("enabled", "processes_per_host", "custom_mpi_options"),
+    _TORCH: ("enabled", "processes_per_host"),
+}
+"""The launchers that start as many ranks as `processes_per_host`, with their options."""
 _KEYS = ("mpi", "smdistributed", "pytorchddp", "instance_groups", *_SWITCHES)
 
 
@@ -60,12 +66,21 @@ def convert_distribution(distribution: Mapping[str, Any]) -> dict[str, Any]:
         values |= _convert_smdistributed(
             distribution["smdistributed"], distribution.get("mpi", {}).get("enabled", False)
         )
+    return values | _convert_switches(distribution)
+
+
+def _convert_switches(distribution: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the hyperparameters for the launchers that are only enabled. Raises `UsageError` for unknown keys."""
+    values: dict[str, Any] = {}
     for key, name in _SWITCHES.items():
         if key in distribution:
-            _check_options(distribution[key], ("enabled", "processes_per_host"), f"distribution.{key}")
+            _check_options(distribution[key], _RANK_OPTIONS.get(key, ("enabled",)), f"distribution.{key}")
             values[name] = bool(distribution[key].get("enabled", False))
-            if key == "torch_distributed":
-                values["sagemaker_instance_type"] = _INSTANCE_TYPE
+    if _TORCH in distribution:
+        values["sagemaker_instance_type"] = _INSTANCE_TYPE
+        ranks = distribution[_TORCH].get("processes_per_host")
+        if ranks and find_rank_launcher(distribution) == _TORCH:
+            values["sagemaker_mpi_num_of_processes_per_host"] = ranks
     return values
 
 
@@ -75,30 +90,39 @@ def encode_values(values: Mapping[str, Any]) -> dict[str, str]:
 
 
 def set_processes_per_host(distribution: Mapping[str, Any], count: int | None) -> dict[str, Any]:
-    """Return `distribution` with MPI enabled and `count` ranks per host; None changes nothing.
+    """Return `distribution` with `count` ranks per host, started by torchrun if it selects that, else by MPI.
+
+    None changes nothing.
 
     Raises:
-        UsageError: If `mpi` has another number, is disabled or has an unknown key. Also if another launcher is enabled,
-            and there is no `mpi`.
+        UsageError: If the launcher has another number, is disabled or has an unknown key. Also if another launcher is
+            enabled, and there is no `mpi`.
     """
     if count is None:
         return dict(distribution)
-    others = {key for key in ("smdistributed", *_SWITCHES) if _is_enabled(distribution.get(key, {}))}
-    mpi = distribution.get("mpi", {"enabled": not others})
-    _check_options(mpi, ("enabled", "processes_per_host", "custom_mpi_options"), "distribution.mpi")
-    if not mpi.get("enabled"):
+    key = find_rank_launcher(distribution)
+    others = {other for other in ("smdistributed", *_SWITCHES) if _is_enabled(distribution.get(other, {}))} - {key}
+    options = distribution.get(key, {"enabled": not others})
+    _check_options(options, _RANK_OPTIONS[key], f"distribution.{key}")
+    if not options.get("enabled"):
         raise UsageError(
             f"--procs-per-host {count} starts MPI, but distribution selects another launcher or none. A launcher for "
             "data parallelism starts one rank per GPU. Fix: leave out --procs-per-host; on a machine without GPUs, "
             f"emulate them: --env SHOAL_REHEARSE=1 --env SHOAL_REHEARSE_GPUS={count}."
         )
-    mpi = dict(mpi)
-    own = mpi.setdefault("processes_per_host", count)
+    options = dict(options)
+    own = options.setdefault("processes_per_host", count)
     if own != count:
         raise UsageError(
-            f"--procs-per-host is {count}, but distribution.mpi.processes_per_host is {own}. Fix: remove one"
+            f"--procs-per-host is {count}, but distribution.{key}.processes_per_host is {own}. Fix: remove one"
         )
-    return {**distribution, "mpi": mpi}
+    return {**distribution, key: options}
+
+
+def find_rank_launcher(distribution: Mapping[str, Any]) -> str:
+    """Return the key of the launcher for a number of ranks per host: `torch_distributed` if only that is enabled."""
+    enabled = [key for key in _RANK_OPTIONS if _is_enabled(distribution.get(key, {}))]
+    return _TORCH if enabled == [_TORCH] else "mpi"
 
 
 def has_stages(distribution: Mapping[str, Any]) -> bool:
@@ -111,6 +135,8 @@ def has_stages(distribution: Mapping[str, Any]) -> bool:
 
 def _is_enabled(options: Mapping[str, Any]) -> bool:
     """Return whether these options select a launcher. Model parallelism is none: it runs under MPI."""
+    if not isinstance(options, Mapping):
+        return False
     return bool(options.get("enabled") or options.get("dataparallel", {}).get("enabled"))
 
 

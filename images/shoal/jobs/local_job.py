@@ -179,7 +179,7 @@ def list_loopback_names(request: job.JobRequest) -> list[str]:
 
 
 def merge_hosts(request: job.JobRequest, console: Console) -> job.JobRequest:
-    """Return the request with all ranks on one host, started by MPI; print a line then.
+    """Return the request with all ranks on one host, started by MPI, or torchrun if selected; print a line then.
 
     A request for one host is returned as it is. Raises `UsageError` if there are several hosts, and `distribution`
     contradicts `procs_per_host`.
@@ -187,14 +187,15 @@ def merge_hosts(request: job.JobRequest, console: Console) -> job.JobRequest:
     if request.hosts == 1:
         return request
     launch = distribution.set_processes_per_host(request.distribution, request.procs_per_host)
-    per_host = launch.get("mpi", {}).get("processes_per_host", 1)
+    key = distribution.find_rank_launcher(launch)
+    per_host = launch.get(key, {}).get("processes_per_host", 1)
     ranks = request.hosts * per_host
     print_line(
         f"without Docker: {request.hosts} hosts × {per_host} ranks run as 1 host × {ranks} ranks on this machine",
         console,
     )
-    mpi = {"enabled": True, **launch.get("mpi", {}), "processes_per_host": ranks}
-    return replace(request, hosts=1, procs_per_host=None, distribution={**launch, "mpi": mpi})
+    launcher = {"enabled": True, **launch.get(key, {}), "processes_per_host": ranks}
+    return replace(request, hosts=1, procs_per_host=None, distribution={**launch, key: launcher})
 
 
 def _gpu_environment(option: str | None, devices: Path = Path("/dev")) -> dict[str, str]:

@@ -90,7 +90,7 @@ def encode_values(values: Mapping[str, Any]) -> dict[str, str]:
 
 
 def set_processes_per_host(distribution: Mapping[str, Any], count: int | None) -> dict[str, Any]:
-    """Return `distribution` with `count` ranks per host, started by torchrun if it selects that, else by MPI.
+    """Return `distribution` with `count` ranks per host, started by torchrun if it selects that, otherwise by MPI.
 
     None changes nothing.
 

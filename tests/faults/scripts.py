@@ -5,7 +5,7 @@ from __future__ import annotations
 # A script tells the test what it does, and when, by files: its output passes through what is under test.
 _MARK = """\
 import os, pathlib, signal, sys, time
-RANK = int(os.environ["RANK"])
+RANK = int(os.environ.get("RANK", "0"))
 
 def mark(event):
     path = pathlib.Path(os.environ["SM_MODEL_DIR"]).with_name("checkpoints") / f"{event}.{RANK}"

@@ -36,7 +36,7 @@ REHEARSAL = {"SHOAL_REHEARSE": "1", "SHOAL_REHEARSE_GPUS": "2"}
 CODE_OF_SDK_3 = "/opt/ml/input/data/code"
 REPORT = (
     "import os, sys\n"
-    "words = ['rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'], *sys.argv[1:]]\n"
+    "words = ['rank', os.environ.get('RANK', '0'), 'of', os.environ.get('WORLD_SIZE', '1'), *sys.argv[1:]]\n"
     "os.write(1, (' '.join(words) + '\\n').encode())\n"  # at once: ranks that torchrun starts share a pipe
 )
 with_sdks = pytest.mark.skipif(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -10,6 +12,8 @@ import smdistributed.dataparallel.torch.torch_smddp  # noqa: F401 (registers the
 
 
 def main() -> None:
+    if "RANK" not in os.environ:  # no launcher
+        os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     dist.init_process_group("smddp")
     rank, world_size = dist.get_rank(), dist.get_world_size()
     total = torch.tensor(rank + 1)

@@ -32,6 +32,8 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=100)
     parser.add_argument("--model-dir", type=Path, default=os.environ.get("SM_MODEL_DIR", "model"))
     arguments = parser.parse_args()
+    if "RANK" not in os.environ:  # no launcher
+        os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     dist.init_process_group("smddp")
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)

@@ -55,6 +55,9 @@ def _torchrun(words: Sequence[str]) -> dict[str, str]:
     options: dict[str, str] = {}
     rest = list(words)
     while rest and rest[0].startswith("-"):
+        if rest[0] == "--":
+            del rest[0]
+            break
         name, equals, value = rest.pop(0).lstrip("-").partition("=")
         name = name.replace("-", "_")
         if not equals:

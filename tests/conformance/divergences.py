@@ -281,12 +281,6 @@ MPIRUN = (
         "mpirun is called by its path, and its own libraries come first.",
         ours="(/opt/venv/lib:?)+",
     ),
-    Divergence(
-        "env OPAL_PREFIX",
-        ADDITIONAL,
-        "mpirun is called by its path, and its own libraries come first.",
-        ours="/opt/venv",
-    ),
     Divergence("env SM_CURRENT_HOST", DIFFERENT, _REMOTE, _MPI_JOBS, stock="algo-1.*", ours="algo-[23].*"),
     *each(
         DIFFERENT,

@@ -6,6 +6,7 @@ Two ranks share a single GPU. `train` refuses more ranks than GPUs; NVIDIA_VISIB
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import sysconfig
 from pathlib import Path
@@ -26,7 +27,14 @@ MPIRUN = {"OMPI_MCA_plm_rsh_agent": "ssh:rsh:/bin/false", "OMPI_MCA_rmaps_base_o
 @pytest.fixture
 def variables(packages: Path) -> dict[str, str]:
     """The environment of `train`. Without our installed packages, it finds them in the checkout."""
-    found = {**MPIRUN, "SHOAL_MEMBERS_ONLY": "1", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    with socket.create_server(("127.0.0.1", 0)) as probe:  # others on this machine may have the default port
+        port = str(probe.getsockname()[1])
+    found = {
+        **MPIRUN,
+        "MASTER_PORT": port,
+        "SHOAL_MEMBERS_ONLY": "1",
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+    }
     if not Path(sysconfig.get_path("purelib"), "shoal-toolkit.pth").exists():
         found["PYTHONPATH"] = os.pathsep.join(map(str, (packages, TOOLKIT, REHEARSAL)))
     if not IS_REAL:

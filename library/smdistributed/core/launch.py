@@ -101,8 +101,6 @@ def read_launch(environ: Mapping[str, str] | None = None) -> Launch:
     local_names, local_size_names = _local_rank_names(named is not None, mpi == place)
     local_world_size = _read_first_integer(env, local_size_names, 1, world_size)
     local_rank = _read_first_integer(env, local_names, 0, (local_world_size or world_size) - 1)
-    if local_rank is None and mpi is None and _is_host_rank(env, place):
-        local_rank, local_world_size = 0, 1
     if local_rank is None:
         raise LaunchError(
             f"This process is rank {rank} of {world_size}, but its local rank is missing. "

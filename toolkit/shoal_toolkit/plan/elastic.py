@@ -26,7 +26,8 @@ def plan_with_hosts(job: Job, machine: Machine, hosts: Sequence[str]) -> LaunchP
     plan = make_plan(job._replace(cluster=_keep_hosts(job.cluster, tuple(hosts))), machine)
     if plan.launcher in SEVERAL_RANKS:
         return plan
-    return plan._replace(env={"RANK": "0", "WORLD_SIZE": "1", **plan.env})  # also if one host is left of several
+    of_one = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    return plan._replace(env={**of_one, **plan.env})  # also if one host is left of several
 
 
 def _keep_hosts(cluster: Cluster, hosts: tuple[str, ...]) -> Cluster:

@@ -303,9 +303,10 @@ def _build_environment(
     variables["MASTER_PORT"] = job.environ.get("MASTER_PORT") or (free_port if alone else DEFAULT_MASTER_PORT)
     variables["SM_MASTER_PORT"] = variables["MASTER_PORT"]
     if launcher not in SEVERAL_RANKS and not alone and current_host in hosts:
-        # Only for torch's `env://`. A script that is alone on its host may start ranks itself. With a LOCAL_RANK,
-        # Lightning and transformers would take it for a rank that another process has started.
-        variables.update(RANK=str(hosts.index(current_host)), WORLD_SIZE=str(len(hosts)))
+        # A script that is alone may start ranks itself. With a LOCAL_RANK, Lightning and transformers would take it for
+        # a rank that another process has started.
+        rank, size = str(hosts.index(current_host)), str(len(hosts))
+        variables.update(RANK=rank, WORLD_SIZE=size, LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
     if (launcher in SEVERAL_RANKS or machine.has_fewer_cpus) and "OMP_NUM_THREADS" not in job.environ:
         variables["OMP_NUM_THREADS"] = str(max(1, machine.cpus // ranks.get(current_host, 1)))
     if launcher in (DATAPARALLEL, PYTORCH_DDP):

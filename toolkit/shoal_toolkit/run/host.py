@@ -161,11 +161,11 @@ class Host(Role):
 
     def _pass_on(self, number: int) -> None:
         """Gives a signal to the script on this host. A process without a handler would die of it, and gets none."""
-        told = self.processes.pass_on(number) if self.processes is not None else 0
+        count = self.processes.pass_on(number) if self.processes is not None else 0
         name = signal.Signals(number).name
         write_log(
-            f"{name}: passed on to {told} processes of the script"
-            if told
+            f"{name}: passed on to {count} processes of the script"
+            if count
             else f"{name} has no effect: no process of the script has a handler for it"
         )
 

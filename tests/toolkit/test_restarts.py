@@ -28,10 +28,11 @@ from shoal_toolkit.run.processes import HostProcesses
 from shoal_toolkit.run.restarts import Restarts
 from shoal_toolkit.run.standby import Standby
 from shoal_toolkit.system.loop import Loop
+from shoal_toolkit.system.process import find_descendants, signal_process
 
 from .conftest import TRAIN, Finished, Run, Tree, alive, clean_environment
 from .loopback import NAMES, two_trees
-from .netns import UNAVAILABLE, running, two_hosts
+from .netns import UNAVAILABLE, init_of, running, two_hosts
 
 KILLED = "rank {}: The script was killed by signal 9 (SIGKILL), and wrote nothing to stderr."
 # Each start says who it is; the first one waits to be killed.
@@ -390,16 +391,29 @@ def test_a_lost_first_host_ends_the_workers(hosts: Hosts) -> None:
 @pytest.mark.mpi
 @pytest.mark.skipif(bool(UNAVAILABLE), reason=UNAVAILABLE)
 def test_mpirun_on_two_hosts_after_a_killed_rank_and_a_lost_host(tmp_path: Path) -> None:
-    """First a rank of the worker is killed, then the whole worker, which comes back under its name."""
+    """First a rank of the worker is killed, then the whole worker, which comes back under its name.
+
+    mpirun ends rank 0 after rank 1. Here `train` learns about rank 0 first, because the worker's `train` is suspended.
+    """
     meet = f"{TALK}from mpi4py import MPI\nprint('rank', RANK, 'of', MPI.COMM_WORLD.allreduce(1), 'at', RESTART)\n"
     with two_hosts(tmp_path) as hosts:
         for host in hosts:
-            host.tree.script(
-                f"{meet}if RESTART == 0 and RANK == '1': os.kill(os.getpid(), 9)\nif RESTART < 2: time.sleep(60)"
-            )
+            host.tree.script(f"{meet}if RESTART < 2: time.sleep(60)")
             host.tree.hyperparameters(sagemaker_mpi_enabled=True)
         first, worker = (host.start(SHOAL_MAX_RESTARTS="2") for host in hosts)
         with running(first, worker):
+            for rank in (0, 1):
+                until(hosts[0].file("out"), f"rank {rank} of 2 at 0")
+            (_, mpirun, *_, script), (train, *_, failing) = map(find_descendants, map(init_of, (first, worker)))
+            for pid in (mpirun, train):
+                os.kill(pid, signal.SIGSTOP)
+            os.kill(failing, signal.SIGKILL)
+            os.kill(script, signal.SIGTERM)  # as mpirun does
+            while alive(script):
+                time.sleep(0.01)
+            os.kill(train, signal.SIGCONT)
+            until(hosts[0].file("err"), "restart 1 (1 left of SHOAL_MAX_RESTARTS): rank 1")
+            signal_process(mpirun, signal.SIGCONT)
             until(hosts[0].file("out"), "rank 1 of 2 at 1")
             worker.kill()
             worker.wait()

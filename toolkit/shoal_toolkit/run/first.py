@@ -407,7 +407,8 @@ class FirstHost(Host):
     def _note_end(self, rank: int, code: int) -> None:
         """Notes the end of a rank. mpirun ends the other ranks itself; without mpirun a failure ends the job here.
 
-        A failure that restarts the job does so at once, also with mpirun.
+        A failure that restarts the job does so at once, also with mpirun. A rank that SIGTERM ended waits for mpirun's
+        end: mpirun sends it after another rank failed. The report of that rank can take longer, from another host.
 
         A job that is being stopped ends when all ranks that have started have ended.
         """
@@ -420,7 +421,7 @@ class FirstHost(Host):
                 self._finish_growth()
         elif code and (not self.plan.by_mpirun or rank >= self.plan.world_size):
             self._fail(self._explain_rank(rank, code), rank=rank)
-        elif code and self._restarts is not None:
+        elif code not in (SUCCESS, 128 + signal.SIGTERM) and self._restarts is not None:
             failure = self._explain_rank(rank, code)
             if not self._restarts.explain_refusal(failure):
                 self._fail(failure, rank=rank)

@@ -16,6 +16,7 @@ import pytest
 from rich.console import Console
 from tests.fake_docker import checked
 
+from shoal.docker_client import archive, users
 from shoal.jobs import docker_hosts, local_job
 from shoal.jobs.docker_hosts import SECRET_PATH, DockerHosts
 from shoal.jobs.job import SECRET, SECRET_FILE, JobRequest
@@ -26,17 +27,27 @@ from shoal.jobs.variables import Secret
 from shoal.jobs.volumes import Volume
 from shoal.jobs.watch import HostExit
 
+IMAGE_FILES = {
+    "/etc/passwd": "root:x:0:0::/root:/bin/sh\nodd line\ntrainer:x:1000:1001::/home/trainer:/bin/sh\n",
+    "/etc/group": "root:x:0:\ntrainer:x:1001:\nusers:x:100:trainer\n",
+}
+
 
 class FakeEngine:
     """Remembers the settings of containers and networks, and the files that containers are given; has no network."""
 
     volumes = SimpleNamespace(create=lambda name, labels: None)
-    images = SimpleNamespace(get=lambda name: SimpleNamespace(labels={}))
 
     def __init__(self, user: str = "") -> None:
-        self.user = user
-        self.modes: dict[str, tuple[int, int]] = {}
-        self.api = SimpleNamespace(create_endpoint_config=lambda aliases: {"Aliases": aliases})
+        self.images = SimpleNamespace(get=lambda _: SimpleNamespace(labels={}, attrs={"Config": {"User": user}}))
+        self.modes: dict[str, tuple[int, int, int]] = {}
+        self.api = SimpleNamespace(
+            create_endpoint_config=lambda aliases: {"Aliases": aliases},
+            get=self._read,
+            base_url="http://docker",
+            api_version="1",
+            timeout=1,
+        )
         self.networks = SimpleNamespace(get=self._no_network, create=checked("networks.create", self._network))
         self.containers = SimpleNamespace(create=checked("containers.create", self._create))
         self.made: dict[str, dict[str, Any]] = {}
@@ -54,7 +65,15 @@ class FakeEngine:
         self.options.append(options)
         return SimpleNamespace(name=name)
 
+    def _read(self, _: str, params: dict[str, str], **_options: Any) -> SimpleNamespace:
+        """Answers with an archive of a file of the image."""
+        packed = io.BytesIO(archive.pack_file("file", IMAGE_FILES[params["path"]].encode()))
+        return SimpleNamespace(raw=packed, raise_for_status=lambda: None, close=lambda: None)
+
     def _create(self, image: str, command: list[str], **settings: Any) -> SimpleNamespace:
+        if "name" not in settings:  # nothing is copied to it, and it does not start
+            remove = checked("container.remove", lambda **_: self.removed.append("reader"))
+            return SimpleNamespace(id="1", remove=remove, client=self)
         files = self.files[settings["name"]] = {}
         self.made[settings["name"]] = {"command": command, **settings}
 
@@ -62,14 +81,13 @@ class FakeEngine:
             stream = io.BytesIO(content if isinstance(content, bytes) else content.read())
             with tarfile.open(fileobj=stream) as packed:
                 for entry in packed:
-                    self.modes[entry.name] = (entry.mode, entry.uid)
+                    self.modes[entry.name] = (entry.mode, entry.uid, entry.gid)
                     if file := packed.extractfile(entry) if entry.isfile() else None:
                         files[entry.name] = file.read()
 
         return SimpleNamespace(
             put_archive=put_archive,
             remove=checked("container.remove", lambda **_: self.removed.append(settings["name"])),
-            attrs={"Config": {"User": self.user}},
         )
 
 
@@ -137,14 +155,45 @@ def test_secrets_are_files_of_the_containers_user_only(
     for files in engine.files.values():
         assert files["run/secrets/HF_TOKEN"] == b"from-the-environment"
         assert files["run/secrets/KEY"] == b"\0from a file\n"
-    assert {engine.modes[f"run/secrets/{name}"] for name in ("HF_TOKEN", "KEY")} == {(0o400, 1000)}
-    assert engine.modes[SECRET_PATH] == (0o400, 1000), "the job's own secret too"
-    named = create(replace(request_, secrets=given), user="nobody:\x1b")
-    assert named.modes[SECRET_PATH] == (0o400, 0)
+    assert {engine.modes[f"run/secrets/{name}"] for name in ("HF_TOKEN", "KEY")} == {(0o400, 1000, 100)}
+    assert engine.modes[SECRET_PATH] == (0o400, 1000, 100), "the job's own secret too"
     environment = engine.made["job-algo-1"]["environment"]
     assert environment["KEY_FILE"] == "/run/secrets/KEY"
     assert environment["SHOAL_SECRET_VARIABLES"] == "HF_TOKEN"
     assert "from" not in str({name: str(settings) for name, settings in engine.made.items()}), "docker inspect shows it"
+
+
+def test_files_belong_to_the_user_of_the_image(request_: JobRequest) -> None:
+    """Its directories too: otherwise `train` could write no result."""
+    engine = create(request_, user="trainer")
+    owners = {name: owner for name, (_, *owner) in engine.modes.items()}
+    assert owners == {name: [1000, 1001] for name in owners}
+    assert {"opt/ml/model", "opt/ml/output/data", "opt/ml/code/train.py", "opt/ml/input/config"} <= set(owners)
+    assert engine.removed == ["reader"]
+    assert {tuple(owner) for _, *owner in create(request_).modes.values()} == {(0, 0)}
+
+
+@pytest.mark.parametrize(
+    ("user", "owner"),
+    [
+        ("trainer", (1000, 1001)),
+        ("1000", (1000, 1001)),
+        ("12345", (12345, 0)),
+        ("trainer:users", (1000, 100)),
+        ("12345:users", (12345, 100)),
+        ("1000:7", (1000, 7)),
+        ("root:users", (0, 100)),
+        ("nobody-here", (0, 0)),
+        ("trainer:no-group", (0, 0)),
+        ("nobody:\x1b", (0, 0)),
+        ("99999999999", (0, 0)),
+        ("²", (0, 0)),
+        (":users", (0, 100)),
+    ],
+)
+def test_the_user_of_an_image_is_found_as_docker_finds_it(user: str, owner: tuple[int, int]) -> None:
+    lines = {path: text.split("\n") for path, text in IMAGE_FILES.items()}
+    assert users.resolve_user(user, lines["/etc/passwd"], lines["/etc/group"]) == owner
 
 
 def test_secret_of_the_user_is_used(request_: JobRequest) -> None:

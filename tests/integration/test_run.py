@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 import os
@@ -335,6 +336,38 @@ def test_links_stay_links_in_a_container_and_secrets_stay_here(pytorch: str, sou
     result = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.returncode == 2
     assert "passwords: a link to /etc/shadow, outside the source. Fix: " in result.stderr
+
+
+def test_the_user_of_an_image_trains_on_two_hosts_and_resumes(
+    client: docker.DockerClient, matrix: BuildSpec, source: Path, tmp_path: Path
+) -> None:
+    """It can write all directories of the job and its home, and finds its checkpoints of an earlier run."""
+    (source / "train.py").write_text(
+        "import getpass, os, pathlib, sys, time\n"
+        "(pathlib.Path.home() / 'cache').write_text('')\n"
+        "file = pathlib.Path('/opt/ml/checkpoints', os.environ['RANK'])\n"
+        "for name in ('SM_MODEL_DIR', 'SM_OUTPUT_DATA_DIR'): pathlib.Path(os.environ[name], file.name).write_text('')\n"
+        "run = 2 if file.exists() else 1\n"
+        "print('as', getpass.getuser(), os.getgid(), 'run', run, flush=True)\n"
+        "file.write_text(str(run))\n"
+        "while len(list(file.parent.iterdir())) < 4: time.sleep(0.05)\n"
+        "sys.exit(0 if run == 2 else 3)\n"
+    )
+    image = f"{source.name}:1"
+    lines = [f"FROM {matrix.select('pytorch-*-cpu-*-debian12').tag}", "RUN useradd -m trainer", "USER trainer:users"]
+    client.images.build(fileobj=io.BytesIO("\n".join(lines).encode()), tag=image, rm=True)
+    try:
+        output = tmp_path / "jobs"
+        first = command(image, source, output, "--hosts", "2", "--procs-per-host", "2", "--name", source.name)
+        again: list[str | Path] = [SHOAL, "run", "--resume", source.name, "--output", output]
+        for words, code, run in ((first, 3, 1), (again, 0, 2)):
+            result = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+            assert result.returncode == code, result.stdout + result.stderr
+            assert result.stdout.count(f"as trainer 100 run {run}") == 4
+        with tarfile.open(output / source.name / "model.tar.gz") as packed:
+            assert len(packed.getnames()) == 4
+    finally:
+        client.images.remove(image)
 
 
 def test_a_killed_script_gives_137(pytorch: str, source: Path, tmp_path: Path) -> None:

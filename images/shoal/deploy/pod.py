@@ -95,8 +95,6 @@ def _build_environment(request: KubernetesRequest) -> list[Object]:
     if request.source is not None:
         is_address = isinstance(request.source, str)
         values["SAGEMAKER_SUBMIT_DIRECTORY"] = str(request.source) if is_address else f"{CONFIG}/{ARCHIVE}"
-    if request.user:  # it has no entry in /etc/passwd, and libraries keep caches in its home
-        values |= {"HOME": "/tmp", "USER": "shoal"}
     if not request.gpus:  # a node's runtime may give all GPUs to a container that names none
         values |= gpus.gpu_environment(())
     if request.kind in (Kind.job, Kind.jobset):

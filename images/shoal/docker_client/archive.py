@@ -22,15 +22,21 @@ _MOST_HOPS = 40  # links on the way to a file, as in Linux
 _MOST_STEPS = 512  # directories and links on the way to a file: links with long targets would take minutes
 
 
-def pack_tree(root: Path, arcname: str, out: IO[bytes], left_out: str | None = None) -> None:
-    """Write the tree at `root` as `arcname`, owned by root, and rewind `out`. Directories get mode 0755.
+def pack_tree(
+    root: Path, arcname: str, out: IO[bytes], owner: tuple[int, int] = (0, 0), left_out: str | None = None
+) -> None:
+    """Write the tree at `root` as `arcname`, owned by a user and a group, and rewind `out`. Directories get mode 0755.
 
     The entry `left_out` of `root` is not written.
     """
 
     def select(entry: tarfile.TarInfo) -> tarfile.TarInfo | None:
-        """Return an entry changed to belong to root, or None if it is left out."""
-        return None if left_out and entry.name == f"{arcname}/{left_out}" else _owned_by_root(entry)
+        """Return an entry with its new owner, or None if it is left out."""
+        entry.uid, entry.gid = owner
+        entry.uname = entry.gname = ""  # a name would count, and this machine's users are others
+        if entry.isdir():
+            entry.mode = 0o755
+        return None if left_out and entry.name == f"{arcname}/{left_out}" else entry
 
     with tarfile.open(fileobj=out, mode="w") as archive:
         archive.add(root, arcname, filter=select)
@@ -53,18 +59,23 @@ def write_tar(
 
 
 def add_file(
-    archive: tarfile.TarFile, name: str, file: IO[bytes], mode: int = 0o644, time: int = 0, owner: int = 0
+    archive: tarfile.TarFile,
+    name: str,
+    file: IO[bytes],
+    mode: int = 0o644,
+    time: int = 0,
+    owner: tuple[int, int] = (0, 0),
 ) -> None:
     """Add a file, from its first byte to its last, to an archive."""
     entry = tarfile.TarInfo(name)
-    entry.uid = entry.gid = owner
+    entry.uid, entry.gid = owner
     entry.mtime, entry.mode, entry.size = time, mode, file.seek(0, io.SEEK_END)
     file.seek(0)
     archive.addfile(entry, file)
 
 
-def pack_file(name: str, content: bytes, mode: int = 0o644, owner: int = 0) -> bytes:
-    """Return an archive of one file, which belongs to root or another user and its group of the same number."""
+def pack_file(name: str, content: bytes, mode: int = 0o644, owner: tuple[int, int] = (0, 0)) -> bytes:
+    """Return an archive of one file, which belongs to a user and a group."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as archive:
         add_file(archive, name, io.BytesIO(content), mode, owner=owner)
@@ -241,12 +252,3 @@ def _set_time(path: Path, mtime: float) -> None:
     """Set the time of a file or directory. A time that the file system cannot keep is ignored."""
     with contextlib.suppress(OSError, OverflowError, ValueError):
         os.utime(path, (mtime, mtime))
-
-
-def _owned_by_root(entry: tarfile.TarInfo) -> tarfile.TarInfo:
-    """Change an entry to belong to root, a directory also to mode 0755, and return it."""
-    entry.uid = entry.gid = 0
-    entry.uname = entry.gname = "root"
-    if entry.isdir():
-        entry.mode = 0o755
-    return entry

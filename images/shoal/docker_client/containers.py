@@ -21,7 +21,8 @@ from docker.models.containers import Container
 from docker.models.networks import Network
 
 from shoal.errors import ImageError
-from shoal.limits import MOST_LOG_LINE
+from shoal.limits import MOST_LOG_LINE, MOST_REPORT
+from shoal.tar_stream import open_stream
 
 JOB_LABEL = "shoal.job"
 HANGS = 10
@@ -145,6 +146,19 @@ def read_archive(container: Container, path: str) -> Iterator[IO[bytes]]:
         except requests.HTTPError as error:
             docker.errors.create_api_error_from_http_exception(error)
         yield cast(IO[bytes], response.raw)
+
+
+def read_file(container: Container, path: str) -> bytes | None:
+    """Return a file of a container; None if there is none, or it is a link or larger than `MOST_REPORT`."""
+    with (
+        contextlib.suppress(docker.errors.NotFound),
+        read_archive(container, path) as packed,
+        open_stream(packed) as files,
+    ):
+        entry = files.next()
+        content = files.extractfile(entry) if entry and entry.isfile() and entry.size <= MOST_REPORT else None
+        return content.read() if content else None
+    return None
 
 
 def split_lines(chunks: Iterable[bytes]) -> Iterator[str]:

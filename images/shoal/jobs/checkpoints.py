@@ -46,9 +46,9 @@ class CheckpointDirectory:
         """Return whether it has a checkpoint, or any other file."""
         return any(path.name != MARK for path in self.path.iterdir())
 
-    def pack(self, arcname: str, out: IO[bytes]) -> None:
-        """Write its content as `arcname`, owned by root, and rewind `out`."""
-        archive.pack_tree(self.path, arcname, out, left_out=MARK)
+    def pack(self, arcname: str, out: IO[bytes], owner: tuple[int, int]) -> None:
+        """Write its content as `arcname`, owned by a user and a group, and rewind `out`."""
+        archive.pack_tree(self.path, arcname, out, owner, left_out=MARK)
 
     def copy_to(self, target: Path) -> None:
         """Copy its content to an existing directory."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import queue
-import re
 import tarfile
 import threading
 import time
@@ -31,6 +30,7 @@ from rich.console import Console
 from shoal import docker_client
 from shoal.console import print_line
 from shoal.docker_client import archive, containers
+from shoal.docker_client.users import ROOT, Owner, find_owner
 from shoal.errors import DockerError, ShoalError, UsageError
 from shoal.jobs import checkpoints, gpus, job, restarts, results, variables
 from shoal.jobs.gpu_usage import GpuMeter, read_lines, smi_command
@@ -39,7 +39,7 @@ from shoal.jobs.live_view import View
 from shoal.jobs.usage import Usage
 from shoal.jobs.volumes import Volume
 from shoal.jobs.watch import STOP_SECONDS, Arrival, HostExit
-from shoal.limits import GIB, MOST_PROCESSES, MOST_REPORT
+from shoal.limits import GIB, MOST_PROCESSES
 from shoal.tar_stream import open_stream
 
 _STOP_MARGIN = 5
@@ -83,6 +83,8 @@ class DockerHosts:
     network: str
     log: JobLog
     """Keeps the lines of all hosts."""
+    owner: Owner = ROOT
+    """The user of the containers, who gets all files that are copied into them."""
     cpus: Mapping[str, str] = field(default_factory=dict)
     """The variable with the number of CPUs of each host, if they share the machine."""
     secrets: Mapping[str, bytes] = field(default_factory=dict)
@@ -148,14 +150,12 @@ class DockerHosts:
         self.tree.seek(0)
         container.put_archive("/", self.tree)
         config = job.encode_resource_config(self.request.host_names, host)
-        container.put_archive("/", archive.pack_file("opt/ml/" + job.RESOURCE_CONFIG, config))
+        container.put_archive("/", archive.pack_file("opt/ml/" + job.RESOURCE_CONFIG, config, 0o644, self.owner))
         files = {f"{variables.SECRETS[1:]}/{name}": content for name, content in self.secrets.items()}
         if self.secret:
             files[SECRET_PATH] = self.secret.encode()
-        if files:
-            owner = _find_user(container)
-            for path, content in files.items():
-                container.put_archive("/", archive.pack_file(path, content, 0o400, owner))
+        for path, content in files.items():
+            container.put_archive("/", archive.pack_file(path, content, 0o400, self.owner))
 
     def start(self, *hosts: str) -> None:
         """Start containers, and threads that print their logs and put their exits into `arrivals`."""
@@ -184,7 +184,7 @@ class DockerHosts:
         """Copy checkpoints into the volume."""
         if directory.has_files():
             with TemporaryFile(dir=directory.path.parent) as packed:
-                directory.pack(_CHECKPOINTS, packed)
+                directory.pack(_CHECKPOINTS, packed, self.owner)
                 self.by_name[self.first].put_archive("/", packed)
 
     def collect(self, directory: checkpoints.CheckpointDirectory) -> None:
@@ -278,16 +278,7 @@ class DockerHosts:
         return restarts.parse_restarts(self._read_file(host, "output/job.json") or b"")
 
     def _read_file(self, host: str, path: str) -> bytes | None:
-        """Return a file of a host's /opt/ml; None if there is none, or it is too large."""
-        with (
-            contextlib.suppress(docker.errors.NotFound),
-            containers.read_archive(self.by_name[host], f"/opt/ml/{path}") as packed,
-            open_stream(packed) as files,
-        ):
-            entry = files.next()
-            content = files.extractfile(entry) if entry and entry.isfile() and entry.size <= MOST_REPORT else None
-            return content.read() if content else None
-        return None
+        return containers.read_file(self.by_name[host], f"/opt/ml/{path}")
 
 
 @contextlib.contextmanager
@@ -311,10 +302,11 @@ def create_hosts(
     network = _create_network(client, identity)
     with containers.delay_interrupts():
         client.volumes.create(volume_name(identity), labels={containers.JOB_LABEL: identity})
+    owner = find_owner(client, image, identity)
     with TemporaryFile() as tree:
         with TemporaryDirectory(prefix="shoal-job-") as scratch:
-            job.write_tree(Path(scratch), request, name, mode=0o644)  # for any user of the image
-            archive.pack_tree(Path(scratch), "opt/ml", tree)
+            job.write_tree(Path(scratch), request, name, mode=0o644)  # also for a script that changes its user
+            archive.pack_tree(Path(scratch), "opt/ml", tree, owner)
         hosts = DockerHosts(
             client=client,
             image=image,
@@ -328,6 +320,7 @@ def create_hosts(
             devices=dict(zip(request.host_names, devices)),
             network=str(network.name),
             log=log or JobLog(),
+            owner=owner,
             cpus=job.share_cpus(request, client.info()["NCPU"]) if request.hosts > 1 else {},
         )
         for host in request.host_names:
@@ -411,12 +404,6 @@ def _container_settings(request: job.JobRequest, name: str, identity: str, netwo
         # Without a limit, Docker's own copy of the log fills the disk. All lines are in the job's directory.
         "log_config": docker.types.LogConfig(type="json-file", config={"max-size": _DOCKER_LOG}),
     }
-
-
-def _find_user(container: Container) -> int:
-    """Return the number of the user of a container; 0 if its image names the user by a word."""
-    user = str(container.attrs["Config"].get("User") or "0").partition(":")[0]
-    return int(user) if re.fullmatch("[0-9]{1,10}", user) else 0
 
 
 def _start_log_reader(container_id: str, host: str, view: View, log: JobLog) -> threading.Thread:

@@ -180,11 +180,14 @@ def test_tree_is_copied_with_links_and_without_sockets(tmp_path: Path) -> None:
     (source / "step-1").mkdir(parents=True)
     (source / "step-1" / "model").write_text("1")
     (source / "last").symlink_to("step-1")
+    (source / "by-name").symlink_to(source / "step-1")
+    (source / "step-1" / "by-name").symlink_to(source / "last")
     os.mkfifo(source / "pipe")
     target.mkdir()
     checkpoints.copy_tree(source, target, link=True)
-    assert sorted(path.name for path in target.iterdir()) == ["last", "step-1"]
-    assert (target / "last").readlink() == Path("step-1")
+    assert sorted(path.name for path in target.iterdir()) == ["by-name", "last", "step-1"]
+    links = {"last": "step-1", "by-name": "step-1", "step-1/by-name": "../last"}
+    assert {name: str((target / name).readlink()) for name in links} == links
     assert (target / "step-1" / "model").samefile(source / "step-1" / "model")
 
 

@@ -277,7 +277,7 @@ def test_symlinks_stay_inside_the_directory(tmp_path: Path) -> None:
         os.utime(source / name, (1000, 1000))
     with TemporaryFile() as buffer:
         archive.pack_tree(source, "ck", buffer, left_out="left")
-        skipped = list(archive.unpack_safely(buffer, target, keep_symlinks=True))
+        skipped = list(archive.unpack_safely(buffer, target, "/opt/ml"))
     made = {str(path.relative_to(target / "ck")) for path in (target / "ck").rglob("*") if path.is_symlink()}
     assert made == {"last", "all", "a/b/top", "loop"}
     assert sorted(line.split(":")[0] for line in skipped) == ["ck/absolute", "ck/through", "ck/up"]

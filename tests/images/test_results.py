@@ -12,6 +12,7 @@ import tarfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from tempfile import TemporaryFile
 
 import pytest
 from rich.console import Console
@@ -179,6 +180,86 @@ def test_a_failure_looks_like_no_line_of_shoal(tmp_path: Path) -> None:
     assert len(shown) < 90_000
 
 
+KEPT = {
+    "best": ("step-2/", "step-2/"),
+    "latest": ("best", "best"),
+    "by-name": ("{model}/step-2", "step-2"),
+    "by-name-of-a-link": ("{model}/latest", "latest"),
+    "all": ("{model}", "."),
+    "step-2/above": ("../weights", "../weights"),
+    "step-2/by-name": ("{model}/step-2/w", "w"),
+}
+"""Links in a model, by name: as the script makes them, and in its archive."""
+LOST = {
+    "out": "../output",
+    "checkpoint": "/opt/ml/checkpoints/step-2",
+    "far": "best/../../output",
+    "passwords": "/etc/passwd",
+    "by-name-and-out": "{model}/../output",
+}
+
+
+@pytest.mark.parametrize("is_docker", [True, False])
+def test_links_in_a_model_stay_links(tmp_path: Path, is_docker: bool) -> None:
+    """They lead to files of the model, wherever the archive is unpacked; others are named."""
+    tree = make_tree(tmp_path)
+    model = tree / "model"
+    (model / "step-2").mkdir()
+    (model / "step-2" / "w").write_text("2")
+    inside = "/opt/ml/model" if is_docker else str(model)
+    for name, link in {**{name: link for name, (link, _) in KEPT.items()}, **LOST}.items():
+        (model / name).symlink_to(link.format(model=inside))
+    omitted: list[str] = []
+    if is_docker:
+        with TemporaryFile() as packed:
+            archive.pack_tree(model, "model", packed)
+            remove_deep(model)
+            omitted = list(archive.unpack_safely(packed, tree, "/opt/ml"))
+    result = read(tree)
+    check_success(result)
+    with tarfile.open(result.archives["model.tar.gz"]) as found:
+        links = {entry.name: entry.linkname for entry in found if entry.issym()}
+        found.extractall(tmp_path / "unpacked", filter="data")
+    assert links == {name: link for name, (_, link) in KEPT.items()}
+    assert (tmp_path / "unpacked" / "by-name-of-a-link" / "above").read_text() == "w"
+    told = "\n".join([*omitted, result.messages.get("algo-1", "")])
+    assert all(f"{name}: " in told for name in LOST), told
+
+
+def test_names_of_several_hosts_are_not_unpacked_through_a_link(tmp_path: Path) -> None:
+    trees = {host: make_tree(tmp_path / host) for host in ("algo-1", "algo-2", "algo-3")}
+    for host, tree in trees.items():
+        (tree / "model" / f"step-{host}").mkdir()
+        (tree / "model" / f"step-{host}" / "w").write_text(host)
+    (trees["algo-1"] / "model" / "best").symlink_to("step-algo-1")
+    (trees["algo-2"] / "model" / "best").mkdir()
+    (trees["algo-2"] / "model" / "best" / "w").write_text("2")
+    (trees["algo-3"] / "model" / "step-algo-1").mkdir()
+    (trees["algo-3"] / "model" / "step-algo-2").symlink_to("step-algo-1")
+    result = results.read_result("job", {"algo-1": 0}, tmp_path, trees)
+    with tarfile.open(result.archives["model.tar.gz"]) as packed:
+        names = set(packed.getnames())
+        assert packed.getmember("best").linkname == "step-algo-1"
+    assert names == {"best", "weights", "step-algo-1/w", "step-algo-2/w", "step-algo-3/w"}
+    for host, name in {"algo-2": "best/w", "algo-3": "step-algo-2"}.items():
+        expected = f"{name}: not packed: a directory of one host is a file or link of another"
+        assert expected in result.messages[host]
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+def test_a_report_may_be_a_link_to_a_file_of_the_job_only(tmp_path: Path, by_name: bool) -> None:
+    tree = make_tree(tmp_path)
+    data = tree / "output/data"
+    (data / "epoch-3.json").write_text('{"test_accuracy": 0.5}')
+    (data / "metrics.json").symlink_to(data / "epoch-3.json" if by_name else "epoch-3.json")
+    assert read(tree).metrics == {"test_accuracy": 0.5}
+    data.rename(tmp_path / "elsewhere")
+    data.symlink_to(tmp_path / "elsewhere")
+    result = read(tree)
+    assert not result.metrics
+    assert "metrics.json: cannot be read: a link that leaves the job's directory" in result.messages["algo-1"]
+
+
 def make_files_that_cannot_be_packed(model: Path) -> None:
     os.mkfifo(model / "pipe")
     (model / "outside").symlink_to("/etc/passwd")
@@ -206,6 +287,7 @@ def test_odd_files_of_a_model_do_not_affect_the_others(tmp_path: Path) -> None:
         shown = check_success(result)
         with tarfile.open(result.archives["model.tar.gz"]) as packed:
             names = packed.getnames()
+            assert packed.getmember("inside").linkname == "weights"
         assert {"weights", "inside", "n" * 255, os.fsdecode(b"\xff\xfe\n\x1b[2J")} == set(names)
         for name in ("pipe", "outside", "circle"):
             assert f"model.tar.gz: {name}: not packed" in shown
@@ -261,8 +343,8 @@ def entry(name: str, kind: bytes = tarfile.REGTYPE, link: str = "", size: int = 
     return info
 
 
-def unpack(source: io.BytesIO, target: Path, keep_symlinks: bool = False) -> list[str]:
-    return list(archive.unpack_safely(source, target, keep_symlinks))
+def unpack(source: io.BytesIO, target: Path, origin: str | None = None) -> list[str]:
+    return list(archive.unpack_safely(source, target, origin))
 
 
 class Endless(io.RawIOBase):
@@ -372,7 +454,8 @@ def test_an_odd_entry_is_left_out_and_the_others_stay(tmp_path: Path, entries: l
         {"sib": "../other/../checkpoints/secret"},
         {"dot": ".", "sib": "dot/../../checkpoints/secret"},
         {"a": "b", "b": "../checkpoints"},
-        {"sib": "/opt/ml/checkpoints/secret"},
+        {"sib": "/opt/ml/checkpoints/../../secret"},
+        {"sib": "/opt/ml/checkpoints-of-others/secret"},
     ],
 )
 def test_a_checkpoint_leads_to_nothing_beside_its_directory(tmp_path: Path, links: dict[str, str]) -> None:
@@ -381,7 +464,7 @@ def test_a_checkpoint_leads_to_nothing_beside_its_directory(tmp_path: Path, link
     (tmp_path / "checkpoints" / "secret").write_text("of somebody else")
     entries = [(entry("checkpoints/secret"), b"")]
     entries += [(entry(f"checkpoints/{name}", tarfile.SYMTYPE, link), b"") for name, link in links.items()]
-    skipped = unpack(pack(*entries), tmp_path / ".mine.shoal-new", keep_symlinks=True)
+    skipped = unpack(pack(*entries), tmp_path / ".mine.shoal-new", "/opt/ml")
     assert any("outside the directory" in line for line in skipped)
     (tmp_path / ".mine.shoal-new" / "checkpoints").rename(tmp_path / "mine")
     for path in (tmp_path / "mine").rglob("*"):

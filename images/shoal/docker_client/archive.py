@@ -82,14 +82,19 @@ def pack_file(name: str, content: bytes, mode: int = 0o644, owner: tuple[int, in
     return buffer.getvalue()
 
 
-def unpack_safely(source: IO[bytes], target: Path, keep_symlinks: bool = False) -> Iterator[str]:
+def unpack_safely(source: IO[bytes], target: Path, origin: str | None = None) -> Iterator[str]:
     """Unpack regular files, directories, and links that lead to files of the archive; yield each omission in words.
 
     It unpacks only while the caller iterates, and reads the archive once, from begin to end. Such a link becomes
-    another name of the file. With `keep_symlinks`, symbolic links stay links, also to directories, unless they lead out
-    of their topmost directory. Files keep their time and permissions, without setuid and setgid, and are readable for
-    this user. Holes of files stay holes. `tarfile`'s own `filter="data"` is missing in Debian 12's Python (3.11.2), and
+    another name of the file. With `origin`, symbolic links stay links, also to directories, unless they lead out of
+    their topmost directory. Files keep their time and permissions, without setuid and setgid, and are readable for this
+    user. Holes of files stay holes. `tarfile`'s own `filter="data"` is missing in Debian 12's Python (3.11.2), and
     would let one odd file stop the others.
+
+    Args:
+        source: The archive.
+        target: The directory, which is created if it is missing.
+        origin: The directory from which the archive was made. Absolute links into it become relative ones.
 
     Raises:
         DiskError: If they do not fit on the disk, before it is full.
@@ -110,7 +115,7 @@ def unpack_safely(source: IO[bytes], target: Path, keep_symlinks: bool = False) 
                 yield f"{entry.name}: {problem}"
             elif entry.isdir():
                 directories.append((target / entry.name, entry.mtime))
-    yield from _make_symlinks(symlinks, target) if keep_symlinks else _link_files(dict(symlinks), target)
+    yield from _link_files(dict(symlinks), target) if origin is None else _make_symlinks(symlinks, target, origin)
     for directory, mtime in reversed(directories):  # files in them have changed their times
         _set_time(directory, mtime)
 
@@ -181,7 +186,7 @@ def _link_files(links: Mapping[str, str], target: Path) -> Iterator[str]:
             yield f"{name}: a link to {link}, which is not among the files"
 
 
-def _make_symlinks(links: Sequence[tuple[str, str]], target: Path) -> Iterator[str]:
+def _make_symlinks(links: Sequence[tuple[str, str]], target: Path, origin: str) -> Iterator[str]:
     """Make symbolic links, and remove those that lead out of their topmost directory, with a message for each.
 
     They are made after all files, so that no file is written through one. They are checked when all exist, because a
@@ -196,7 +201,7 @@ def _make_symlinks(links: Sequence[tuple[str, str]], target: Path) -> Iterator[s
             continue
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.symlink_to(link)
+            path.symlink_to(make_relative(link, posixpath.dirname(f"{origin}/{name}"), origin))
         except (OSError, ValueError) as error:
             yield f"{name}: a link to {link}, which cannot be made: {getattr(error, 'strerror', None) or error}"
         else:
@@ -207,11 +212,11 @@ def _make_symlinks(links: Sequence[tuple[str, str]], target: Path) -> Iterator[s
             yield f"{name}: a link to {link}, which is outside the directory"
 
 
-def stays_inside(path: Path, top: Path) -> bool:
+def stays_inside(path: Path, top: Path, *, by_its_name: bool = False) -> bool:
     """Return whether a path leads to a place in `top` without leaving it on the way, wherever `top` is moved to.
 
     So `../top/file` does not: the directory may get another name. A circle of links leads nowhere, and stays inside. A
-    very long way counts as one that leaves it.
+    very long way counts as one that leaves it. With `by_its_name`, absolute links into `top` stay inside too.
     """
     pending = [*reversed(path.relative_to(top).parts)]
     place = top
@@ -227,6 +232,7 @@ def stays_inside(path: Path, top: Path) -> bool:
             place = place.parent
         elif (place / part).is_symlink():
             link = (place / part).readlink()
+            link = Path(make_relative(str(link), str(place), str(top))) if by_its_name else link
             hops += 1
             if link.is_absolute():
                 return False
@@ -236,6 +242,11 @@ def stays_inside(path: Path, top: Path) -> bool:
         else:
             place /= part
     return True
+
+
+def make_relative(link: str, directory: str, origin: str) -> str:
+    """Return the target of a link in `directory`, relative to it if the target is an absolute path in `origin`."""
+    return posixpath.relpath(link, directory) if f"{link}/".startswith(f"{origin}/") else link
 
 
 def copy_with_holes(source: IO[bytes], out: IO[bytes]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
+import itertools
 import json
 import os
 import shutil
@@ -288,7 +289,8 @@ def _write_mark(directory: Path, job: str, is_found: bool = False) -> None:
 def copy_tree(source: Path, target: Path, link: bool = False) -> None:
     """Copy files, directories and symbolic links to an existing directory; others, such as sockets, are left out.
 
-    With `link`, files become hard links if both are on one file system, so that no bytes are copied.
+    With `link`, files become hard links if both are on one file system, so that no bytes are copied. Absolute
+    links into `source` become relative ones.
 
     A copy belongs to this user, so it has no setuid bit: a program of another user's would become one of this user's.
     """
@@ -300,6 +302,13 @@ def copy_tree(source: Path, target: Path, link: bool = False) -> None:
 
     copy = _link_or_copy if link else _copy_file
     shutil.copytree(source, target, symlinks=True, ignore=ignore, copy_function=copy, dirs_exist_ok=True)
+    for directory, *names in os.walk(target):
+        for path in (Path(directory, name) for name in itertools.chain(*names)):
+            if path.is_symlink() and path.readlink().is_absolute():
+                place = source / path.relative_to(target)
+                to = archive.make_relative(str(path.readlink()), str(place.parent), str(source))
+                path.unlink()
+                path.symlink_to(to)
 
 
 def _link_or_copy(source: str, target: str) -> None:

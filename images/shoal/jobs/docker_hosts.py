@@ -49,6 +49,7 @@ _LIST_SECONDS = 10
 _SHOWN_OMISSIONS = 20  # of a directory
 SECRET_PATH = "run/shoal-job-secret"
 """The file with the job's secret, relative to the container's root. `docker inspect` would show an environment."""
+_ML = "/opt/ml"
 _CHECKPOINTS = f"opt/ml/{checkpoints.CONTENT}"
 
 NOT_COLLECTED = (
@@ -197,7 +198,7 @@ class DockerHosts:
             directory.replace() as scratch,
             containers.read_archive(self._find_container(), f"/{_CHECKPOINTS}") as file,
         ):
-            self._print_omissions("", archive.unpack_safely(file, scratch, keep_symlinks=True))
+            self._print_omissions("", archive.unpack_safely(file, scratch, _ML))
 
     def _find_container(self) -> Container:
         """Return a container that still exists, or the first one. All of them have the volume."""
@@ -217,9 +218,9 @@ class DockerHosts:
             try:
                 with (
                     contextlib.suppress(docker.errors.NotFound),
-                    containers.read_archive(self.by_name[host], f"/opt/ml/{part}") as file,
+                    containers.read_archive(self.by_name[host], f"{_ML}/{part}") as file,
                 ):
-                    self._print_omissions(f"{target.name}: ", archive.unpack_safely(file, target))
+                    self._print_omissions(f"{target.name}: ", archive.unpack_safely(file, target, _ML))
             except NOT_COLLECTED as error:
                 results.remove_tree(target / part)
                 self._print_skipped(f"{target.name}: {part} was not collected: {error}")
@@ -278,7 +279,7 @@ class DockerHosts:
         return restarts.parse_restarts(self._read_file(host, "output/job.json") or b"")
 
     def _read_file(self, host: str, path: str) -> bytes | None:
-        return containers.read_file(self.by_name[host], f"/opt/ml/{path}")
+        return containers.read_file(self.by_name[host], f"{_ML}/{path}")
 
 
 @contextlib.contextmanager

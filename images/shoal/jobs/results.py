@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from shoal.docker_client.archive import stays_inside
+from shoal.docker_client.archive import make_relative, stays_inside
 from shoal.errors import ShoalError
 from shoal.jobs.job import JobResult
 from shoal.limits import MOST_DEPTH, MOST_FAILURE, MOST_REPORT, Room, open_file, parse_json, read_file
@@ -73,7 +73,9 @@ def read_result(
 def _read(host: str, tree: Path, name: str, messages: _Messages, most: int, *, cut: bool = False) -> bytes:
     """Return a file of a host; empty if there is none, or with a message if it cannot be read."""
     try:
-        return read_file(tree / name, most, cut=cut)
+        if not stays_inside(tree / name, tree, by_its_name=True):
+            raise ValueError("a link that leaves the job's directory")
+        return read_file(tree / name, most, cut=cut, follow=True)
     except FileNotFoundError:
         return b""
     except (OSError, ValueError) as error:
@@ -111,7 +113,7 @@ def _check_report(report: Mapping[str, Any]) -> None:
 def pack_results(directory: Path, trees: Mapping[str, Path], messages: _Messages) -> dict[str, Path]:
     """Pack model/ and output/data/ of all hosts into model.tar.gz and output.tar.gz.
 
-    If several hosts wrote the same path, the first host's file is packed.
+    If several hosts wrote the same path, the first host's file is packed. Links that stay in the directory stay links.
 
     Args:
         directory: Where to write the archives.
@@ -123,14 +125,12 @@ def pack_results(directory: Path, trees: Mapping[str, Path], messages: _Messages
     """
     archives = {}
     for name, part in (("model.tar.gz", "model"), ("output.tar.gz", "output/data")):
-        files: dict[str, tuple[str, Path]] = {}
-        problems: _Messages = {}
-        for host, tree in trees.items():
-            for path in _list_files(tree / part, problems.setdefault(host, [])):
-                files.setdefault(str(path.relative_to(tree / part)), (host, path))
+        problems: _Messages = {host: [] for host in trees}
+        roots = {host: tree / part for host, tree in trees.items()}
+        files = _merge_files(roots, problems)
         partial = directory / f".{name}.part"
         try:
-            if files and _pack(partial, files, problems):
+            if files and _pack(partial, files, roots, problems):
                 partial.replace(directory / name)
                 archives[name] = directory / name
         except (OSError, ValueError, ShoalError, tarfile.TarError) as error:
@@ -143,14 +143,35 @@ def pack_results(directory: Path, trees: Mapping[str, Path], messages: _Messages
     return archives
 
 
-def _pack(target: Path, files: Mapping[str, tuple[str, Path]], problems: _Messages) -> int:
+def _merge_files(roots: Mapping[str, Path], problems: _Messages) -> dict[str, tuple[str, Path]]:
+    """Return the files and links of all hosts by their names in the archive, each with its host.
+
+    No name is in another one that is a file or a link: an archive with both would be unpacked through the link.
+    """
+    files: dict[str, tuple[str, Path]] = {}
+    directories: set[str] = set()
+    for host, root in roots.items():
+        for path in _list_files(root, problems[host]):
+            name = path.relative_to(root)
+            above = {str(parent) for parent in name.parents}
+            if str(name) in directories or not above.isdisjoint(files):
+                problems[host].append(f"{name}: not packed: a directory of one host is a file or link of another")
+                continue
+            directories |= above
+            files.setdefault(str(name), (host, path))
+    return files
+
+
+def _pack(target: Path, files: Mapping[str, tuple[str, Path]], roots: Mapping[str, Path], problems: _Messages) -> int:
     """Pack files by their names in the archive, and return how many. Those that cannot be become messages."""
     room = Room(target.parent)
     count = 0
     with tarfile.open(target, "w:gz", compresslevel=6) as archive:
         for arcname, (host, path) in sorted(files.items()):
             if path.is_symlink():
-                archive.add(path, arcname)
+                link = archive.gettarinfo(path, arcname)
+                link.linkname = make_relative(link.linkname, str(path.parent), str(roots[host]))
+                archive.addfile(link)
                 count += 1
                 continue
             try:
@@ -166,7 +187,7 @@ def _pack(target: Path, files: Mapping[str, tuple[str, Path]], problems: _Messag
 
 
 def _list_files(root: Path, problems: list[str]) -> Iterator[Path]:
-    """Yield the files below a directory, and links to files below it; append the other entries to `problems`."""
+    """Yield the files below a directory, and links to others below it; append the other entries to `problems`."""
     if root.is_symlink() or (root.exists() and not root.is_dir()):
         problems.append("not a directory")
         return
@@ -183,11 +204,22 @@ def _list_files(root: Path, problems: list[str]) -> Iterator[Path]:
             path = directory / entry.name
             if entry.is_dir(follow_symlinks=False) and not is_deep:
                 pending.append(path)
-            elif entry.is_file(follow_symlinks=False) or (path.is_file() and stays_inside(path, root)):
-                yield path
+            elif problem := _find_problem(entry, root, is_deep):
+                problems.append(f"{path.relative_to(root)}: not packed: {problem}")
             else:
-                what = f"in more than {MOST_DEPTH} directories" if is_deep else "neither a file nor a directory"
-                problems.append(f"{path.relative_to(root)}: not packed: {what}")
+                yield path
+
+
+def _find_problem(entry: os.DirEntry[str], root: Path, is_deep: bool) -> str:
+    """Return why an entry cannot be packed; empty for a file, and for a link to something below `root`."""
+    if entry.is_file(follow_symlinks=False):
+        return ""
+    if not entry.is_symlink():
+        return f"in more than {MOST_DEPTH} directories" if is_deep else "neither a file nor a directory"
+    path = Path(entry.path)
+    if not stays_inside(path, root, by_its_name=True):
+        return f"a link to {path.readlink()}, which is outside the directory"
+    return "" if path.exists() else f"a link to {path.readlink()}, which leads to nothing"
 
 
 def _describe(error: Exception) -> str:

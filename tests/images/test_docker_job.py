@@ -17,9 +17,9 @@ from rich.console import Console
 from tests.fake_docker import checked
 
 from shoal.docker_client import archive, users
-from shoal.jobs import docker_hosts, local_job
+from shoal.jobs import docker_hosts, docker_job, local_job
 from shoal.jobs.docker_hosts import SECRET_PATH, DockerHosts
-from shoal.jobs.job import SECRET, SECRET_FILE, JobRequest
+from shoal.jobs.job import SECRET, SECRET_FILE, JobRequest, JobResult
 from shoal.jobs.live_view import PlainView
 from shoal.jobs.local_hosts import LocalHosts
 from shoal.jobs.record import LOCAL, JobRecord, open_job
@@ -194,6 +194,52 @@ def test_files_belong_to_the_user_of_the_image(request_: JobRequest) -> None:
 def test_the_user_of_an_image_is_found_as_docker_finds_it(user: str, owner: tuple[int, int]) -> None:
     lines = {path: text.split("\n") for path, text in IMAGE_FILES.items()}
     assert users.resolve_user(user, lines["/etc/passwd"], lines["/etc/group"]) == owner
+
+
+TORCHRUN = {"torch_distributed": {"enabled": True}}
+
+
+@pytest.mark.parametrize(
+    ("options", "written", "exit_code", "code"),
+    [
+        ({}, "", 0, 0),
+        ({"hosts": 2}, "", 0, 0),
+        ({"procs_per_host": 2}, "", 0, 1),
+        ({"distribution": TORCHRUN}, "", 0, 1),
+        ({"distribution": {"multi_worker_mirrored_strategy": {"enabled": True}}}, "", 0, 1),
+        ({"distribution": {"mpi": {"enabled": False}}}, "", 0, 0),
+        ({"procs_per_host": 2}, "success", 0, None),
+        ({"procs_per_host": 2}, "failure", 0, None),
+        ({"procs_per_host": 2}, "job.json", 0, None),
+        ({"procs_per_host": 2}, "", 3, None),
+        ({"procs_per_host": 2}, "not collected", 0, None),
+    ],
+)
+def test_a_job_in_which_train_never_ran(
+    request_: JobRequest, tmp_path: Path, options: dict[str, Any], written: str, exit_code: int, code: int | None
+) -> None:
+    """It is an error if ranks were asked for, otherwise a note; none if `train` has written a file or may have."""
+    client = FakeEngine()
+    client.images.get = lambda _: SimpleNamespace(attrs={"Config": {"Entrypoint": ["python", "train.py"]}})
+    trees = {name: tmp_path / name for name in ("algo-1", "algo-2")}
+    for tree in trees.values():
+        (tree / "output").mkdir(parents=True)
+    if written == "not collected":
+        (trees["algo-2"] / "output").rmdir()
+    elif written:
+        (trees["algo-2"] / "output" / written).touch()
+    result = JobResult("j", exit_code, tmp_path, {}, {}, {}, {"algo-1": "metrics.json: odd"})
+    record = JobRecord("image:1", "docker", replace(request_, **options))
+    checked = docker_job.check_train(client, record, trees, result)  # type: ignore[arg-type]
+    if code is None:
+        assert checked == result
+        return
+    assert checked.exit_code == code
+    assert checked.messages["algo-1"].startswith(
+        "metrics.json: odd\nShoal's `train` never ran in image:1, which started its ENTRYPOINT"
+        ' ["python", "train.py"]. '
+    )
+    assert ("ranks that you asked for did not start" in checked.messages["algo-1"]) == bool(code)
 
 
 def test_secret_of_the_user_is_used(request_: JobRequest) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -13,13 +15,15 @@ from rich.console import Console
 
 from shoal import docker_client
 from shoal.console import print_line
-from shoal.docker_client import containers
+from shoal.docker_client import containers, images
 from shoal.errors import UsageError
 from shoal.jobs import docker_hosts, job, results, usage
 from shoal.jobs.docker_hosts import DockerHosts
 from shoal.jobs.live_view import View
-from shoal.jobs.record import OpenJob
+from shoal.jobs.record import JobRecord, OpenJob
 from shoal.jobs.watch import Watch
+
+_NEVER_RAN = 1  # the exit code of `train` for a job that could not run
 
 
 def run_job_in_docker(opened: OpenJob, view: View) -> job.JobResult:
@@ -69,7 +73,34 @@ def run_job_in_docker(opened: OpenJob, view: View) -> job.JobResult:
         lost = _list_lost_files(hosts, trees, watch.exit_codes())
     notes = {host: "killed by the out-of-memory killer" for host, end in exits.items() if end.out_of_memory}
     result = results.read_result(opened.name, watch.exit_codes(), opened.directory, trees, notes)
+    result = check_train(client, opened.record, trees, result)
     return replace(result, restarts=[*watch.restarts, *result.restarts], lost_files=lost)
+
+
+def check_train(
+    client: docker.DockerClient, record: JobRecord, trees: Mapping[str, Path], result: job.JobResult
+) -> job.JobResult:
+    """Return the result with a message if the job succeeded and `train` never ran. If ranks were asked for, it failed.
+
+    `train` writes files into output/. Nothing is known of a host with an output that could not be collected.
+    """
+    outputs = [tree / "output" for tree in trees.values()]
+    if result.exit_code or not all(output.is_dir() for output in outputs):
+        return result
+    if any(os.path.lexists(output / name) for output in outputs for name in ("success", "failure", "job.json")):
+        return result
+    image = images.find_image(client, record.image)
+    entry = images.read_config(image).get("Entrypoint") if image else None
+    other = f"its ENTRYPOINT {json.dumps(entry)}" if entry else "another program `train`"
+    text = f"Shoal's `train` never ran in {record.image}, which started {other}"
+    if record.request.asks_for_ranks:
+        text += ". So the ranks that you asked for did not start: each host ran the program once"
+        result = replace(result, exit_code=_NEVER_RAN)
+    cause = "ENTRYPOINT" if entry else "that program"
+    fix = f"Fix: remove {cause} from the Dockerfile, and add ENV SAGEMAKER_PROGRAM=train.py with your script"
+    first = next(iter(trees))
+    earlier = result.messages.get(first)
+    return replace(result, messages={**result.messages, first: "\n".join(filter(None, (earlier, f"{text}. {fix}")))})
 
 
 def _list_lost_files(hosts: DockerHosts, trees: Mapping[str, Path], codes: Mapping[str, int]) -> tuple[str, ...]:

@@ -170,6 +170,12 @@ class JobRequest:
         """The command of each host."""
         return make_command(self.arguments)
 
+    @property
+    def asks_for_ranks(self) -> bool:
+        """Whether a launcher starts ranks on each host, not the script once."""
+        launch = distribution.set_processes_per_host(self.distribution, self.procs_per_host)
+        return any(value is True for value in distribution.convert_distribution(launch).values())
+
     def encode_hyperparameters(self, job_name: str) -> dict[str, str]:
         """Return the content of hyperparameters.json: each value is encoded as JSON, as the SageMaker SDK does.
 

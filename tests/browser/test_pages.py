@@ -179,6 +179,27 @@ def test_search_and_rank_filter_the_log(browser: Browser, show: Show) -> None:
     assert rows_of(browser) == [""] or rows_of(browser) == []
 
 
+def test_values_that_are_not_finite_are_marked(browser: Browser, show: Show) -> None:
+    steps = [*range(0, 500, 10)]
+    curve = Curve("loss", "algo-1", 0, steps, [1.0] * 50, [step * 2 for step in steps], "step", [(55.0, 110.0, "nan")])
+    empty = Curve("gap", "algo-1", 0, [], [], marks=[(1.5, None, "inf"), (2.5, None, "-inf")])
+    show(render_job_page(replace(make_report("digits-1"), metrics=[curve, empty], usage=[])), "canvas")
+    resize(browser, "light", WIDE)
+    notes = [note.text for note in browser.find_elements(By.CSS_SELECTOR, ".card .bad")]
+    assert notes == ["✕ nan at step 110, rank 0", "✕ inf at 1.5 s, rank 0, and 1 more"]
+    assert [legend.text.split()[0] for legend in browser.find_elements(By.CSS_SELECTOR, ".u-legend")] == [
+        "step",
+        "seconds",
+    ]
+    red = browser.execute_script("""
+        return [...document.querySelectorAll("canvas")].map(canvas => {
+          const {data} = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+          const isRed = at => data[at] > 150 && data[at + 1] < 100 && data[at + 3] > 128;
+          return data.filter((_, at) => at % 4 == 0 && isRed(at)).length;
+        })""")
+    assert all(count > 20 for count in red)
+
+
 def test_comparison_of_two_jobs(browser: Browser, show: Show) -> None:
     show(render_comparison_page(make_report("digits-1"), make_report("digits-2", 1.5)), "canvas")
     assert "hyperparameters" in browser.find_element(By.TAG_NAME, "table").text

@@ -19,7 +19,7 @@ from shoal.errors import UsageError
 from shoal.jobs import job_log
 from shoal.jobs.job import JobRequest, JobResult
 from shoal.jobs.job_log import JobLog, parse_line
-from shoal.jobs.printed_metrics import find_metrics
+from shoal.jobs.printed_metrics import MetricReader
 from shoal.jobs.record import JobRecord, OpenJob
 from shoal.jobs.usage import CPU, MEMORY, Usage, sample_usage
 from shoal.report.job_page import list_differences, render_comparison_page, render_job_page
@@ -155,17 +155,17 @@ def test_lines_have_the_rank_that_wrote_them(text: str, expected: tuple[str, int
 
 def test_numbers_of_lines() -> None:
     line = "loss=0.25 lr=1e-3, name=x path=1.2.3 big=1e999 step=7"
-    assert list(find_metrics(line)) == [("loss", 0.25), ("lr", 0.001), ("step", 7.0)]
+    assert MetricReader().read(line) == ({"loss": 0.25, "lr": 0.001}, ("step", 7.0))
 
 
 def test_log_keeps_its_ends_and_a_long_series_keeps_its_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job_log, "_HALF", 10)
     log = JobLog()
     for at in range(5000):
-        log.add("algo-1", f"[1,algo-1] step={at}")
-    assert [line.text for line in log.lines] == [f"step={at}" for at in (*range(10), *range(4990, 5000))]
+        log.add("algo-1", f"[1,algo-1] value={at}")
+    assert [line.text for line in log.lines] == [f"value={at}" for at in (*range(10), *range(4990, 5000))]
     assert (log.omitted, log.omitted_at) == (4980, 10)
-    values = log.series["step", "algo-1", 1].values
+    values = log.series["value", "algo-1", 1].values
     assert len(values) <= 1000
     assert values[0] == 0
     assert values[-1] > 4900

@@ -206,7 +206,7 @@ def test_an_expression_that_takes_years_keeps_no_terminal() -> None:
     receiver, sender = os.pipe()
     view = make_view(sender, definitions=[MetricDefinition("loss", re.compile("((a+)+)$"))])
     with view:
-        view.add("", view.log.add("algo-1", "a" * 60 + "b other=2"))
+        view.add("", view.log.add("algo-1", "a" * 60 + "b=1 other=2"))
     view.console.file.close()
     received: list[bytes] = []
     read_all(receiver, received)

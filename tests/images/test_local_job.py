@@ -25,6 +25,7 @@ if ranks is not None:
     pathlib.Path(os.environ["SM_MODEL_DIR"], "model.txt").write_text("weights")
     data = pathlib.Path(os.environ["SM_CHANNEL_TRAINING"], "data.txt").read_text()
     print("ranks", ranks, data, flush=True)
+    print("step 1 loss 0.25 acc nan", flush=True)
 MPI.COMM_WORLD.barrier()  # the first rank that exits 42 ends the others
 sys.exit(int(os.environ["SM_HP_CODE"]))
 """
@@ -59,10 +60,16 @@ def test_two_hosts_become_one_with_all_ranks(project: Project, tmp_path: Path, c
     (directory,) = tmp_path.glob("code-*")
     assert told.splitlines()[-1] == f"report: {directory / 'report.html'}"
     report = read_report(directory)
+    assert (directory / "report.html").stat().st_mode & 0o777 == 0o600
+    assert [(curve.name, [*curve.xs], [*curve.marks]) for curve in report.metrics] == [
+        ("acc", [], [(report.metrics[0].marks[0][0], 1, "nan")]),
+        ("loss", [1], []),
+    ]
     assert (report.exit_code, report.settings["hyperparameters"]) == (code, {"code": str(code)})
     assert [line.rank for line in report.log if line.text == "ranks [0, 1, 2, 3] seen"] == [0]
     if manner:
         document = json.loads(result.stdout)
+        assert (document["metrics"], document["not_finite"]) == ({"loss": 0.25}, {"acc": "nan"})
         assert (document["exit_code"], document["directory"]) == (code, str(directory))
         assert document["archives"]["model.tar.gz"] == str(directory / "model.tar.gz")
         assert (document["launch"]["ranks"], document["build_seconds"]) == (4, None)

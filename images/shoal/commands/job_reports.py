@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import math
 import platform
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -57,7 +56,7 @@ def write_job_report(console: Console, opened: OpenJob, result: JobResult | None
     """
     page = opened.directory / PAGE
     try:
-        write_files(page, {page: render_job_page(collect_report(opened, result))})
+        write_files(page, {page: render_job_page(collect_report(opened, result))}, 0o600)
     except Exception as error:  # also a defect of the report must not change the job's result
         text = f"warning: the report {page} was not written: {type(error).__name__}: {error}"
         print_line(text, console)
@@ -224,7 +223,7 @@ def _read_metrics_file(path: Path) -> Iterator[tuple[Key, float, float]]:
                 record = json.loads(line, parse_constant=str)
                 at, value = _parse_time(record["time"]), float(record["value"])
                 name, host = (clean_text(str(record[key]))[:_MAX_NAME] for key in ("name", "host"))
-                if math.isfinite(value) and type(record["rank"]) is int and record["rank"] in range(10**9):
+                if type(record["rank"]) is int and record["rank"] in range(10**9):
                     yield (name, host, record["rank"]), at, value
             except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
                 continue
@@ -239,7 +238,10 @@ def _make_curves(series: Mapping[Key, Series]) -> list[Curve]:
     ordered = sorted(
         series.items(), key=lambda item: (item[0][0], -1 if item[0][2] is None else item[0][2], item[0][1])
     )
-    return [Curve(name, host, rank, list(points.times), list(points.values)) for (name, host, rank), points in ordered]
+    return [
+        Curve(*key, list(each.times), list(each.values), list(each.xs), each.x_name, list(each.marks))
+        for key, each in ordered
+    ]
 
 
 def _decode(value: str) -> str:

@@ -373,7 +373,10 @@ def _run_to_end(opened: OpenJob, progress: Console, options: RunOptions, build_s
     opened.finish(result.exit_code)
     checkpoints = opened.checkpoints.path if opened.has_checkpoints else None
     not_finite = {name: str(value) for (name, _, _), value in opened.log.not_finite.items()}
-    result = dataclasses.replace(result, checkpoints=checkpoints, build_seconds=build_seconds, not_finite=not_finite)
+    metrics = {**opened.log.last_metrics, **result.metrics}
+    result = dataclasses.replace(
+        result, checkpoints=checkpoints, build_seconds=build_seconds, not_finite=not_finite, metrics=metrics
+    )
     return dataclasses.replace(result, report=job_reports.write_job_report(progress, opened, result))
 
 

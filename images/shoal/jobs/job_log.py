@@ -16,13 +16,15 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 from shoal.clean_text import cut_line, print_error
-from shoal.jobs.printed_metrics import find_metrics
+from shoal.jobs.printed_metrics import MetricReader
+from shoal.jobs.printed_steps import X
 from shoal.limits import MOST_LOG
 
 _HALF = 50_000
 """How many lines are kept of the beginning of the log, and of its end."""
 MAX_SERIES = 2_000
 _MAX_POINTS = 1_000  # of a series
+_MAX_MARKS = 100  # of a series
 _PREFIX = re.compile(r"\[(\d{1,9}),([^\]\s]{1,255})\] ?")
 _ESCAPES = re.compile(r"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b]*\x07)")
 
@@ -37,27 +39,64 @@ class Line(NamedTuple):
     text: str
 
 
+class Mark(NamedTuple):
+    """A value that is NaN or infinite."""
+
+    seconds: float
+    x: float | None
+    """Its step or epoch."""
+    text: str
+    """nan, inf or -inf."""
+
+
 @dataclass
 class Series:
     """Values of a name over time. If there are too many, every second one is dropped."""
 
     times: array[float] = field(default_factory=lambda: array("d"))
     values: array[float] = field(default_factory=lambda: array("d"))
+    xs: array[float] = field(default_factory=lambda: array("d"))
+    """The step or epoch of each value; empty if `x_name` is."""
+    x_name: str = ""
+    """step or epoch; empty if a value has none, or if they do not grow, as with several loops."""
+    marks: list[Mark] = field(default_factory=list)
+    """The first values that are not finite."""
     last_time: float = 0.0
-    last: float = 0.0
+    last: float = math.nan
     """The last value, also if it is dropped."""
     _step: int = 1
     _count: int = 0
+    _last_x: float = -math.inf
 
-    def add(self, seconds: float, value: float) -> None:
+    def add(self, seconds: float, value: float, x: X | None = None) -> None:
         """Add a value, unless it is one of those that are dropped."""
+        self._check_x(x)
         self.last_time, self.last = seconds, value
+        if not math.isfinite(value):
+            if len(self.marks) < _MAX_MARKS:
+                self.marks.append(Mark(seconds, x.value if x and self.x_name else None, str(value)))
+            return
         if self._count % self._step == 0:
             self.times.append(seconds)
             self.values.append(value)
+            if x and self.x_name:
+                self.xs.append(x.value)
         self._count += 1
         if len(self.times) >= _MAX_POINTS:
             self.times, self.values, self._step = self.times[::2], self.values[::2], self._step * 2
+            self.xs = self.xs[::2]
+
+    def _check_x(self, x: X | None) -> None:
+        """Keep the name of the first step, or drop all steps if this one does not fit."""
+        if x and self._last_x == -math.inf:
+            self.x_name = x.name
+        if x and x.name == self.x_name and x.value >= self._last_x:
+            self._last_x = x.value
+            return
+        self._last_x = math.nan
+        if self.x_name:
+            self.x_name, self.xs = "", array("d")
+            self.marks = [mark._replace(x=None) for mark in self.marks]
 
 
 Key = tuple[str, str, int | None]
@@ -76,8 +115,8 @@ class JobLog:
     """How many lines between head and tail are not kept."""
     series: dict[Key, Series] = field(default_factory=dict)
     """The metrics that the script has printed."""
-    not_finite: dict[Key, float] = field(default_factory=dict)
-    """The metrics with a last value that is NaN or infinite."""
+    steps: dict[Key, float] = field(default_factory=dict)
+    """The last step and epoch that the script has printed beside metrics."""
     usage: dict[Key, Series] = field(default_factory=dict)
     """CPU, memory and GPUs of hosts."""
     path: Path | None = None
@@ -87,6 +126,19 @@ class JobLog:
     _head: list[Line] = field(default_factory=list)
     _tail: deque[Line] = field(default_factory=lambda: deque(maxlen=_HALF))
     _lock: threading.Lock = field(default_factory=threading.Lock)
+    _readers: dict[tuple[str, int | None], MetricReader] = field(default_factory=dict)
+
+    @property
+    def not_finite(self) -> dict[Key, float]:
+        """The metrics with a last value that is NaN or infinite."""
+        return {key: series.last for key, series in self.series.items() if not math.isfinite(series.last)}
+
+    @property
+    def last_metrics(self) -> dict[str, float]:
+        """The last finite value of each metric, of its lowest rank."""
+        finite = [(key, series.last) for key, series in self.series.items() if math.isfinite(series.last)]
+        ordered = sorted(finite, key=lambda item: -1 if item[0][2] is None else item[0][2], reverse=True)
+        return {name: value for (name, _, _), value in ordered}
 
     @property
     def lines(self) -> list[Line]:
@@ -113,8 +165,7 @@ class JobLog:
                 self.omitted += len(self._tail) == _HALF
                 self._tail.append(line)
             if not line.text.startswith("train: "):
-                for name, value in find_metrics(line.text):
-                    self._add_number((name, line.host, line.rank), line.seconds, value)
+                self._add_metrics(line)
         return line
 
     def close(self) -> None:
@@ -140,14 +191,18 @@ class JobLog:
             print_error(f"warning: {self.path} has no further lines: {error.strerror}")
             self.path = None
 
-    def _add_number(self, key: Key, seconds: float, value: float) -> None:
-        if not math.isfinite(value):
-            if len(self.not_finite) < MAX_SERIES:
-                self.not_finite[key] = value
+    def _add_metrics(self, line: Line) -> None:
+        """Add the metrics of a line to their series."""
+        origin = line.host, line.rank
+        if origin not in self._readers and len(self._readers) >= MAX_SERIES:
             return
-        self.not_finite.pop(key, None)
-        if key in self.series or len(self.series) < MAX_SERIES:
-            self.series.setdefault(key, Series()).add(seconds, value)
+        metrics, x = self._readers.setdefault(origin, MetricReader()).read(line.text)
+        if x and len(self.steps) < MAX_SERIES:
+            self.steps[(x.name, *origin)] = x.value
+        for name, value in metrics.items():
+            key = (name, *origin)
+            if key in self.series or len(self.series) < MAX_SERIES:
+                self.series.setdefault(key, Series()).add(line.seconds, value, x)
 
 
 def parse_line(seconds: float, host: str, text: str) -> Line:

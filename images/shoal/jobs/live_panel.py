@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -80,8 +81,8 @@ def _count(number: object, noun: str) -> str:
 
 
 def _format_metric(name: str, values: Sequence[float]) -> Text:
-    """Return a name and its value, or the lowest and the highest value of several ranks."""
-    low, high = format_number(min(values)), format_number(max(values))
+    """Return a name and its value, or the lowest and the highest value of several ranks. NaN counts as both."""
+    low, high = (format_number(next(filter(math.isnan, values), choose(values))) for choose in (min, max))
     value = low if low == high else f"{low} … {high}"
     return Text.assemble((clean_text(name).replace("\n", " "), "dim"), " ", (value, "bold"))
 

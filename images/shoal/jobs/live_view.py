@@ -209,7 +209,7 @@ class LiveView:
     def _describe(self) -> PanelState:
         """Return the state of the job now."""
         seconds = time.time() - self.log.began
-        last = {key: series.last for key, series in self.log.series.copy().items()}
+        last = {**self.log.steps.copy(), **{key: series.last for key, series in self.log.series.copy().items()}}
         metrics: dict[str, list[float]] = {}
         for (name, _, _), value in (self._found if self.definitions else last).items():
             metrics.setdefault(name, []).append(value)

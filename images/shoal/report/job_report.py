@@ -33,6 +33,12 @@ class Curve:
     times: Sequence[float]
     """In seconds after the start of the job."""
     values: Sequence[float]
+    xs: Sequence[float] = ()
+    """The step or epoch of each value; empty if they are unknown."""
+    x_name: str = ""
+    """step or epoch."""
+    marks: Sequence[tuple[float, float | None, str]] = ()
+    """Values that are not finite: seconds, step or epoch, and nan, inf or -inf."""
 
 
 @dataclass(frozen=True)
@@ -111,4 +117,4 @@ def _thin_curve(curve: Curve, most: int) -> Curve:
     step = -(-len(curve.times) // most)
     if step <= 1:
         return curve
-    return replace(curve, times=curve.times[::step], values=curve.values[::step])
+    return replace(curve, times=curve.times[::step], values=curve.values[::step], xs=curve.xs[::step])

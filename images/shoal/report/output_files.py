@@ -45,12 +45,13 @@ def choose_files(output: Path, as_json: bool, read: Sequence[Path]) -> list[Path
     return written
 
 
-def write_files(output: Path, texts: Mapping[Path, str]) -> None:
+def write_files(output: Path, texts: Mapping[Path, str], mode: int = 0o666) -> None:
     """Write texts to files.
 
     Args:
         output: The value of `-o`, which errors name.
         texts: The text of each file.
+        mode: The most permissions of the files.
 
     Raises:
         DiskError: If the disk is full.
@@ -58,7 +59,7 @@ def write_files(output: Path, texts: Mapping[Path, str]) -> None:
     """
     for path, text in texts.items():
         try:
-            _write(path, text)
+            _write(path, text, mode)
         except OSError as error:
             kind = DiskError if is_disk_full(error) else UsageError
             raise kind(f"-o {output}: {path} cannot be written: {error.strerror}. Fix: choose another path") from error
@@ -80,11 +81,12 @@ def render_page(template: str, **values: object) -> str:
     return clean_text(environment.get_template(template).render(**values))
 
 
-def _write(path: Path, text: str) -> None:
+def _write(path: Path, text: str, mode: int) -> None:
     """Write a file. If an error or an interrupt stops that, a new file is removed."""
     existed = path.exists()
     try:
-        path.write_text(text, encoding="utf-8")
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "w", encoding="utf-8") as file:
+            file.write(text)
     except BaseException:
         if not existed:
             path.unlink(missing_ok=True)

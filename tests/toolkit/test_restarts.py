@@ -436,7 +436,8 @@ class FakePlan:
 
     by_mpirun = has_ranks = False
     env: Mapping[str, str] = {}
-    sidecars = ()
+    described: Mapping[str, str] = {}
+    sidecars = removed = ()
 
     def __init__(self, script: Path) -> None:
         self.script = (sys.executable, str(script), "--epochs", "3")

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from shoal_toolkit.errors import ContractError, did_you_mean
 from shoal_toolkit.job.contract import Job, read_flag
@@ -22,6 +22,7 @@ from shoal_toolkit.job.settings import DEFAULT_STOP_GRACE
 from shoal_toolkit.light_typing import Any
 from shoal_toolkit.plan.arguments import MAX_ARGUMENT_BYTES
 from shoal_toolkit.plan.launcher import LAUNCHER_OF, select_hosts
+from shoal_toolkit.tables import read_table
 
 # Cores of one AWS Neuron device, by the family of the instance type.
 _NEURON_CORES = {"inf1": 4, "inf2": 2, "trn1": 2, "trn1n": 2, "trn2": 4, "trn2u": 4}
@@ -89,6 +90,35 @@ def drop_oversized(variables: Mapping[str, str], config: str) -> tuple[dict[str,
         f"script finds the same values in hyperparameters.json and resourceconfig.json in {config}"
     )
     return {name: value for name, value in variables.items() if name not in large}, [note]
+
+
+def sort_inherited(environ: Mapping[str, str], launches: bool, alone: bool) -> tuple[tuple[str, ...], dict[str, str]]:
+    """Sorts the variables of another launcher, as in data/other_launchers.json.
+
+    Args:
+        environ: The environment of `train`.
+        launches: Whether a launcher starts the ranks of this host.
+        alone: Whether the script is the only process of the job, or outside the distribution.
+
+    Returns:
+        The variables to remove from the environment of the launcher or script. The variables that describe one rank,
+        each with the variable of torch that has its value.
+    """
+    table = read_table("other_launchers")
+    ranks = {name: ours for name, ours in table["rank"].items() if name in environ}
+    names = table["always"]
+    if launches:
+        names += table["tasks"] + table["launcher"]
+    elif alone:
+        is_wrong = any(environ.get(name, value) != value for name, value in table["alone"].items())
+        names += [*table["tasks"], *ranks, *(table["alone"] if is_wrong else ())]
+    return _match_names(names, environ), {} if alone else ranks
+
+
+def _match_names(patterns: Sequence[str], environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Returns the variables with a name of the list; a name that ends with * stands for all that begin with it."""
+    prefixes = tuple(pattern[:-1] for pattern in patterns if pattern.endswith("*"))
+    return tuple(name for name in environ if name in patterns or name.startswith(prefixes))
 
 
 def format_variable(value: Any) -> str:

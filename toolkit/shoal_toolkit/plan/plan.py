@@ -20,7 +20,7 @@ from shoal_toolkit.plan.arguments import (
     format_arguments,
     shorten_for_mpirun,
 )
-from shoal_toolkit.plan.environment import build_contract_variables, drop_oversized
+from shoal_toolkit.plan.environment import build_contract_variables, drop_oversized, sort_inherited
 from shoal_toolkit.plan.fabric import choose_network_variables
 from shoal_toolkit.plan.launcher import (
     BY_MPIRUN,
@@ -72,6 +72,8 @@ class LaunchPlan(NamedTuple):
     sidecars: tuple[Sidecar, ...]
     cwd: str
     env: Mapping[str, str]  # variables to add to the environment
+    removed: tuple[str, ...]  # variables of another launcher to remove from the environment, before that
+    described: Mapping[str, str]  # variables of another launcher → the variable of each rank that has their value
     interface: str
     hosts_source: str  # such as "Slurm"
     hosts_evidence: str  # the variables or the file that name the hosts
@@ -137,7 +139,11 @@ def make_plan(job: Job, machine: Machine, free_port: str = DEFAULT_MASTER_PORT) 
     script = build_script_command(job.script, machine.python, arguments, mpi4py=here in BY_MPIRUN)
     rank_command, command_variables = shorten_for_mpirun(script) if here in BY_MPIRUN else (script, {})
     env.update(command_variables)
-    command, daemon, mpi_notes = _build_command(job, machine, here, ranks, rank_command, env)
+    launches = here in SEVERAL_RANKS
+    removed, described = sort_inherited(job.environ, launches, alone=not launches and "RANK" not in variables)
+    if not launches:
+        env.update({name: variables[ours] for name, ours in described.items()})
+    command, daemon, mpi_notes = _build_command(job, machine, here, ranks, rank_command, env, described)
     notes = (
         *rehearsal_notes,
         *_job_notes(job, machine),
@@ -159,12 +165,14 @@ def make_plan(job: Job, machine: Machine, free_port: str = DEFAULT_MASTER_PORT) 
         sidecars=tuple(_plan_sidecars(job, machine, here, hosts)),
         cwd=job.code_dir,
         env=env,
+        removed=removed,
+        described=described,
         interface=machine.interface,
         hosts_source=job.cluster.found.source,
         hosts_evidence=job.cluster.found.evidence,
         metrics=job.metrics,
         notes=(*notes, *_pipe_notes(job, ranks), *network.notes, *mpi_notes, *size_notes),
-        reasons=(*network.reasons, *_device_reasons(job, machine, ranks)),
+        reasons=(*network.reasons, *_inherited_reasons(removed, described), *_device_reasons(job, machine, ranks)),
     )
 
 
@@ -192,7 +200,13 @@ def _allow_oversubscription(job: Job, machine: Machine) -> dict[str, str]:
 
 
 def _build_command(
-    job: Job, machine: Machine, launcher: str, ranks: Mapping[str, int], script: list[str], env: Mapping[str, str]
+    job: Job,
+    machine: Machine,
+    launcher: str,
+    ranks: Mapping[str, int],
+    script: list[str],
+    env: Mapping[str, str],
+    described: Mapping[str, str],
 ) -> tuple[list[str], Mapping[str, str], list[str]]:
     """Returns this host's command, the parameters that mpirun may pass to its daemon here, and notes for the log.
 
@@ -200,14 +214,21 @@ def _build_command(
     missing or not Open MPI's.
     """
     if launcher in BY_MPIRUN:
-        return _build_mpirun(job, machine, launcher, ranks, script)
+        return _build_mpirun(job, machine, launcher, ranks, script, described)
     if launcher == TORCH_DISTRIBUTED:
-        return _build_torchrun(job, machine, ranks, script, env), {}, []
+        from shoal_toolkit.plan.rank_shell import wrap_for_torchrun
+
+        return _build_torchrun(job, machine, ranks, wrap_for_torchrun(script, described), env), {}, []
     return script, {}, []
 
 
 def _build_mpirun(
-    job: Job, machine: Machine, launcher: str, ranks: Mapping[str, int], script: list[str]
+    job: Job,
+    machine: Machine,
+    launcher: str,
+    ranks: Mapping[str, int],
+    script: list[str],
+    described: Mapping[str, str],
 ) -> tuple[list[str], Mapping[str, str], list[str]]:
     """Returns mpirun's command (empty on other hosts than the first), the parameters for its daemon here, and notes.
 
@@ -227,7 +248,7 @@ def _build_mpirun(
     names = rank_shell.TORCH if launcher == MPI else rank_shell.DATA_PARALLEL
     if launcher == MPI and job.hyperparameters.get("mp_parameters"):
         names = rank_shell.MODEL_PARALLEL
-    program = rank_shell.wrap_for_mpirun(script, names)
+    program = rank_shell.wrap_for_mpirun(script, names, described)
     oversubscribe = launcher != MPI
     built = mpi.build_mpirun_command(machine, ranks, options, key, job.environ, program, oversubscribe)
     is_first = job.cluster.current_host == next(iter(ranks))
@@ -235,11 +256,9 @@ def _build_mpirun(
 
 
 def _build_torchrun(
-    job: Job, machine: Machine, ranks: Mapping[str, int], script: list[str], env: Mapping[str, str]
+    job: Job, machine: Machine, ranks: Mapping[str, int], rank_command: list[str], env: Mapping[str, str]
 ) -> list[str]:
     """Returns torchrun's command. It runs as a module, because the console script may belong to another Python."""
-    from shoal_toolkit.plan.rank_shell import wrap_for_torchrun
-
     options = {
         "nnodes": len(ranks),
         "nproc_per_node": ranks[job.cluster.current_host],
@@ -249,7 +268,7 @@ def _build_torchrun(
         "monitor_interval": 0.1,  # seconds; before torch 2.1 it was 5, and every job ended that late
     }
     words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-    return [machine.python, "-m", "torch.distributed.run", *words, "--no-python", "--", *wrap_for_torchrun(script)]
+    return [machine.python, "-m", "torch.distributed.run", *words, "--no-python", "--", *rank_command]
 
 
 def _plan_setup(job: Job, machine: Machine) -> list[tuple[str, ...]]:
@@ -368,6 +387,12 @@ def _pipe_notes(job: Job, ranks: Mapping[str, int]) -> list[str]:
         f"{name}_1, and so on{shared}"
         for name in job.pipe_channels
     ]
+
+
+def _inherited_reasons(removed: Sequence[str], described: Mapping[str, str]) -> list[str]:
+    """Returns which variables of another launcher are removed, and which get the values of each rank."""
+    texts = {"removed": removed, "set for each rank": described}
+    return [f"variables of another launcher, {text}: {', '.join(names)}" for text, names in texts.items() if names]
 
 
 def _device_reasons(job: Job, machine: Machine, ranks: Mapping[str, int]) -> list[str]:

@@ -24,7 +24,7 @@ and writing never blocks, so that no shell hangs after `train` was killed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 EVENTS = "events"  # a FIFO in the run directory
 STARTED, ENDED = "start", "end"  # the first word of a line on EVENTS
@@ -65,19 +65,32 @@ _RUN = (
 )
 
 
-def wrap_for_mpirun(script: Sequence[str], names: Sequence[str] = TORCH) -> list[str]:
+def wrap_for_mpirun(
+    script: Sequence[str], names: Sequence[str] = TORCH, described: Mapping[str, str] = {}
+) -> list[str]:
     """Returns the command that mpirun starts for each rank.
 
     Args:
         script: The command of the script.
         names: The variables that it gets: TORCH, DATA_PARALLEL or MODEL_PARALLEL.
+        described: Variables of other launchers, each with the variable of TORCH that has its value.
     """
-    return ["/bin/sh", "-c", f"{_OPEN_MPI}{' '.join(names)}\n{_RUN}", "shoal-rank", *script]
+    program = f"{_OPEN_MPI}{' '.join(names)}\n{_describe(described)}{_RUN}"
+    return ["/bin/sh", "-c", program, "shoal-rank", *script]
 
 
-def wrap_for_torchrun(script: Sequence[str]) -> list[str]:
+def wrap_for_torchrun(script: Sequence[str], described: Mapping[str, str] = {}) -> list[str]:
     """Returns the command that torchrun starts for each rank. torchrun itself sets the rank's variables.
 
     torchrun treats its arguments as templates, in which `$$` is a dollar sign.
+
+    Args:
+        script: The command of the script.
+        described: As for mpirun.
     """
-    return [word.replace("$", "$$") for word in ("/bin/sh", "-c", _TORCHRUN + _RUN, "shoal-rank", *script)]
+    program = f"{_TORCHRUN}{_describe(described)}{_RUN}"
+    return [word.replace("$", "$$") for word in ("/bin/sh", "-c", program, "shoal-rank", *script)]
+
+
+def _describe(described: Mapping[str, str]) -> str:
+    return f"export {' '.join(f'{name}=${ours}' for name, ours in described.items())}\n" if described else ""

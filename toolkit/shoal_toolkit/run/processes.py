@@ -74,7 +74,7 @@ class HostProcesses:
         self._flow = flow
         self._plan = plan
         self._given = {**environ, **build_connection_variables(plan.env)}
-        self._environ = {**self._given, **plan.env}
+        self._environ = self._add_plan(plan)
         self._events = events
         self._reads_all = reads_all  # no process may write to stdout and stderr of `train` itself
         self._own_mark = self._mark = os.urandom(8).hex()  # of the commands of this process, of the current command
@@ -370,11 +370,15 @@ class HostProcesses:
                 signal_process(pid, signal.SIGKILL)
         self.signal_launcher(signal.SIGKILL)
 
+    def _add_plan(self, plan: LaunchPlan) -> dict[str, str]:
+        """Returns the environment of the launcher or script."""
+        return {**{name: self._given[name] for name in self._given if name not in plan.removed}, **plan.env}
+
     def replace_plan(self, plan: LaunchPlan) -> None:
         """Makes the next start use another plan, with the variables of the last restart."""
         restart = {name: self._environ[name] for name in RESTART_VARIABLES if name in self._environ}
         self._plan = plan
-        self._environ = {**self._given, **plan.env, **restart}
+        self._environ = {**self._add_plan(plan), **restart}
         if self._standby is not None:
             self._standby.plan = plan
 

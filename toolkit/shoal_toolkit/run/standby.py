@@ -249,16 +249,10 @@ def list_rank_variables(plan: LaunchPlan) -> list[dict[str, str]]:
         "TORCHELASTIC_USE_AGENT_STORE": False,
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": 1,
     }
-    return [
-        {
-            name: str(value)
-            for name, value in {
-                **common,
-                "RANK": before + local,
-                "ROLE_RANK": before + local,
-                "LOCAL_RANK": local,
-                "SMDATAPARALLEL_LOCAL_RANK": local,
-            }.items()
-        }
-        for local in range(count)
-    ]
+    ranks = []
+    for local in range(count):
+        own = {"RANK": before + local, "ROLE_RANK": before + local, "LOCAL_RANK": local}
+        variables = {**common, **own, "SMDATAPARALLEL_LOCAL_RANK": local}
+        variables.update({name: variables[ours] for name, ours in plan.described.items()})
+        ranks.append({name: str(value) for name, value in variables.items()})
+    return ranks

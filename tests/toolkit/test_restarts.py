@@ -73,7 +73,20 @@ def restarts(tmp_path: Path) -> Restarts:
 
 @pytest.mark.parametrize(
     ("code", "message"),
-    [(1, "RuntimeError: x"), (137, "killed"), (HOST_LOST, "The host b was lost"), (3, ""), (255, "mpirun")],
+    [
+        *[(1, "RuntimeError: x"), (137, "killed"), (HOST_LOST, "The host b was lost"), (3, ""), (255, "mpirun")],
+        # Each of these may end well the next time.
+        (1, "FileNotFoundError: [Errno 2] No such file or directory: 'vocab.json'"),
+        (1, "OSError: [Errno 28] No space left on device"),
+        (1, "OSError: [Errno 116] Stale file handle: '/opt/ml/input/data/train/x'"),
+        (1, "RuntimeError: No CUDA GPUs are available"),
+        (1, "KeyError: 'label'"),
+        (1, "TypeError: 'NoneType' object is not iterable"),
+        (1, "AttributeError: 'Batch' object has no attribute 'label'"),
+        (1, "RuntimeError: DataLoader worker (pid 7) exited unexpectedly\nModuleNotFoundError: x"),
+        (1, "ValueError: Some specified columns are not used"),
+        (1, "torch.distributed.DistNetworkError: The client socket has timed out"),
+    ],
 )
 def test_failures_that_restart_a_job(restarts: Restarts, code: int, message: str) -> None:
     assert restarts.explain_refusal(Result(code, message)) == ""
@@ -81,10 +94,38 @@ def test_failures_that_restart_a_job(restarts: Restarts, code: int, message: str
 
 @pytest.mark.parametrize(
     ("code", "message"),
-    [(2, "usage: train.py"), (127, "not found"), (126, "no"), (1, "SyntaxError: x"), (1, "ModuleNotFoundError: x")],
+    [
+        *[(2, "usage: train.py"), (127, "not found"), (126, "no"), (1, "SyntaxError: x")],
+        (1, "ModuleNotFoundError: x"),
+        (1, "/usr/local/bin/python3.11: No module named train\nrank 0"),
+        (1, "/opt/venv/bin/python: No module named pkg.__main__; 'pkg' is a package and cannot be directly executed"),
+        (1, "ImportError: cannot import name 'x' from 'y' (/opt/ml/code/y.py)"),
+        (1, "NameError: name 'batch' is not defined. Did you mean: 'batches'?"),
+        (1, "TypeError: TrainingArguments.__init__() got an unexpected keyword argument 'evaluate_strategy'"),
+        (1, "TypeError: train() missing 1 required positional argument: 'config'"),
+        (1, "TypeError: f() takes from 0 to 1 positional arguments but 2 were given"),
+        (1, "AttributeError: module 'torch' has no attribute 'compiler_x'"),
+        (1, "KeyError: 'SM_CHANNEL_TRAINING'"),
+        (1, "OSError: libsndfile.so.1: cannot open shared object file: No such file or directory"),
+        (1, "OSError: [Errno 30] Read-only file system: '/opt/ml/input/data/train/cache'"),
+        (1, "ValueError: Some specified arguments are not used by the HfArgumentParser: ['--lr', '1']"),
+        (1, "Could not override 'lrr'."),
+    ],
 )
 def test_failures_that_would_occur_again_do_not(restarts: Restarts, code: int, message: str) -> None:
     assert "would occur again" in restarts.explain_refusal(Result(code, message))
+
+
+@pytest.mark.mpi
+def test_ranks_that_mpirun_ends_after_such_a_failure_restart_nothing(tree: Tree, run: Run) -> None:
+    tree.script("import os, time\nif os.environ['RANK'] == '1': time.sleep(60)\nimport no_such_module")
+    tree.hyperparameters(sagemaker_mpi_enabled=True, sagemaker_mpi_num_of_processes_per_host=2)
+    assert run(SAGEMAKER_PROGRAM="train.py", SHOAL_MAX_RESTARTS="2").code == 1
+    assert tree.report["restarts"] == []
+    head, who, *_ = tree.failure.splitlines()
+    assert head == "ModuleNotFoundError: No module named 'no_such_module'"
+    assert who.startswith("rank 0 on ")
+    assert "It was not restarted: this error would occur again." in tree.failure
 
 
 def test_the_same_failure_without_a_checkpoint_in_between_ends_the_job(restarts: Restarts, tmp_path: Path) -> None:

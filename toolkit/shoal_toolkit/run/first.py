@@ -52,6 +52,7 @@ class FirstHost(Host):
         self._daemons: dict[str, SendExitCode] = {}  # hosts on which a daemon of mpirun runs
         self._mpirun_log: MpirunLog | None = None
         self._failed_rank: int | None = None  # as the daemon of a worker logged
+        self._final_rank: int | None = None  # the first that failed, if that does not restart the job
         self._pending: set[str] = set()  # hosts with a command of their own that has not ended
         self._gathering = Gathering(self.loop, task, self._on_found, self._on_search_limit)
         self._members = self._gathering.members
@@ -421,9 +422,11 @@ class FirstHost(Host):
                 self._finish_growth()
         elif code and (not self.plan.by_mpirun or rank >= self.plan.world_size):
             self._fail(self._explain_rank(rank, code), rank=rank)
-        elif code not in (SUCCESS, 128 + signal.SIGTERM) and self._restarts is not None:
+        elif code not in (SUCCESS, 128 + signal.SIGTERM) and self._restarts is not None and self._final_rank is None:
             failure = self._explain_rank(rank, code)
-            if not self._restarts.explain_refusal(failure):
+            if self._restarts.explain_refusal(failure):
+                self._final_rank = rank  # mpirun now ends the other ranks: that is no reason for a restart
+            else:
                 self._fail(failure, rank=rank)
 
     def _explain_rank(self, rank: int, code: int) -> Result:
@@ -483,7 +486,7 @@ class FirstHost(Host):
         code, log = self._mpirun_code, self._mpirun_log
         if code is None or log is None or self._daemons or self.result is not None or self._growing_since:
             return
-        rank = self._failed_rank if log.failed_rank is None else log.failed_rank
+        rank = next((rank for rank in (self._final_rank, log.failed_rank) if rank is not None), self._failed_rank)
         if (code or rank is not None) and not self.stopped_by:  # MPI_Abort(256) ends mpirun with 0
             if rank is not None and self._ranks.host_of.get(rank) == self.name:
                 self._ranks.add_facts(self.name, self.collect_facts())
@@ -589,7 +592,7 @@ class FirstHost(Host):
     def _forget_launch(self) -> None:
         """Resets what belongs to the launch that has failed. Writes the last line of its mpirun."""
         self._write_mpirun_rest()
-        self._mpirun_code = self._failed_rank = None
+        self._mpirun_code = self._failed_rank = self._final_rank = None
         self._unrecorded = ""
         self._daemons.clear()
         if self._farewell is not None:

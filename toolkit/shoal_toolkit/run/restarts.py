@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from time import gmtime, monotonic, strftime
 
@@ -13,11 +14,11 @@ from shoal_toolkit.job.settings import RESTART_VARIABLES, Settings
 from shoal_toolkit.light_typing import Any
 from shoal_toolkit.log import write_log
 from shoal_toolkit.result.result import Result, write_progress
+from shoal_toolkit.tables import read_table
 
 _MAX_REASON = 300  # characters of a line in a variable
 # A shell's codes for a wrong use, a program that can't be run, and one that is missing. Python and argparse use 2 too.
 _USAGE_CODES = (WRONG_CONFIGURATION, 126, 127)
-_USAGE_ERRORS = ("SyntaxError", "IndentationError", "TabError", "ModuleNotFoundError", "ImportError")
 
 
 class Restarts:
@@ -38,7 +39,8 @@ class Restarts:
             return f"It was restarted {self._failures} times (SHOAL_MAX_RESTARTS)."
         if failure.exit_code in _USAGE_CODES:
             return f"It was not restarted: exit code {failure.exit_code} means an error that would occur again."
-        if failure.message.startswith(_USAGE_ERRORS):
+        head = failure.message.partition("\n")[0]
+        if any(re.search(form, head) for form in read_table("failures")["final"]):
             return "It was not restarted: this error would occur again."
         if failure.exit_code < 128 and self._last == (failure.message, self._list_checkpoints()):
             return "It was not restarted: it failed in the same way as before, without a new checkpoint in between."

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 _GROUP_AND_ALL = stat.S_IWGRP | stat.S_IWOTH
 _MOST_LINKS = 40
+_named_by_root: set[str] = set()
+"""The directories that root had named with `shoal trust` before this process became another user."""
 _private_groups: dict[tuple[int, int], bool] = {}
 """Whether a user is alone in a group, as looked up before."""
 
@@ -26,6 +28,36 @@ def own_ids() -> set[int]:
     found = {os.geteuid(), 0}
     caller = os.environ.get("SUDO_UID", "")
     return found | {int(caller)} if os.geteuid() == 0 and caller.isascii() and caller.isdecimal() else found
+
+
+def become_owner(path: str | os.PathLike[str]) -> str:
+    """As root, become the user that owns a file: with that user's groups, home and lists, and for good.
+
+    Files that this process writes are that user's then, and a link that the user has put there leads to no file of
+    others. Directories that root has named stay trusted. Changes the environment.
+
+    Returns:
+        The user in words; empty if nothing changed, because this process is not root's, or root owns the file.
+    """
+    status = os.stat(path)
+    if os.geteuid() or not status.st_uid:
+        return ""
+    import pwd
+
+    "x".encode("idna")  # a connection loads it, and the user may not be able to read Python's files
+    try:
+        entry = pwd.getpwuid(status.st_uid)
+        home, group, groups = entry.pw_dir, entry.pw_gid, os.getgrouplist(entry.pw_name, entry.pw_gid)
+    except KeyError:  # no entry
+        home, group, groups = "/", status.st_gid, []
+    _named_by_root.update(read_trusted())
+    os.setgroups(groups)
+    os.setgid(group)
+    os.setuid(status.st_uid)
+    for name in ("XDG_CONFIG_HOME", "XDG_STATE_HOME", "SUDO_UID"):
+        os.environ.pop(name, None)
+    os.environ["HOME"] = home
+    return _name_user(status.st_uid)
 
 
 def find_stranger(path: str | os.PathLike[str]) -> str | None:
@@ -177,12 +209,12 @@ def read_trusted() -> set[str]:
     path = trusted_file()
     try:
         if _find_on_way(path):
-            return set()
+            return _named_by_root
         descriptor = open_own(path, os.O_RDONLY, set())
     except OSError:
-        return set()
+        return _named_by_root
     with os.fdopen(descriptor, encoding="utf-8", errors="surrogateescape") as file:
-        return {line for line in file.read().split("\n") if line.startswith("/")}
+        return _named_by_root | {line for line in file.read().split("\n") if line.startswith("/")}
 
 
 def add_trusted(directory: str | os.PathLike[str]) -> str:

@@ -74,6 +74,7 @@ class FakeEngine:
         if "name" not in settings:  # nothing is copied to it, and it does not start
             remove = checked("container.remove", lambda **_: self.removed.append("reader"))
             return SimpleNamespace(id="1", remove=remove, client=self)
+        assert settings["name"] not in {*self.made} - {*self.removed}, "Conflict"
         files = self.files[settings["name"]] = {}
         self.made[settings["name"]] = {"command": command, **settings}
 

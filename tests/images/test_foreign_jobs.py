@@ -11,6 +11,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +21,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from shoal import trust
 from shoal.errors import UsageError, convert_os_error
 from shoal.jobs import checkpoints, known_jobs, local_processes, record, running
 from shoal.jobs.checkpoints import CONTENT, MARK, open_directory
@@ -123,6 +125,17 @@ def test_the_record_of_a_stranger_is_not_obeyed(
     if not is_cloned:
         give_away(project)
     result = shoal(project, *words)
+    if words[0] == "stop" and not is_cloned:  # root stops it as that user, who cannot even enter this directory
+        assert (result.returncode, f"{directory / RECORD}: Permission denied" in result.stderr) == (13, True)
+    else:
+        check_refusal(result, directory, is_cloned)
+    assert content(private) == {"key": "secret"}
+    assert not (private / MARK).exists()
+    assert not (project / "RAN").exists()
+    assert shoal(project, "ps", "--all").stdout.count("\n") == 1, "only the heading"
+
+
+def check_refusal(result: subprocess.CompletedProcess[str], directory: Path, is_cloned: bool) -> None:
     assert result.returncode == 2, result.stdout + result.stderr
     reason = "your list of jobs .* does not have it" if is_cloned else "belongs to the user"
     assert f"{directory} is not a job of yours" in result.stderr
@@ -130,10 +143,6 @@ def test_the_record_of_a_stranger_is_not_obeyed(
     assert (
         f"Fix: if it is yours, such as one that you have moved or copied here: shoal trust {directory}" in result.stderr
     )
-    assert content(private) == {"key": "secret"}
-    assert not (private / MARK).exists()
-    assert not (project / "RAN").exists()
-    assert shoal(project, "ps", "--all").stdout.count("\n") == 1, "only the heading"
 
 
 def test_a_job_that_was_copied_here_is_continued_after_its_directory_is_trusted(
@@ -464,3 +473,67 @@ def test_logs_of_another_job_are_read_without_effects(tmp_path: Path) -> None:
     result = shoal(project, "logs", "digits")
     assert result.stdout == "algo-1 | a line\n"
     assert sorted(directory.rglob("*")) == before
+
+
+AS_ROOT = """\
+import pwd, sys
+entry, home = pwd.getpwuid(int(sys.argv[2])), sys.argv[1]
+pwd.getpwuid = lambda number: pwd.struct_passwd([*entry[:5], home, entry[6]])  # with another home
+from shoal import cli
+sys.argv = ["shoal", "stop", sys.argv[3]]
+cli.main()
+"""
+
+
+@needs_root
+@pytest.mark.parametrize("way", ["the user's list", "root's trust"])
+def test_root_stops_a_job_of_a_user_and_all_files_stay_the_users(
+    way: str, request_: JobRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with TemporaryDirectory() as home:
+        place = Path(home)
+        monkeypatch.setenv("XDG_STATE_HOME", str(place / ".local" / "state"))
+        directory = run(dataclasses.replace(request_, output=place / "jobs"), uncollected=True)
+        tree = directory / "algo-1"
+        (tree / RESOURCE_CONFIG).parent.mkdir(parents=True)
+        (tree / RESOURCE_CONFIG).touch()
+        (tree / CONTENT).mkdir()
+        (tree / CONTENT / "step-2").write_text("2")
+        give_away(place)
+        monkeypatch.delenv("XDG_STATE_HOME")
+        if way == "root's trust":
+            shutil.rmtree(place / ".local")
+            trust.add_trusted(directory)
+        command = [sys.executable, "-c", AS_ROOT, home, str(STRANGER), str(directory)]
+        ended = subprocess.run(command, cwd="/", capture_output=True, text=True, check=False, timeout=60)
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+        assert "stopped by SIGTERM" in ended.stdout
+        assert f"belongs to the user nobody ({STRANGER})" in ended.stdout
+        assert content(directory / CONTENT) == {"step-2": "2"}
+        assert {each.lstat().st_uid for each in directory.rglob("*")} == {STRANGER}
+
+
+@needs_root
+def test_root_writes_nowhere_for_a_users_job(
+    request_: JobRequest, private: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A record of the user names root's directory for its checkpoints."""
+    with TemporaryDirectory() as home:
+        monkeypatch.setenv("XDG_STATE_HOME", str(Path(home) / ".local" / "state"))
+        request = dataclasses.replace(request_, output=Path(home) / "jobs", checkpoints=private.parent / "taken")
+        directory = run(request)
+        give_away(Path(home))
+        trust.add_trusted(directory)
+        command = [sys.executable, "-c", AS_ROOT, home, str(STRANGER), str(directory)]
+        ended = subprocess.run(command, cwd="/", capture_output=True, text=True, check=False, timeout=60)
+    assert ended.returncode == 13, ended.stdout + ended.stderr
+    assert content(private.parent / "taken") == {"step-1": "1"}
+    assert not list(private.parent.glob(".taken*"))
+
+
+@needs_root
+def test_the_directory_of_another_users_job_is_not_to_be_removed(request_: JobRequest) -> None:
+    (request_.output / "digits").mkdir(parents=True)
+    os.chown(request_.output / "digits", STRANGER, STRANGER)
+    with pytest.raises(UsageError, match=r"another user, in .*\. Fix: choose another name or --output$"):
+        known_jobs.check_name("digits", request_.output)

@@ -12,9 +12,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import docker.errors
 import pytest
-import requests
 from rich.console import Console
 
 from shoal.docker_client import terminal
@@ -110,34 +108,24 @@ def test_names_in_use_are_refused(request_: JobRequest, tmp_path: Path) -> None:
 
 
 def test_jobs_of_one_name_share_nothing_in_docker(request_: JobRequest, tmp_path: Path) -> None:
+    """Nor do jobs of two users: their Docker is one, and refuses names that are in use."""
     identities = []
+    client: Any = FakeEngine()
     for output in ("one", "other"):
         request = JobRequest(**{**vars(request_), "output": tmp_path / output})
-        with open_job(JobRecord("image:1", DOCKER, request), None, "digits") as opened:
-            client: Any = FakeEngine()
-            with docker_hosts.create_hosts(
+        with (
+            open_job(JobRecord("image:1", DOCKER, request), None, "digits") as opened,
+            docker_hosts.create_hosts(
                 client, "image:1", request, opened.name, PlainView(console()), opened.log, opened.identity
-            ) as hosts:
-                identities.append(opened.identity)
-                settings = client.made["digits-algo-1"]
+            ) as hosts,
+        ):
+            identities.append(opened.identity)
+            settings = client.made[f"{opened.identity}-algo-1"]
         assert settings["labels"] == {"shoal.job": opened.identity}
         assert [mount["Source"] for mount in settings["mounts"]] == [f"shoal-{opened.identity}"]
         assert hosts.network == f"shoal-{opened.identity}"
         assert settings["environment"]["TRAINING_JOB_NAME"] == "digits"
     assert len(set(identities)) == 2
-
-
-def test_another_container_of_a_host_s_name_is_reported(request_: JobRequest) -> None:
-    class BusyEngine(FakeEngine):
-        def _create(self, image: str, command: list[str], **settings: Any) -> Any:
-            response = requests.Response()
-            response.status_code = 409
-            raise docker.errors.APIError("Conflict", response)
-
-    view = PlainView(console())
-    hosts = docker_hosts.create_hosts(BusyEngine(), "image:1", request_, "digits", view)  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match=r"--name digits: Docker has another container digits-algo-1. Fix: "), hosts:
-        pass
 
 
 def console() -> Console:

@@ -6,6 +6,7 @@ The strangers are a user of this machine without rights, and a container on the 
 from __future__ import annotations
 
 import json
+import re
 import secrets
 import signal
 import subprocess
@@ -196,9 +197,8 @@ def _await_containers(
     """Return the containers of a job when both run."""
     until = time.monotonic() + SECONDS
     while time.monotonic() < until and process.poll() is None:
-        found = [
-            each for each in client.containers.list(ignore_removed=True) if str(each.name).startswith(f"{name}-algo-")
-        ]
+        listed = client.containers.list(ignore_removed=True)
+        found = [each for each in listed if re.fullmatch(f"{name}-.*-algo-[12]", str(each.name))]
         if len(found) == 2:
             return sorted(found, key=lambda each: str(each.name))
         time.sleep(0.1)

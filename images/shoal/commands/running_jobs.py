@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from shoal import trust
 from shoal.clean_text import print_log_line
 from shoal.commands import completion
 from shoal.commands.common import (
@@ -122,12 +123,17 @@ def stop_job(name: Job, as_json: AsJson = False) -> None:
 
     The script gets SIGTERM, and is killed if it has not ended after 30 s. Repeat the command to kill it at once.
 
-    A job that has ended stays as it is.
+    A job that has ended stays as it is. For root, it acts as the user that owns the job's directory.
 
     Example: shoal stop digits
+
+    As root, for a user: shoal stop /home/you/jobs/digits
     """
     found = find_job(name)
     progress = progress_console(as_json)
+    if owner := trust.become_owner(found.directory):
+        print_line(f"{found.name}: belongs to {owner}, and so will the files that are collected", progress)
+        found = known_jobs.read_job(found.directory)  # root does not take the mark of another user's command for one
     if found.state in (RUNNING, LOST):
         say = f"stopping {found.name}; the script has {STOP_SECONDS} s to end (repeat the command to stop at once)"
         print_line(say, progress)

@@ -128,7 +128,7 @@ class DockerHosts:
             **(environment or {}),
         }
         own = {
-            "name": f"{self.name}-{host}",
+            "name": f"{self.identity}-{host}",  # other users' jobs may have the same name
             "networking_config": {self.network: self.client.api.create_endpoint_config(aliases=[host])},
             "device_requests": gpus.device_requests(self.devices[host]),
             "environment": merged,
@@ -138,15 +138,7 @@ class DockerHosts:
                 with contextlib.suppress(docker.errors.NotFound):
                     earlier.remove(force=True, v=True)
             command = self.request.train_command
-            try:
-                container = containers.create_container(self.client, self.image, command, {**settings, **own})
-            except docker.errors.APIError as error:
-                if error.status_code != requests.codes.conflict:
-                    raise
-                raise UsageError(
-                    f"--name {self.name}: Docker has another container {own['name']}. Fix: choose another name, or"
-                    f" remove it if you do not need it: docker rm -f {own['name']}"
-                ) from error
+            container = containers.create_container(self.client, self.image, command, {**settings, **own})
             self.by_name[host] = container
         self.tree.seek(0)
         container.put_archive("/", self.tree)
@@ -295,7 +287,7 @@ def create_hosts(
     """Create the network, the volume and the containers of a job, and yield them. Start nothing.
 
     The caller removes all of them at the end, by their label `identity`, by default the job's name. If the volume
-    exists already, it is used. Raises `UsageError` if another container has the name of a host's.
+    exists already, it is used.
     """
     identity = identity or name
     say = functools.partial(print_line, on=view.console)
@@ -332,6 +324,13 @@ def create_hosts(
 def volume_name(identity: str) -> str:
     """Return the name of the volume with the checkpoints of a job."""
     return f"shoal-{identity}"
+
+
+def find_containers(client: docker.DockerClient, identity: str, hosts: Iterable[str]) -> dict[str, Container]:
+    """Return the containers of a job by host, in the order of the hosts. Those without a container are left out."""
+    found = client.containers.list(all=True, filters={"label": f"{containers.JOB_LABEL}={identity}"})
+    by_host = {host: [each for each in found if str(each.name).endswith(f"-{host}")] for host in hosts}
+    return {host: each[0] for host, each in by_host.items() if each}
 
 
 def remove_earlier(client: docker.DockerClient, name: str, identity: str, keep_volume: bool) -> bool:

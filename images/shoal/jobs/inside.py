@@ -13,6 +13,7 @@ from shoal import docker_client
 from shoal.docker_client import containers, terminal
 from shoal.errors import DockerError, UsageError, did_you_mean
 from shoal.jobs import gpus, local_processes
+from shoal.jobs.docker_hosts import find_containers
 from shoal.jobs.known_jobs import KnownJob
 from shoal.jobs.record import LOCAL, list_host_trees
 from shoal.jobs.volumes import Volume
@@ -42,16 +43,17 @@ def run_in_host(found: KnownJob, host: str | None, command: Sequence[str]) -> in
     names = found.record.request.host_names
     name = choose_host(found.name, host, names)
     client = docker_client.connect(timeout=None)
-    container = f"{found.name}-{name}"
+    problem = f"{found.name}: the host {name} does not run"
+    fix = f"Fix: try again when it has started, or choose another with --host ({', '.join(names)})"
+    container = find_containers(client, found.identity, [name]).get(name)
+    if container is None:
+        raise DockerError(f"{problem}. {fix}")
     try:
-        return terminal.run_in_container(client, container, command, _CODE)
+        return terminal.run_in_container(client, str(container.id), command, _CODE)
     except docker.errors.APIError as error:
         if error.status_code not in (404, 409):  # missing, not running
             raise
-        raise DockerError(
-            f"{container}: the host does not run: {error.explanation}. Fix: try again when it has started, or choose"
-            f" another with --host ({', '.join(names)})"
-        ) from error
+        raise DockerError(f"{problem}: {error.explanation}. {fix}") from error
 
 
 def choose_host(job: str, host: str | None, names: Sequence[str]) -> str:

@@ -9,6 +9,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from shoal import trust
 from shoal.errors import UsageError, did_you_mean
 from shoal.jobs import record, running
 from shoal.jobs.job import JobRequest
@@ -164,6 +165,10 @@ def check_name(name: str, output: Path) -> None:
                 f" shoal stop {each.directory}"
             )
     if os.path.lexists(output / name):
+        if (output / name).lstat().st_uid not in trust.own_ids():
+            raise UsageError(
+                f"--name {name}: in use by another user, in {output / name}. Fix: choose another name or --output"
+            )
         raise UsageError(
             f"--name {name}: in use, {output / name} exists. Fix: choose another name, remove that directory, or if"
             f" that job has not succeeded, continue it: shoal run --resume {name}"

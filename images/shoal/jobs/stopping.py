@@ -17,7 +17,7 @@ from shoal import docker_client
 from shoal.docker_client import containers
 from shoal.errors import UsageError
 from shoal.jobs import checkpoints, local_processes, results, running
-from shoal.jobs.docker_hosts import DockerHosts, stop_containers
+from shoal.jobs.docker_hosts import DockerHosts, find_containers, stop_containers
 from shoal.jobs.docker_job import collect
 from shoal.jobs.known_jobs import LOST, KnownJob, read_job
 from shoal.jobs.live_view import PlainView
@@ -92,7 +92,7 @@ def _end_docker_job(opened: OpenJob, console: Console) -> None:
     A volume with checkpoints stays if there is no container to collect them from.
     """
     client = docker_client.connect()
-    found = _find_containers(client, opened)
+    found = find_containers(client, opened.identity, opened.record.request.host_names)
     still_running = [str(each.id) for each in found.values() if each.status == "running"]
     try:
         stop_containers(still_running)
@@ -124,14 +124,6 @@ def _end_docker_job(opened: OpenJob, console: Console) -> None:
             opened.finish(result.exit_code)
     with containers.delay_interrupts():
         containers.remove_objects(client, opened.identity, volumes=not opened.record.uncollected)
-
-
-def _find_containers(client: docker.DockerClient, opened: OpenJob) -> dict[str, Container]:
-    """Return the containers of a job by host, the first host first."""
-    found = client.containers.list(all=True, filters={"label": f"{containers.JOB_LABEL}={opened.identity}"})
-    by_name = {str(each.name): each for each in found}
-    names = {host: f"{opened.name}-{host}" for host in opened.record.request.host_names}
-    return {host: by_name[name] for host, name in names.items() if name in by_name}
 
 
 def _read_exit_code(container: Container) -> int:

@@ -24,7 +24,7 @@ PAGES = sorted(
 )
 """The pages with blocks to execute. Pages of docs/reference and docs/api are generated; docs/decisions has no tasks."""
 SHELL, PYTHON = ("console", "bash"), ("python",)
-NOT_CODE = ("", "text", "diff", "dockerfile", "json", "toml", "yaml")
+NOT_CODE = ("", "text", "diff", "dockerfile", "jinja", "json", "toml", "yaml")
 _MARK = re.compile(r"<!-- (?:not run: (?P<reason>[^\n]+)|(?P<docker>run with Docker)) -->\n+[ \t]*\Z")
 _PROMPT = "$ "
 

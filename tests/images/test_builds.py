@@ -257,7 +257,7 @@ def test_debian_packages_that_are_not_locked_are_told(fake: FakeEngine, checkout
     code, out, _ = shoal(fake, checkout, "build", "one-*")
     assert code == 0
     assert f"! {ONE}: 6 of Debian's packages are not those of dockerfiles/debian/bookworm.txt: p0_1_amd64.deb, " in out
-    assert "p4_1_amd64.deb and 1 more. Fix: .venv/bin/shoal lock --bases, then build again" in out
+    assert "p4_1_amd64.deb and 1 more. Fix: shoal lock --bases, then build again" in out
     assert "! Debian bookworm: no package versions in dockerfiles/debian/bookworm.txt" in out
 
 

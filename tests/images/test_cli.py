@@ -106,6 +106,29 @@ def test_a_stale_dockerfile_fails_the_check(project: Project, tmp_path: Path) ->
     assert "Fix: shoal render" in result.stderr
 
 
+def test_a_stale_lock_fails_the_checks_without_docker(project: Project, tmp_path: Path) -> None:
+    shutil.copy(project.buildspec, tmp_path)
+    shutil.copytree(project.templates, tmp_path / "dockerfiles")
+    assert shoal("lock", "--check", cwd=tmp_path, **NO_ENGINE).returncode == 0
+    versions = tmp_path / "dockerfiles" / "versions.yml"
+    versions.write_text(versions.read_text().replace("datasets, accelerate]", "datasets, accelerate, einops]"))
+    lacking = next((tmp_path / "dockerfiles" / "requirements").glob("pytorch-training-2.0.1-*/mpi.txt"))
+    lacking.unlink()
+    for command in ("lock", "render"):
+        result = shoal(command, "--check", cwd=tmp_path, **NO_ENGINE)
+        assert result.returncode == 3
+        assert (
+            "framework.txt:1: made for other requirements than are asked for now. Fix: shoal lock huggingface"
+            in result.stderr
+        )
+        assert result.stderr.count(f"{lacking}: missing. Fix: shoal lock pytorch-training:2.0.1-") == 1
+        assert shoal(command, "--check", "tensorflow", cwd=tmp_path, **NO_ENGINE).returncode == 0
+    document = json.loads(shoal("lock", "--check", "--json", cwd=tmp_path, **NO_ENGINE).stdout)
+    assert {each["state"] for each in document["rendered"]} == {"same"}
+    assert not [each for each in document["locks"] if "huggingface-training:5" in each["tag"]]
+    assert not lacking.exists()
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

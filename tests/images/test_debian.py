@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -230,6 +231,53 @@ def test_what_a_mirror_has_now_is_written_or_only_compared(
     listed = listed.replace(ONE, "MD5Sum:0123")
     with pytest.raises(BuildError, match="names no packages with their SHA-256"):
         dependencies.lock_images(["pytorch"], bases=True)
+
+
+def test_a_child_has_a_lock_of_its_own(
+    project: Project, matrix: BuildSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A package more in a child changes no other image, nor the base image that all share."""
+    copy, pulls = Project(tmp_path), []
+    shutil.copytree(project.templates, tmp_path / "dockerfiles")
+    where = debian.lock_path(copy, "bookworm")
+    where.write_text(DebianLock({MADE: f"sha256:{'3' * 64}"}, {PYTHON: ONE}).text("bookworm"))
+    before = {path: path.read_text() for path in where.parent.iterdir()}
+    parent = debian.comparison_files(copy, "bookworm")
+    template = tmp_path / "dockerfiles" / "huggingface.j2"
+    old = template.read_text()
+    apt = '{% block environment %}{{ install.system_packages(["jq"]) }}{% endblock %}'
+    template.write_text('{% extends "child.j2" %}\n' + apt)
+    scripts: list[str] = []
+
+    @contextmanager
+    def in_base(*arguments: Any) -> Iterator[SimpleNamespace]:
+        scripts.append(arguments[3])
+        listed = f"'http://deb.example/{PYTHON}' {PYTHON} 5 {ONE}\n'http://deb.example/{LIBC}' {LIBC} 7 {TWO}\n"
+        yield SimpleNamespace(logs=lambda **_: listed.encode())
+
+    def provide(*_: Any, newest: bool) -> BaseImage:
+        pulls.append(newest)
+        return MINE
+
+    monkeypatch.setattr(docker_client, "connect", lambda: of_layers(f"sha256:{'3' * 64}"))
+    monkeypatch.setattr(base_image, "provide_base", provide)
+    monkeypatch.setattr(debian_lock, "run_in_base", in_base)
+    monkeypatch.setattr(dependencies, "open_project", lambda to_write: (copy, matrix))
+    dependencies.lock_images(["huggingface-*-cpu-*"], bases=True)
+    own = debian.lock_path(copy, "bookworm", "huggingface")
+    assert {path: path.read_text() for path in where.parent.iterdir()} == before | {own: own.read_text()}
+    assert debian.read_lock(copy, "bookworm", "huggingface") == DebianLock({}, {LIBC: TWO})
+    assert (pulls, [script.endswith(" jq") for script in scripts]) == ([False], [True])
+    assert debian.comparison_files(copy, "bookworm") == parent
+    sources = context.gather_sources(copy, matrix, matrix.select("huggingface-*-cpu-*"), {})
+    assert sources.debian["lock.txt"].decode().splitlines()[1:] == [f"{LIBC} {TWO}", f"{PYTHON} {ONE}"]
+    words = debian_lock.describe_drift(copy, sources.image, ["x.deb"])
+    assert "not those of dockerfiles/debian/bookworm-huggingface.txt: x.deb." in words
+    assert f"Fix: shoal lock --bases {sources.image.tag}, then build again" in words
+    template.write_text(old)
+    dependencies.lock_images(["pytorch"], bases=True)
+    assert not own.exists()
+    assert pulls == [False, True]
 
 
 def test_how_a_lock_changed_is_told() -> None:

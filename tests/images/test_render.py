@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -11,8 +12,11 @@ from ruamel.yaml import YAML
 
 from shoal.errors import SpecError
 from shoal.matrix.project import Project
-from shoal.matrix.spec import VERSIONS, BuildSpec
+from shoal.matrix.spec import VERSIONS, BuildSpec, load
+from shoal.network.settings import read_network_settings
+from shoal.sources import context
 from shoal.sources.pins import read_image_pins, read_lock
+from shoal.sources.record import make_plan
 from shoal.sources.render import read_steps, render_all, render_dockerfile
 
 
@@ -103,6 +107,12 @@ def test_the_inputs_of_a_step_are_what_its_instructions_use(project: Project, ma
         ("COPY --from=engine /run/engine /", "stage 'engine' is used but not noted"),
         ("RUN true {{ folder('mpi') and '' }}", "folder 'mpi' is noted but not used"),
         ("RUN apt-get install -y gcc", "apt-get install without a list"),
+        ("COPY {{ folder('ca') }} /etc/ca/", "the folder ca has no files"),
+        ("COPY --chmod=0755 {{ folder('ca') }}/tool /bin/", "the folder ca has no files"),
+        ("COPY --chmod=0755 toolkit/installed.tar /", "folder 'toolkit' is used but not noted"),
+        ("COPY {{ folder('own') }}/a \\\n    ca.crt /etc/", "ca.crt is in no folder of the build context"),
+        ("COPY ../secret /etc/", r"\.\./secret is in no folder of the build context"),
+        ('COPY ["ca.crt", "/etc/"]', "ca.crt is in no folder of the build context"),
     ],
 )
 def test_an_input_that_a_step_does_not_note_is_an_error(
@@ -165,6 +175,59 @@ def test_a_child_installs_nothing_that_its_parent_has(project: Project, matrix: 
             assert render_dockerfile(project, image).count("\nFROM ${BASE}\n") == 1
 
 
+def test_a_childs_own_files_are_inputs_of_its_steps(project: Project, matrix: BuildSpec, tmp_path: Path) -> None:
+    """Links are refused: they may lead to files of this machine."""
+    shutil.copytree(project.templates, tmp_path / "dockerfiles")
+    child = matrix.select("huggingface-*-cpu-*")
+    lines = 'COPY {{ folder("own") }}/bin/tool /bin/\nCOPY <<E /a\nb\nE\nADD --checksum=x https://b.example/c /d\n'
+    (tmp_path / "dockerfiles" / "huggingface.j2").write_text(f'{{% call step("x") %}}\n{lines}{{% endcall %}}\n')
+    tool = tmp_path / "dockerfiles" / "files" / "own" / "bin" / "tool"
+    tool.parent.mkdir(parents=True)
+    tool.write_text("1")
+    own = context.gather_sources(Project(tmp_path), matrix, child, {})
+    assert own.context_files(matrix, read_network_settings())["own/bin/tool"] == b"1"
+    tool.write_text("2")
+    other = context.gather_sources(Project(tmp_path), matrix, child, {})
+    plan = make_plan("x", own.make_record("base@1").labels(), other.make_record("base@1"))
+    assert plan.reasons == ("own/bin/tool changed",)
+    tool.with_name("link").symlink_to("/etc/passwd")
+    with pytest.raises(SpecError, match=r"own/bin/link: a link. Fix: "):
+        render_dockerfile(Project(tmp_path), child)
+
+
+def test_the_child_of_the_page_renders(project: Project, tmp_path: Path) -> None:
+    """docs/recipes.md, with an entry, a template and a file."""
+    page = (project.root / "docs" / "recipes.md").read_text()
+    shutil.copytree(project.templates, tmp_path / "dockerfiles")
+    (entry,) = re.findall("```yaml\n(.*?)```", page, re.DOTALL)
+    (template,) = re.findall("```jinja\n(.*?)```", page, re.DOTALL)
+    with (tmp_path / VERSIONS).open("a") as file:
+        file.write(entry)
+    axes = project.buildspec.read_text()
+    assert "huggingface]" in axes
+    (tmp_path / "buildspec.yml").write_text(axes.replace("huggingface]", "huggingface, vision]"))
+    (tmp_path / "dockerfiles" / "vision.j2").write_text(template)
+    own = tmp_path / "dockerfiles" / "files" / "company" / "ca.crt"
+    own.parent.mkdir(parents=True)
+    own.touch()
+    copy = Project(tmp_path)
+    image = load(copy.buildspec).select("vision-training:1.0-cpu-py311-debian12")
+    text = render_dockerfile(copy, image)
+    assert "apt-get install -y --no-install-recommends jq" in text
+    assert "COPY company/ca.crt /usr/local/share/ca-certificates/company.crt\n" in text
+    assert "pip download --no-deps --dest /opt/labels" in text
+    assert "ENV LABELS=/opt/labels\n" in text
+    assert [step.folders for step in read_steps(copy, image)] == [(), ("framework",), ("debian",), ("company",), (), ()]
+
+
+def test_a_child_has_no_layers_of_its_parent(project: Project, matrix: BuildSpec, tmp_path: Path) -> None:
+    shutil.copytree(project.templates, tmp_path / "dockerfiles")
+    steps = '{% call step("x") %}\nCOPY {{ folder("toolkit") }} /\n{% endcall %}\n'
+    (tmp_path / "dockerfiles" / "huggingface.j2").write_text(steps)
+    with pytest.raises(SpecError, match=r"step 'x': the folder toolkit has no files"):
+        render_dockerfile(Project(tmp_path), matrix.select("huggingface"))
+
+
 def test_a_childs_lock_is_for_its_parents(project: Project, matrix: BuildSpec, tmp_path: Path) -> None:
     child = matrix.select("huggingface")
     shutil.copytree(project.templates, tmp_path / "dockerfiles")
@@ -181,7 +244,7 @@ def test_a_lock_for_other_requirements_is_told(project: Project, matrix: BuildSp
     image = matrix.select("pytorch")
     assert read_image_pins(project, matrix, image)["mpi"]
     changed = image.model_copy(update={"requirements": (*image.requirements, "pandas")})
-    with pytest.raises(SpecError, match=r"cuda.txt:1: made for other requirements .* Run: .*shoal lock"):
+    with pytest.raises(SpecError, match=rf"cuda.txt:1: made for other requirements .* Fix: shoal lock {image.tag}"):
         read_image_pins(project, matrix, changed)
 
 
@@ -192,5 +255,5 @@ def test_a_lock_line_without_a_hash_is_told(tmp_path: Path) -> None:
 
 
 def test_a_missing_lock_says_how_to_make_it(tmp_path: Path) -> None:
-    with pytest.raises(SpecError, match=r"Make it: .*shoal lock"):
+    with pytest.raises(SpecError, match=r"Fix: shoal lock <tag>"):
         read_lock(tmp_path / "mpi.txt")

@@ -267,7 +267,7 @@ def _run_build(
         }
         _send(client, files, options, progress, session.streams)
     if progress.not_locked:
-        words = debian_lock.describe_drift(image.tag, image.system, progress.not_locked)
+        words = debian_lock.describe_drift(session.project, image, progress.not_locked)
         print_line(f"! {words}", session.display.console)
     if progress.failure or progress.failed_step:
         raise _failure(image.tag, progress, log)

@@ -26,7 +26,7 @@ from shoal.network.settings import NetworkSettings, read_network_settings, read_
 from shoal.sources import debian, render
 from shoal.sources.debian import DebianLock
 
-FIX = "Fix: .venv/bin/shoal lock --bases, then build again"
+FIX = "Fix: shoal lock --bases{names}, then build again"
 _PRINT = "apt-get install -qq --no-install-recommends --print-uris -o Acquire::ForceHash=SHA256 {names}"
 _LISTED = re.compile(r"'\S+' (\S+\.deb) \d+ (SHA256:[0-9a-f]{64})")
 _SHOWN = 5
@@ -34,7 +34,10 @@ _SHOWN = 5
 
 @dataclass(frozen=True)
 class LockResult:
-    """The new lock of a suite: its file, its number of packages, and what changed. `written`: the file has it."""
+    """The new lock of a suite or a child: its file, its number of packages, and its changes.
+
+    `written`: the file has it.
+    """
 
     suite: str
     path: Path
@@ -50,27 +53,50 @@ def list_installed(project: Project, images: Iterable[ImageSpec]) -> list[tuple[
 
 
 def lock_systems(
-    project: Project, spec: BuildSpec, systems: Iterable[System], say: Say, *, write: bool
+    project: Project, spec: BuildSpec, images: Iterable[ImageSpec], say: Say, *, write: bool
 ) -> Iterator[LockResult]:
-    """Yield the current lock of each system, from its registry and mirror. If it changed, `write` it.
+    """Yield the current lock of each system of `images`, from its registry and mirror. If it changed, `write` it.
 
-    Pulls the newest base image if that is possible, and runs apt in a container of the base image. The lock keeps the
-    digests of other base images. Raises BuildError with apt's words, DockerError, BaseImageError.
+    A child has a lock of its own, with the packages that its system's lacks. If all images of a system are children,
+    only their locks are made, so that the images that they extend stay as they are.
+
+    Pulls the newest base image if that is possible, except for children alone, and runs apt in a container of the base
+    image. The lock keeps the digests of other base images. Raises BuildError with apt's words, DockerError,
+    BaseImageError.
     """
     client = docker_client.connect()
-    for system in systems:
-        images = [image for image in spec.images if image.system == system]
-        found = base_image.provide_base(client, system, read_network_settings, project.cache, say, newest=True)
-        before = debian.read_lock(project, system.suite)
-        packages = _list_packages(
-            client, found, system, list_installed(project, images), read_settings_for(project, say)
-        )
-        after = DebianLock({**before.bases, **_identity(client, found, system)}, packages)
-        path, changes = debian.lock_path(project, system.suite), tuple(debian.describe_changes(before, after))
-        if changes and write:
-            path.parent.mkdir(exist_ok=True)
-            path.write_text(after.text(system.suite))
-        yield LockResult(system.suite, path, len(packages), changes, bool(changes and write))
+    chosen: dict[System, list[ImageSpec]] = {}
+    for image in images:
+        chosen.setdefault(image.system, []).append(image)
+    for system, of_system in chosen.items():
+        names = {image.framework if image.extends else "" for image in of_system}
+        found = base_image.provide_base(client, system, read_network_settings, project.cache, say, newest="" in names)
+        settings = read_settings_for(project, say)
+        locked = debian.read_lock(project, system.suite)
+        if "" in names:
+            wanted = [image for image in spec.images if image.system == system and not image.extends]
+            packages = _list_packages(client, found, system, list_installed(project, wanted), settings)
+            locked = DebianLock({**locked.bases, **_identity(client, found, system)}, packages)
+            yield _write_lock(project, system.suite, "", locked, write=write)
+        children = [image for image in spec.images if image.system == system and image.extends]
+        for child in dict.fromkeys(image.framework for image in children if names & {"", image.framework}):
+            installed = list_installed(project, (image for image in children if image.framework == child))
+            packages = _list_packages(client, found, system, installed, settings) if installed else {}
+            more = {name: digest for name, digest in packages.items() if name not in locked.packages}
+            if more or debian.lock_path(project, system.suite, child).exists():
+                yield _write_lock(project, system.suite, child, DebianLock({}, more), write=write)
+
+
+def _write_lock(project: Project, suite: str, child: str, lock: DebianLock, *, write: bool) -> LockResult:
+    """Write a lock if it has changed, and return its changes. The file of a child without packages is removed."""
+    path = debian.lock_path(project, suite, child)
+    changes = tuple(debian.describe_changes(debian.read_lock(project, suite, child), lock))
+    if write and child and not lock.packages:
+        path.unlink()
+    elif write and changes:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(lock.text(suite, child))
+    return LockResult(suite, path, len(lock.packages), changes, bool(changes and write))
 
 
 def _identity(client: docker.DockerClient, found: BaseImage, system: System) -> dict[str, str]:
@@ -95,29 +121,31 @@ def describe_differences(
     """
     file = f"dockerfiles/debian/{system.suite}.txt"
     if not locked.packages:
-        yield f"Debian {system.suite}: no package versions in {file}. {FIX}"
+        yield f"Debian {system.suite}: no package versions in {file}. {FIX.format(names='')}"
     own = _identity(client, found, system)
     if not own:
         yield f"base: {found.reference} was loaded, not pulled; it cannot be compared with {file}"
     for name, digest in own.items():
         if name not in locked.bases:
-            yield f"base: {found.reference} has no pin in {file}. {FIX}"
+            yield f"base: {found.reference} has no pin in {file}. {FIX.format(names='')}"
         elif locked.bases[name] != digest:
             yield (
                 f"base: {found.reference} is {digest[:19]}, and {file} has {locked.bases[name][:19]}. Fix: remove the"
-                " image and what .cache/shoal has of it, or .venv/bin/shoal lock --bases"
+                " image and its files in .cache/shoal, or shoal lock --bases"
             )
 
 
-def describe_drift(tag: str, system: System, files: Sequence[str]) -> str:
+def describe_drift(project: Project, image: ImageSpec, files: Sequence[str]) -> str:
     """Return a message that names Debian packages which a build installed and the lock lacks.
 
-    It names at most `_SHOWN` of them, and then their remaining number.
+    It names at most `_SHOWN` of them, and then their remaining number. The fix for a child changes no other image.
     """
+    path = debian.lock_path(project, image.system.suite, image.framework if image.extends else "")
+    names = f" {image.tag}" if image.extends else ""
     more = f" and {len(files) - _SHOWN} more" if len(files) > _SHOWN else ""
     return (
-        f"{tag}: {len(files)} of Debian's packages are not those of dockerfiles/debian/{system.suite}.txt:"
-        f" {', '.join(files[:_SHOWN])}{more}. {FIX}"
+        f"{image.tag}: {len(files)} of Debian's packages are not those of dockerfiles/debian/{path.name}:"
+        f" {', '.join(files[:_SHOWN])}{more}. {FIX.format(names=names)}"
     )
 
 

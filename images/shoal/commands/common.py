@@ -27,8 +27,10 @@ from shoal.clean_text import print_document, print_error
 from shoal.commands import completion
 from shoal.console import CleanConsole, console, print_line
 from shoal.docker_client import images as docker_images
-from shoal.errors import DockerError, ShoalError, UsageError, convert_os_error
+from shoal.errors import DockerError, ShoalError, SpecError, UsageError, convert_os_error
 from shoal.matrix import project, spec
+from shoal.sources import pins
+from shoal.sources.render import GeneratedFile
 
 EVERY_DAY, BUILD, RUN, INSPECT, SET_UP = "Every day", "Build images", "Run jobs", "Inspect images", "Set up"
 """The panels of `shoal --help`."""
@@ -281,6 +283,16 @@ def report_builds(results: Iterable[builder.BuildResult], progress: Console) -> 
     for result in results:
         print_line(str(result), progress)
     raise_first(result.error for result in results if result.state == "failed")
+
+
+def raise_stale(
+    here: project.Project, matrix: spec.BuildSpec, images: Iterable[spec.ImageSpec], files: Iterable[GeneratedFile]
+) -> None:
+    """Raise `SpecError` if locks of images do not fit, or generated files are stale. Other such errors are printed."""
+    problems = pins.find_stale(here, matrix, images)
+    if stale := [str(file.path) for file in files if file.state == "stale"]:
+        problems.append(f"not up to date with the templates: {', '.join(stale)}. Fix: shoal render")
+    raise_first(map(SpecError, problems))
 
 
 def raise_first(errors: Iterable[Exception | None]) -> None:

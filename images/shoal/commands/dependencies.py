@@ -24,9 +24,10 @@ from shoal.commands.common import (
     open_project,
     print_json,
     progress_console,
+    raise_stale,
 )
 from shoal.console import print_line, print_lines
-from shoal.errors import SpecError, UsageError
+from shoal.errors import SpecError
 from shoal.matrix.project import Project
 from shoal.matrix.spec import BuildSpec, ImageSpec
 from shoal.sources import lock, pins, render
@@ -41,7 +42,12 @@ def lock_images(
         typer.Option("--bases", help="Lock base images and Debian packages instead, in dockerfiles/debian/."),
     ] = False,
     check: Annotated[
-        bool, typer.Option("--check", help="With --bases: write nothing; fail if Debian has other versions now.")
+        bool,
+        typer.Option(
+            "--check",
+            help="Write nothing, and ask no network; fail if a lock or Dockerfile is stale. With --bases: ask the"
+            " mirror, and fail if Debian has other versions now.",
+        ),
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -56,7 +62,8 @@ def lock_images(
         _lock_bases(here, matrix, matrix.choose(images or (), skip or ()), check=check, as_json=as_json)
         return
     if check:
-        raise UsageError("--check needs --bases. Fix: shoal lock --bases --check")
+        _check_locks(here, matrix, matrix.choose(images or (), skip or ()), as_json=as_json)
+        return
     chosen = {image.tag for image in matrix.choose(images or (), skip or ())}
     progress = progress_console(as_json)
     locks = []
@@ -81,16 +88,32 @@ def lock_images(
         print_lines(map(str, files))
 
 
+def _check_locks(here: Project, matrix: BuildSpec, images: list[ImageSpec], *, as_json: bool) -> None:
+    """Raise `SpecError` if locks or Dockerfiles of images are stale. Write nothing.
+
+    With `as_json`, print the locks that fit, and the state of the Dockerfiles.
+    """
+    files = render.check_files(render.render_all(here, images))
+    if as_json:
+        locks = [
+            lock.LockFile(image.tag, here.lock_directory(image) / f"{layer}.txt", len(found))
+            for image in images
+            if pins.are_current(here, matrix, image)
+            for layer, found in pins.read_image_pins(here, matrix, image).items()
+        ]
+        print_json(lock.LockedImages(locks, files))
+    raise_stale(here, matrix, images, files)
+
+
 def _lock_bases(here: Project, matrix: BuildSpec, images: list[ImageSpec], *, check: bool, as_json: bool) -> None:
-    """Lock the base images and Debian packages of the systems of `images`, and print changes.
+    """Lock the base images and Debian packages of the systems of `images`, or of children alone, and print changes.
 
     With `as_json`, the locks are printed as JSON too. With `check`, write nothing, and raise `SpecError` if they have
     changed.
     """
     say = functools.partial(print_line, on=progress_console(as_json))
-    systems = list(dict.fromkeys(image.system for image in images))
     locks = []
-    for made in debian_lock.lock_systems(here, matrix, systems, say, write=not check):
+    for made in debian_lock.lock_systems(here, matrix, images, say, write=not check):
         locks.append(made)
         say(f"{made.packages:3} packages  {made.path}{'' if made.changes else ': unchanged'}")
         for change in made.changes:

@@ -29,10 +29,11 @@ from shoal.commands.common import (
     print_json,
     progress_console,
     raise_first,
+    raise_stale,
     report_builds,
 )
 from shoal.console import print_line, print_lines
-from shoal.errors import ShoalError, SpecError, UsageError
+from shoal.errors import ShoalError, UsageError
 from shoal.matrix import project, spec
 from shoal.sources import render
 
@@ -63,7 +64,9 @@ def list_images(images: Images = None, skip: Skip = None, as_json: AsJson = Fals
 def render_images(
     images: Images = None,
     skip: Skip = None,
-    check: Annotated[bool, typer.Option("--check", help="Write nothing; fail if a committed file is stale.")] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Write nothing; fail if a committed file or a lock is stale.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Render Dockerfiles to dockerfiles/rendered/, and the JSON schemas of the YAML files.
@@ -71,14 +74,15 @@ def render_images(
     Example: shoal render --check
     """
     here, matrix = open_project(to_write=not check)
-    outputs = render.render_all(here, matrix.choose(images or (), skip or ()))
+    chosen = matrix.choose(images or (), skip or ())
+    outputs = render.render_all(here, chosen)
     files = render.check_files(outputs) if check else render.write_files(outputs)
     if as_json:
         print_json(files)
     elif not check:
         print_lines(map(str, files))
-    if stale := [str(file.path) for file in files if file.state == "stale"]:
-        raise SpecError(f"not up to date with the templates: {', '.join(stale)}. Fix: shoal render")
+    if check:
+        raise_stale(here, matrix, chosen, files)
 
 
 @has_old_name(app, "plan", "build --dry-run")

@@ -294,6 +294,11 @@ class BuildSpec:
         """Return the image that `image` extends; None if it extends a base image."""
         return next((parent for parent in self.images if parent.tag == image.extends), None)
 
+    def list_extensions(self, image: ImageSpec) -> list[str]:
+        """Return the names of a child and of the children that it extends; none for an image without parent."""
+        parent = self.parent(image)
+        return [image.framework, *self.list_extensions(parent)] if parent else []
+
     def with_parents(self, images: Iterable[ImageSpec]) -> list[ImageSpec]:
         """Return the images and all that they extend, parents first."""
         wanted = {image.tag for image in images}

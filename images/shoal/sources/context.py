@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from shoal.docker_client.archive import Content
@@ -30,13 +30,15 @@ class Sources:
     debian: Mapping[str, bytes]
     own: Mapping[str, bytes]
     """Our packages as they are installed, by layer."""
+    files: Mapping[str, Mapping[str, bytes]] = field(default_factory=dict)
+    """The project's own files that steps read, by folder and path."""
 
     def make_record(self, base: str) -> record.Record:
         """Return the record of an image: digests of all its inputs, and `base` (`reference@ID`), which it extends."""
         contents: dict[str, Mapping[str, str]] = {
             layer: {pin.name: f"{pin.version}@{pin.sha256}" for pin in pins} for layer, pins in self.locks.items()
         }
-        for folder, files in (("engine", self.engine), ("debian", self.debian)):
+        for folder, files in (("engine", self.engine), ("debian", self.debian), *self.files.items()):
             contents[folder] = {name: record.sha256(content) for name, content in files.items()}
         contents |= {layer: packages.read_digests(content) for layer, content in self.own.items()}
         return record.make_record(self.steps, contents, base, self.templates)
@@ -61,6 +63,7 @@ class Sources:
             ("engine", self.engine),
             ("debian", self.debian),
             ("machine", machine.build_files(suite)),
+            *self.files.items(),
         ):
             context |= {f"{folder}/{name}": content for name, content in files.items()}
         return context | {f"machine/debs/{path.name}": path for path in machine.debs.get(suite, ())}
@@ -91,8 +94,9 @@ def gather_sources(project: Project, spec: BuildSpec, image: ImageSpec, own: Map
         templates=render.read_templates(project, image),
         locks=read_image_pins(project, spec, image),
         engine=_read_c_sources(project.part("library") / "native"),
-        debian=debian.comparison_files(project, image.system.suite),
+        debian=debian.comparison_files(project, image.system.suite, spec.list_extensions(image)),
         own={} if image.extends else own,
+        files=render.read_own_files(project, image, steps),
     )
 
 

@@ -6,7 +6,7 @@ Its guarantees and their limits: docs/decisions/pins-of-debian.md.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -21,6 +21,8 @@ _BASE = re.compile(r"base (\S+) (sha256:[0-9a-f]{64})")
 _PACKAGE = re.compile(r"(\S+\.deb) (SHA256:[0-9a-f]{64})")
 _HEAD = "# Made by `shoal lock --bases`: base images of Debian {suite}, and the packages that builds install on them."
 
+_CHILD_HEAD = "# Made by `shoal lock --bases`: more packages of Debian {suite}, which builds of {child} install."
+
 
 @dataclass(frozen=True)
 class DebianLock:
@@ -29,21 +31,22 @@ class DebianLock:
     bases: Mapping[str, str]
     packages: Mapping[str, str]
 
-    def text(self, suite: str) -> str:
-        """Return the content of the lock file, sorted."""
+    def text(self, suite: str, child: str = "") -> str:
+        """Return the content of the lock file of a suite, or of a child in it, sorted."""
         bases = (f"base {name} {digest}" for name, digest in sorted(self.bases.items()))
         packages = (f"{name} {digest}" for name, digest in sorted(self.packages.items()))
-        return "\n".join([_HEAD.format(suite=suite), *bases, *packages, ""])
+        head = (_CHILD_HEAD if child else _HEAD).format(suite=suite, child=child)
+        return "\n".join([head, *bases, *packages, ""])
 
 
-def lock_path(project: Project, suite: str) -> Path:
-    """Return the path of a suite's lock file, which may not exist."""
-    return project.templates / "debian" / f"{suite}.txt"
+def lock_path(project: Project, suite: str, child: str = "") -> Path:
+    """Return the path of the lock file of a suite, or of a child in it. The file may not exist."""
+    return project.templates / "debian" / (f"{suite}-{child}.txt" if child else f"{suite}.txt")
 
 
-def read_lock(project: Project, suite: str) -> DebianLock:
-    """Return the lock of a suite, empty if there is none. Raises `SpecError` with file and line."""
-    where = lock_path(project, suite)
+def read_lock(project: Project, suite: str, child: str = "") -> DebianLock:
+    """Return the lock of a suite or of a child in it; empty if there is none. Raises `SpecError` with file and line."""
+    where = lock_path(project, suite, child)
     bases, packages = {}, {}
     for number, line in enumerate(read_project_file(where).splitlines() if where.exists() else (), 1):
         if match := _BASE.fullmatch(line):
@@ -53,17 +56,23 @@ def read_lock(project: Project, suite: str) -> DebianLock:
         elif line and not line.startswith("#"):
             raise SpecError(
                 f"{where}:{number}: expected 'base NAME sha256:…' or 'FILE.deb SHA256:…', found {line!r}. Fix: make it"
-                " again: .venv/bin/shoal lock --bases"
+                " again: shoal lock --bases"
             )
     return DebianLock(bases, packages)
 
 
-def comparison_files(project: Project, suite: str) -> dict[str, bytes]:
+def comparison_files(project: Project, suite: str, children: Iterable[str] = ()) -> dict[str, bytes]:
     """Return the files with which a build step compares the packages of apt with the lock: compare.sh and lock.txt.
 
     lock.txt is empty if no packages are locked.
+
+    Args:
+        project: The project.
+        suite: The suite of the image.
+        children: The child, and those that it extends, of which the locks count too. None for an image without parent.
     """
-    packages = DebianLock({}, read_lock(project, suite).packages)
+    locks = [read_lock(project, suite, child) for child in ("", *children)]
+    packages = DebianLock({}, {name: digest for lock in locks for name, digest in lock.packages.items()})
     script = files("shoal.sources").joinpath("compare.sh").read_bytes()
     return {"compare.sh": script, "lock.txt": packages.text(suite).encode() if packages.packages else b""}
 

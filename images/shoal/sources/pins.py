@@ -5,9 +5,10 @@ It also makes their first lines, which show whether a lock is for the current re
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,19 +40,30 @@ class Pin:
 def read_image_pins(project: Project, spec: BuildSpec, image: ImageSpec) -> dict[str, tuple[Pin, ...]]:
     """Return the image's pins by layer. Raises `SpecError` if a lock is missing or made for other requirements."""
     directory = project.lock_directory(image)
+    tag = f"{image.repository}:{image.runtime_version_tag}"  # its variants have the same locks
     return {
-        layer: tuple(read_lock(directory / f"{layer}.txt", make_header(project, spec, image, layer)))
+        layer: tuple(read_lock(directory / f"{layer}.txt", make_header(project, spec, image, layer), tag))
         for layer in (CHILD_LAYERS if image.extends else LAYERS)
     }
 
 
 def are_current(project: Project, spec: BuildSpec, image: ImageSpec) -> bool:
     """Return whether the image has locks, made for its current requirements."""
+    return not _find_problem(project, spec, image)
+
+
+def find_stale(project: Project, spec: BuildSpec, images: Iterable[ImageSpec]) -> list[str]:
+    """Return the problems of the locks of images, each once with its fix. Needs no network."""
+    problems = dict.fromkeys(map(functools.partial(_find_problem, project, spec), images))
+    return [problem for problem in problems if problem]
+
+
+def _find_problem(project: Project, spec: BuildSpec, image: ImageSpec) -> str:
     try:
         read_image_pins(project, spec, image)
-    except SpecError:
-        return False
-    return True
+    except SpecError as error:
+        return str(error)
+    return ""
 
 
 def list_installed(project: Project, spec: BuildSpec, image: ImageSpec) -> Iterator[Pin]:
@@ -78,16 +90,17 @@ def make_header(project: Project, spec: BuildSpec, image: ImageSpec, layer: str)
     return f"# Made by `shoal lock` for: {' '.join(requirements)}".rstrip()
 
 
-def read_lock(path: Path, header: str | None = None) -> list[Pin]:
-    """Return the pins of a lock file. Raises `SpecError` with the line if it is missing, wrong or lacks `header`."""
+def read_lock(path: Path, header: str | None = None, tag: str = "<tag>") -> list[Pin]:
+    """Return the pins of the lock file of an image.
+
+    Raises `SpecError` with the line if it is missing, wrong or lacks `header`.
+    """
     try:
         lines = read_project_file(path).splitlines()
     except FileNotFoundError:
-        raise SpecError(f"{path}: missing. Make it: .venv/bin/shoal lock <tag>") from None
+        raise SpecError(f"{path}: missing. Fix: shoal lock {tag}") from None
     if header is not None and lines[:1] != [header]:
-        raise SpecError(
-            f"{path}:1: made for other requirements than are asked for now. Run: .venv/bin/shoal lock <tag>"
-        )
+        raise SpecError(f"{path}:1: made for other requirements than are asked for now. Fix: shoal lock {tag}")
     pins = []
     for number, line in enumerate(lines, 1):
         if not line or line.startswith("#"):

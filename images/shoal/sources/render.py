@@ -18,13 +18,13 @@ import jinja2.meta
 import jinja2.sandbox
 
 from shoal.errors import SpecError
-from shoal.limits import read_project_file
+from shoal.limits import MOST_LOCK, read_file, read_project_file
 from shoal.matrix import yaml_file
-from shoal.matrix.project import Project
+from shoal.matrix.project import CHILD_LAYERS, LAYERS, Project
 from shoal.matrix.spec import BuildFile, DroppedFile, ImageSpec, VersionsFile
 from shoal.matrix.yaml_file import Model
 from shoal.sources import packages
-from shoal.sources.steps import Step, StepCollector, write_dockerfile
+from shoal.sources.steps import FILES, Step, StepCollector, write_dockerfile
 
 SYSTEM_PACKAGES = ("ca-certificates", "python3", "python3-venv")
 """The Debian packages of every image."""
@@ -39,7 +39,7 @@ def read_steps(project: Project, image: ImageSpec, *, bytecode: bool = False) ->
 
     Raises:
         SpecError: If a template is missing, is wrong, or uses a name that is not defined (StrictUndefined). Also if
-            text is outside of a step, or a step uses an input that it does not note.
+            text is outside of a step, or a step uses an input that it does not note, or a folder without files.
     """
     name = f"{image.framework}.j2"
     collector = StepCollector()
@@ -65,10 +65,43 @@ def read_steps(project: Project, image: ImageSpec, *, bytecode: bool = False) ->
         raise SpecError(f"{project.templates / name}: not allowed in a template: {error}. Fix: {fix}") from error
     except Exception as error:  # a template can raise any: it divides by zero, or calls itself without an end
         raise SpecError(f"{project.templates / name}: {error or type(error).__name__}") from error
+    read_own_files(project, image, collector.steps)
     if rest.strip():
         where = f"{project.templates / name}: {rest.strip()[:60]!r}"
         raise SpecError(where + " is outside of a step. Fix: put it between {% call step('NAME') %} and {% endcall %}")
     return tuple(collector.steps)
+
+
+def _known_folders(image: ImageSpec) -> set[str]:
+    """Return the folders of an image's build context that are not in dockerfiles/files/."""
+    return {"debian", "engine", *(CHILD_LAYERS if image.extends else {*LAYERS, *packages.PACKAGES})}
+
+
+def read_own_files(project: Project, image: ImageSpec, steps: Iterable[Step]) -> dict[str, dict[str, bytes]]:
+    """Return the project's own files that the steps of an image read, by folder and by path in it.
+
+    Raises `SpecError` if a folder has none, or something else than files and directories.
+    """
+    found = {}
+    for step in steps:
+        for folder in {*step.folders} - _known_folders(image):
+            found[folder] = _read_files(project.templates / "files" / folder)
+            if not found[folder]:
+                problem = f"step {step.name!r}: the folder {folder} has no files"
+                raise SpecError(f"{problem}. Fix: put them into the directory {FILES}/{folder}")
+    return found
+
+
+def _read_files(root: Path) -> dict[str, bytes]:
+    """Return the files in a directory by path; none if it does not exist."""
+    found = {}
+    for path in sorted(root.rglob("*")):
+        if path.is_symlink() or not path.is_dir():
+            try:
+                found[path.relative_to(root).as_posix()] = read_file(path, MOST_LOCK)
+            except ValueError as error:
+                raise SpecError(f"{path}: {error}. Fix: put a smaller file, and no link, in its place") from error
+    return found
 
 
 def render_dockerfile(project: Project, image: ImageSpec, steps: Iterable[Step] | None = None) -> str:

@@ -5,17 +5,22 @@ from __future__ import annotations
 import re
 import textwrap
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from shoal.errors import SpecError
 
-_FOLDER = re.compile(r"\btype=bind,source=(\w+)|^(?:ADD|COPY) (\w+)[ /]", re.MULTILINE)
+_MOUNTED = re.compile(r"\btype=bind,source=(\w+)")
+_COPY = re.compile(r"^(?:ADD|COPY)((?:\s+--\S+)*)\s+(.+)$", re.MULTILINE)
+_WORD = re.compile(r'[^\s",\[\]]+')
+_COPIED = re.compile(r"(\w+)(?:/|$)")
 _STAGE = re.compile(r"\bfrom=(\w+)")
 _DEBIAN = re.compile(r"[a-z0-9][a-z0-9.+-]+")
 _INSTALL = re.compile(r"\bapt-get install\b")
 _FREE_FOLDERS = frozenset({"machine"})
 """The network settings of this machine, which do not change the image."""
+FILES = "dockerfiles/files"
+"""The directory with the folders of a project's own files."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +75,7 @@ class StepCollector:
         self._begins, self._noted, self._packages = None, defaultdict(list), []
         text = caller().strip()
         folders, stages = tuple(self._noted["folder"]), tuple(self._noted["stage"])
-        used = {"".join(groups) for groups in _FOLDER.findall(text)} - _FREE_FOLDERS
+        used = {*_MOUNTED.findall(text), *_find_copied(name, text)} - _FREE_FOLDERS
         _check_inputs(name, "folder", used, folders)
         _check_inputs(name, "stage", {*_STAGE.findall(text)}, stages)
         if len(_INSTALL.findall(text)) != len(self._packages):
@@ -102,6 +107,23 @@ class StepCollector:
         if strange := [name for name in self._packages[-1] if not _DEBIAN.fullmatch(name)]:  # a shell gets them
             raise SpecError(f"debian({strange[0]!r}): not the name of a Debian package. Fix: correct it")
         return " ".join(self._packages[-1])
+
+
+def _find_copied(step: str, text: str) -> Iterator[str]:
+    """Yield the folders of the build context that COPY and ADD read.
+
+    Raises `SpecError` for a file that is in no folder. Addresses, and text in the Dockerfile, are left out.
+    """
+    for flags, words in _COPY.findall(text.replace("\\\n", " ")):
+        for source in () if "--from=" in flags else _WORD.findall(words)[:-1]:
+            if "://" in source or source.startswith("<<"):
+                continue
+            if not (match := _COPIED.match(source)):
+                raise SpecError(
+                    f"step {step!r}: {source} is in no folder of the build context. Fix: put it into a directory of"
+                    f" {FILES}, such as {FILES}/own, and copy {{{{ folder('own') }}}}/{source.rpartition('/')[2]}"
+                )
+            yield match[1]
 
 
 def _check_inputs(step: str, function: str, used: set[str], noted: Iterable[str]) -> None:

@@ -229,6 +229,16 @@ def gloo_listens_on_one_address() -> None:
             dist.destroy_process_group()
 
 
+@shows("docs/security.md", "have neither a secret nor encryption in our images", HERE, OLD_PYTORCH)
+@shows("docs/security.md", "TLS is part\n  of gloo in torch 2.0.1, but only with OpenSSL 1.1", OLD_PYTORCH)
+def gloo_has_no_encryption() -> None:
+    script = "import torch.distributed as d; d.init_process_group('gloo', store=d.HashStore(), rank=0, world_size=1)"
+    files = {f"GLOO_DEVICE_TRANSPORT_TCP_TLS_{name}": os.devnull for name in ("PKEY", "CERT", "CA_FILE")}
+    found = run(sys.executable, "-c", script, code=1, GLOO_DEVICE_TRANSPORT="TCP_TLS", **files)
+    old = importlib.metadata.version("torch").startswith("2.0.")
+    assert ("libssl.so.1.1: cannot open" if old else "unsupported gloo device") in found, found
+
+
 @shows("docs/decisions/late-ranks-of-other-hosts.md", "torch allows one call per connection at a time", HERE)
 @shows("docs/decisions/store-in-a-process.md", "A waiting thread does not block others, unlike in torch's store", HERE)
 def a_waiting_call_blocks_others_of_its_connection() -> None:

@@ -425,7 +425,7 @@ class FirstHost(Host):
         elif code not in (SUCCESS, 128 + signal.SIGTERM) and self._restarts is not None and self._final_rank is None:
             failure = self._explain_rank(rank, code)
             if self._restarts.explain_refusal(failure):
-                self._final_rank = rank  # mpirun now ends the other ranks: that is no reason for a restart
+                self._final_rank = rank  # mpirun now ends the other ranks, which must not restart the job
             else:
                 self._fail(failure, rank=rank)
 

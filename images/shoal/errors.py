@@ -90,7 +90,7 @@ class TraceError(ShoalError):
 
 
 class ImageError(ShoalError):
-    """Docker does not have the image, or it cannot be read.
+    """Docker does not have the image, it cannot be read, or it has no program to start.
 
     Fix: `shoal build`
     """

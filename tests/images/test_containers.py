@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -58,3 +61,47 @@ def test_other_threads_hear_none() -> None:
     thread.start()
     thread.join()
     assert done == [1]
+
+
+STREAMS = """
+import socketserver, sys, threading
+from http.server import BaseHTTPRequestHandler
+import docker
+from shoal.docker_client import containers
+
+class Engine(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.end_headers()
+        self.wfile.write(b'{"Config": {"Tty": false}}')
+
+    def do_POST(self):
+        self.send_response(101)
+        self.send_header("Connection", "Upgrade")
+        self.send_header("Upgrade", "tcp")
+        self.end_headers()
+
+    def address_string(self):
+        return "engine"
+
+    def log_message(self, *_):
+        pass
+
+with socketserver.ThreadingUnixStreamServer(sys.argv[1], Engine) as server:
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    client = docker.APIClient(f"unix://{sys.argv[1]}", version="1.41")
+    for stream in (client.attach("c", stream=True), client.exec_start("e", stream=True)):
+        with containers.close_at_end(stream) as chunks:
+            assert list(chunks) == []
+        del stream, chunks
+    server.shutdown()
+    client.close()
+"""
+
+
+def test_streams_are_closed_in_order(tmp_path: Path) -> None:
+    """Development mode prints what Python 3.13 always prints: an error of a connection that Python itself closes."""
+    program = [sys.executable, "-X", "dev", "-c", STREAMS, str(tmp_path / "socket")]
+    ended = subprocess.run(program, capture_output=True, text=True, check=False, timeout=60)
+    assert (ended.returncode, ended.stderr) == (0, "")

@@ -17,6 +17,7 @@ from rich.console import Console
 from tests.fake_docker import checked
 
 from shoal.docker_client import archive, users
+from shoal.errors import ImageError
 from shoal.jobs import docker_hosts, docker_job, local_job
 from shoal.jobs.docker_hosts import SECRET_PATH, DockerHosts
 from shoal.jobs.job import SECRET, SECRET_FILE, JobRequest, JobResult
@@ -241,6 +242,37 @@ def test_a_job_in_which_train_never_ran(
         ' ["python", "train.py"]. '
     )
     assert ("ranks that you asked for did not start" in checked.messages["algo-1"]) == bool(code)
+
+
+RUNC = "failed to create shim task: OCI runtime create failed: runc create failed: unable to start container process: "
+
+
+@pytest.mark.parametrize(
+    ("explanation", "expected"),
+    [
+        ('exec: "train": executable file not found in $PATH: unknown', "image:1: no program `train` on its PATH"),
+        ('exec: "train": permission denied: unknown', "image:1: no program `train` on its PATH"),
+        (
+            'exec: "/run.sh": permission denied: unknown',
+            "image:1: its ENTRYPOINT /run.sh cannot be started: permission",
+        ),
+        (
+            'exec: "/x": stat /x: no such file or directory',
+            "its ENTRYPOINT /x cannot be started: stat /x: no such file",
+        ),
+        ('error mounting "/x" to rootfs at "/y": not a directory: unknown', ""),
+    ],
+)
+def test_an_image_without_the_program_is_an_error_of_the_image(
+    request_: JobRequest, explanation: str, expected: str
+) -> None:
+    refusal = docker.errors.APIError("400", explanation=RUNC + explanation)
+    found = docker_hosts.explain_start("image:1", refusal)
+    if expected:
+        assert isinstance(found, ImageError)
+        assert expected in str(found)
+    else:
+        assert found is refusal
 
 
 def test_secret_of_the_user_is_used(request_: JobRequest) -> None:

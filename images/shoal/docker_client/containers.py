@@ -161,6 +161,16 @@ def read_file(container: Container, path: str) -> bytes | None:
     return None
 
 
+@contextlib.contextmanager
+def close_at_end(stream: Any) -> Iterator[Any]:
+    """Give a stream of the SDK's `attach` or `exec_start`, and close its connection at the end.
+
+    The SDK never closes it. Python would do so in the wrong order, and Python 3.13 prints a traceback then.
+    """
+    with contextlib.closing(stream._response):
+        yield stream
+
+
 def split_lines(chunks: Iterable[bytes]) -> Iterator[str]:
     """Yield whole lines as text, and the last one even if it has no end. The \\r of a progress bar ends one too."""
     return (line for line, _ in split_pieces(chunks))

@@ -19,6 +19,8 @@ from typing import Any
 import docker
 import docker.errors
 
+from shoal.docker_client import containers
+
 _CHUNK = 1 << 16
 _HEADER = struct.Struct(">BxxxL")
 """The stream and the length of a frame, with which Docker separates standard output from standard error."""
@@ -74,7 +76,7 @@ def _attach(api: Any, number: str, interactive: bool) -> Iterator[tuple[socket.s
     The SDK loses these bytes.
     """
     wrapper = api.exec_start(number, tty=interactive, socket=True)
-    with contextlib.closing(wrapper):
+    with contextlib.closing(wrapper), containers.close_at_end(wrapper):
         connection = getattr(wrapper, "_sock", wrapper)
         connection.settimeout(0)
         first = wrapper._response.raw._fp.fp.peek()

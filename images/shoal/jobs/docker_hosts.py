@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import queue
+import re
 import tarfile
 import threading
 import time
@@ -31,7 +32,7 @@ from shoal import docker_client
 from shoal.console import print_line
 from shoal.docker_client import archive, containers
 from shoal.docker_client.users import ROOT, Owner, find_owner
-from shoal.errors import DockerError, ShoalError, UsageError
+from shoal.errors import DockerError, ImageError, ShoalError, UsageError
 from shoal.jobs import checkpoints, gpus, job, restarts, results, variables
 from shoal.jobs.gpu_usage import GpuMeter, read_lines, smi_command
 from shoal.jobs.job_log import JobLog
@@ -52,6 +53,7 @@ SECRET_PATH = "run/shoal-job-secret"
 _ML = "/opt/ml"
 _CHECKPOINTS = f"opt/ml/{checkpoints.CONTENT}"
 
+_NO_PROGRAM = re.compile(r'exec: "(?P<program>[^"]+)": (?P<problem>.+?)(?:: unknown)?$')
 NOT_COLLECTED = (
     ShoalError,
     OSError,
@@ -155,7 +157,10 @@ class DockerHosts:
         for host in hosts:
             self.readers.append(_start_log_reader(str(self.by_name[host].id), host, self.view, self.log))
         for host in hosts:
-            self.by_name[host].start()
+            try:
+                self.by_name[host].start()
+            except docker.errors.APIError as error:
+                raise explain_start(self.image, error) from error
         for host in hosts:
             arguments = (host, str(self.by_name[host].id), self.arrivals)
             threading.Thread(target=_report_exit, args=arguments, daemon=True).start()
@@ -406,6 +411,22 @@ def _container_settings(request: job.JobRequest, name: str, identity: str, netwo
     }
 
 
+def explain_start(image: str, error: docker.errors.APIError) -> Exception:
+    """Return the error for a container that did not start: an `ImageError` if it has no such program."""
+    if not (match := _NO_PROGRAM.search(str(error.explanation))):
+        return error
+    program = match["program"]
+    if program != "train":
+        return ImageError(
+            f"{image}: its ENTRYPOINT {program} cannot be started: {match['problem']}. Fix: correct it in the"
+            " Dockerfile, or remove ENTRYPOINT"
+        )
+    return ImageError(
+        f"{image}: no program `train` on its PATH that its user can execute, so it is not a training image. Fix: use an"
+        " image of `shoal list`, or extend one of them (docs/recipes.md)"
+    )
+
+
 def _start_log_reader(container_id: str, host: str, view: View, log: JobLog) -> threading.Thread:
     """Start a thread that shows and keeps a host's log; return once it is attached, so that no line is lost."""
     attached = threading.Event()
@@ -417,8 +438,9 @@ def _start_log_reader(container_id: str, host: str, view: View, log: JobLog) -> 
             stream = api.attach(container_id, stdout=True, stderr=True, stream=True, logs=True)
         finally:
             attached.set()
-        for line, is_overwritten in containers.split_pieces(stream):
-            view.add(f"{host} | {line}", log.add(host, line), is_overwritten)
+        with containers.close_at_end(stream):
+            for line, is_overwritten in containers.split_pieces(stream):
+                view.add(f"{host} | {line}", log.add(host, line), is_overwritten)
 
     thread = threading.Thread(target=print_lines, name=f"logs of {host}", daemon=True)
     thread.start()
@@ -448,7 +470,8 @@ def _measure_gpus(host: str, container_id: str, meter: GpuMeter) -> None:
     with contextlib.suppress(docker.errors.DockerException, requests.RequestException, DockerError):
         api = docker_client.connect(timeout=None).api
         process = api.exec_create(container_id, smi_command(), stderr=False)
-        read_lines(containers.split_lines(api.exec_start(process["Id"], stream=True)), host, meter)
+        with containers.close_at_end(api.exec_start(process["Id"], stream=True)) as stream:
+            read_lines(containers.split_lines(stream), host, meter)
 
 
 def _read_usage(api: docker.APIClient, container_id: str) -> Usage | None:

@@ -597,11 +597,21 @@ def the_sdk_of_docker_cannot_request_buildkit() -> None:
     assert "'version'" not in _source(BuildApiMixin.build)
 
 
+def shapes_of_sagemaker() -> Any:
+    """Return the types of SageMaker's API, as boto3 knows them."""
+    loaders: Any = importlib.import_module("botocore.loaders")
+    return loaders.Loader().load_service_model("sagemaker", "service-2")["shapes"]
+
+
+@shows("docs/slurm.md", "SageMaker writes all values as strings", HERE)
+def sagemakers_hyperparameters_are_strings() -> None:
+    shapes = shapes_of_sagemaker()
+    assert shapes[shapes["HyperParameters"]["value"]["shape"]]["type"] == "string"
+
+
 @shows("docs/toolkit.md", "the 1,024 characters that SageMaker shows", HERE)
 def sagemakers_failure_reason_has_1024_characters() -> None:
-    loaders: Any = importlib.import_module("botocore.loaders")
-    model = loaders.Loader().load_service_model("sagemaker", "service-2")
-    assert model["shapes"]["FailureReason"]["max"] == 1024
+    assert shapes_of_sagemaker()["FailureReason"]["max"] == 1024
 
 
 @shows("docs/libraries.md", "| transformers 5.23 `Trainer`", HERE)

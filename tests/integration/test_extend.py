@@ -1,4 +1,4 @@
-"""The extension recipe of AWS's guide, word for word, with our tag in FROM: built and run."""
+"""The extension recipe of AWS's guide, with its instructions and our tag in FROM: built and run."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Starts Docker if it does not answer. If it is missing, installs Debian's docker.io first.
+# Starts Docker if it does not answer. If it is missing, installs the package docker.io first.
 #
 #   scripts/engine.sh          start it (installs and starts only as root on Debian or Ubuntu)
 #   scripts/engine.sh check    exit with 0 if Docker answers, otherwise with 1
@@ -22,7 +22,7 @@ refuse() {
 }
 
 install_engine() {
-    say "installing Debian's docker.io (dockerd, containerd, runc) and iptables with apt-get"
+    say "installing the package docker.io (dockerd, containerd, runc) and iptables with apt-get"
     export DEBIAN_FRONTEND=noninteractive
     apt-get update -qq || say "apt-get update had errors; continuing with the existing lists"
     apt-get install -y -qq --no-install-recommends docker.io iptables >/dev/null

@@ -16,7 +16,7 @@ import pytest
 from rich.console import Console
 from tests.fake_docker import checked
 
-from shoal.docker_client import archive, users
+from shoal.docker_client import archive, images, users
 from shoal.errors import ImageError
 from shoal.jobs import docker_hosts, docker_job, local_job
 from shoal.jobs.docker_hosts import SECRET_PATH, DockerHosts
@@ -55,6 +55,7 @@ class FakeEngine:
         self.files: dict[str, dict[str, bytes]] = {}
         self.options: list[dict[str, str]] = []
         self.removed: list[str] = []
+        self.archives: dict[str, bytes] = {}
 
     def info(self) -> dict[str, Any]:
         return {"Runtimes": {"runc": {}}, "NCPU": 4}
@@ -68,7 +69,9 @@ class FakeEngine:
 
     def _read(self, _: str, params: dict[str, str], **_options: Any) -> SimpleNamespace:
         """Answers with an archive of a file of the image."""
-        packed = io.BytesIO(archive.pack_file("file", IMAGE_FILES[params["path"]].encode()))
+        packed = io.BytesIO(
+            self.archives.get(params["path"]) or archive.pack_file("file", IMAGE_FILES[params["path"]].encode())
+        )
         return SimpleNamespace(raw=packed, raise_for_status=lambda: None, close=lambda: None)
 
     def _create(self, image: str, command: list[str], **settings: Any) -> SimpleNamespace:
@@ -90,6 +93,9 @@ class FakeEngine:
         return SimpleNamespace(
             put_archive=put_archive,
             remove=checked("container.remove", lambda **_: self.removed.append(settings["name"])),
+            id=settings["name"],
+            client=self,
+            attrs={"Created": "2026-01-31T10:15:00.123456789Z"},
         )
 
 
@@ -267,7 +273,7 @@ def test_an_image_without_the_program_is_an_error_of_the_image(
     request_: JobRequest, explanation: str, expected: str
 ) -> None:
     refusal = docker.errors.APIError("400", explanation=RUNC + explanation)
-    found = docker_hosts.explain_start("image:1", refusal)
+    found = images.explain_start("image:1", refusal)
     if expected:
         assert isinstance(found, ImageError)
         assert expected in str(found)
@@ -304,6 +310,19 @@ def test_host_that_is_made_again_is_the_same(request_: JobRequest) -> None:
     }
     (mount,) = again["mounts"]
     assert (mount["Source"], mount["Target"], mount["Type"]) == ("shoal-job", "/opt/ml/checkpoints", "volume")
+
+
+def test_code_of_the_image_is_not_lost(request_: JobRequest) -> None:
+    """Only files that the script has written go with the container."""
+    client, packed = FakeEngine(), io.BytesIO()
+    created = 1769854500
+    times = {"train.py": created - 9, "image.py": created - 9, "model.pt": created, "later.pt": created + 60.5}
+    with tarfile.open(fileobj=packed, mode="w") as out:
+        for name, seconds in times.items():
+            archive.add_file(out, f"code/{name}", io.BytesIO(b"x"), time=int(seconds))
+    client.archives["/opt/ml/code"] = packed.getvalue()
+    with create_hosts(client, request_) as hosts:
+        assert hosts.list_lost_files() == ["later.pt", "model.pt"]
 
 
 def test_local_job_has_a_secret(request_: JobRequest, monkeypatch: pytest.MonkeyPatch) -> None:

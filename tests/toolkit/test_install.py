@@ -330,6 +330,11 @@ NOT_FOUND = "ERROR: Could not find a version that satisfies the requirement x (f
             "ERROR: Could not install packages due to an OSError: [Errno 28] No space left on device\n",
             "pip found no space left in ",
         ),
+        (
+            "ERROR: Could not install packages due to an OSError: [Errno 13] Permission denied: "
+            "'/opt/venv/lib/python3.11/site-packages/x'\nCheck the permissions.\n",
+            "This user cannot install packages into /opt/venv/lib/python3.11/site-packages. Fix: install them",
+        ),
         ("", ""),
     ],
 )

@@ -1,7 +1,8 @@
-"""Finds images that Docker has and their scripts, words the error for a missing one, and removes replaced ones."""
+"""Finds images that Docker has and their scripts, words the errors of missing ones, and removes replaced ones."""
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import docker
@@ -9,11 +10,13 @@ import docker.errors
 import docker.models.images
 import requests
 
-from shoal.errors import did_you_mean
+from shoal.errors import ImageError, did_you_mean
 from shoal.matrix.spec import BuildSpec
 
 SCRIPT_VARIABLES = frozenset({"SAGEMAKER_PROGRAM", "SAGEMAKER_TRAINING_MODULE"})
 """The variables in which `train` finds the script of a job."""
+
+_NO_PROGRAM = re.compile(r'exec: "(?P<program>[^"]+)": (?P<problem>.+?)(?:: unknown)?$')
 
 
 def find_image(client: docker.DockerClient, tag: str) -> docker.models.images.Image | None:
@@ -74,3 +77,19 @@ def remove_replaced(client: docker.DockerClient, image_id: str) -> None:
     except docker.errors.APIError as error:
         if error.status_code != requests.codes.conflict:
             raise
+
+
+def explain_start(image: str, error: docker.errors.APIError) -> Exception:
+    """Return the error for a container that did not start: an `ImageError` if it has no such program."""
+    if not (match := _NO_PROGRAM.search(str(error.explanation))):
+        return error
+    program = match["program"]
+    if program != "train":
+        return ImageError(
+            f"{image}: its ENTRYPOINT {program} cannot be started: {match['problem']}. Fix: correct it in the"
+            " Dockerfile, or remove ENTRYPOINT"
+        )
+    return ImageError(
+        f"{image}: no program `train` on its PATH that its user can execute, so it is not a training image. Fix: use an"
+        " image of `shoal list`, or extend one of them (docs/recipes.md)"
+    )

@@ -9,12 +9,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import queue
-import re
 import tarfile
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
 from typing import IO, Any
@@ -30,9 +30,9 @@ from rich.console import Console
 
 from shoal import docker_client
 from shoal.console import print_line
-from shoal.docker_client import archive, containers
+from shoal.docker_client import archive, containers, images
 from shoal.docker_client.users import ROOT, Owner, find_owner
-from shoal.errors import DockerError, ImageError, ShoalError, UsageError
+from shoal.errors import DockerError, ShoalError, UsageError
 from shoal.jobs import checkpoints, gpus, job, restarts, results, variables
 from shoal.jobs.gpu_usage import GpuMeter, read_lines, smi_command
 from shoal.jobs.job_log import JobLog
@@ -53,7 +53,6 @@ SECRET_PATH = "run/shoal-job-secret"
 _ML = "/opt/ml"
 _CHECKPOINTS = f"opt/ml/{checkpoints.CONTENT}"
 
-_NO_PROGRAM = re.compile(r'exec: "(?P<program>[^"]+)": (?P<problem>.+?)(?:: unknown)?$')
 NOT_COLLECTED = (
     ShoalError,
     OSError,
@@ -160,7 +159,7 @@ class DockerHosts:
             try:
                 self.by_name[host].start()
             except docker.errors.APIError as error:
-                raise explain_start(self.image, error) from error
+                raise images.explain_start(self.image, error) from error
         for host in hosts:
             arguments = (host, str(self.by_name[host].id), self.arrivals)
             threading.Thread(target=_report_exit, args=arguments, daemon=True).start()
@@ -226,8 +225,11 @@ class DockerHosts:
     def list_lost_files(self) -> list[str]:
         """Return the files that the script has written beside the code on the first host, relative to the code.
 
-        They go with the container. Bytecode is left out. The list ends after some seconds, and at a large file.
+        They go with the container. Bytecode, and files of the image, which are older than the container, are left out.
+        The list ends after some seconds, and at a large file.
         """
+        container = self.by_name[self.first]
+        created = datetime.fromisoformat(container.attrs["Created"]).timestamp()
         self.tree.seek(0)
         with tarfile.open(fileobj=self.tree) as packed:
             copied = set(packed.getnames())
@@ -235,12 +237,13 @@ class DockerHosts:
         found = []
         with (
             # Docker's own list of changes can take hours, and the container cannot be removed meanwhile.
-            containers.read_archive(self.by_name[self.first], "/opt/ml/code") as file,
+            containers.read_archive(container, "/opt/ml/code") as file,
             open_stream(file) as archive_of_code,
         ):
             for entry in archive_of_code:
                 archive_of_code.members = []  # type: ignore[attr-defined]  # otherwise it keeps all of them
-                if not (entry.isdir() or f"opt/ml/{entry.name}" in copied or "__pycache__" in entry.name):
+                is_known = f"opt/ml/{entry.name}" in copied or entry.mtime < int(created)
+                if not (entry.isdir() or is_known or "__pycache__" in entry.name):
                     found.append(entry.name.removeprefix("code/"))
                 if entry.size > GIB or time.monotonic() > deadline:
                     break
@@ -409,22 +412,6 @@ def _container_settings(request: job.JobRequest, name: str, identity: str, netwo
         # Without a limit, Docker's own copy of the log fills the disk. All lines are in the job's directory.
         "log_config": docker.types.LogConfig(type="json-file", config={"max-size": _DOCKER_LOG}),
     }
-
-
-def explain_start(image: str, error: docker.errors.APIError) -> Exception:
-    """Return the error for a container that did not start: an `ImageError` if it has no such program."""
-    if not (match := _NO_PROGRAM.search(str(error.explanation))):
-        return error
-    program = match["program"]
-    if program != "train":
-        return ImageError(
-            f"{image}: its ENTRYPOINT {program} cannot be started: {match['problem']}. Fix: correct it in the"
-            " Dockerfile, or remove ENTRYPOINT"
-        )
-    return ImageError(
-        f"{image}: no program `train` on its PATH that its user can execute, so it is not a training image. Fix: use an"
-        " image of `shoal list`, or extend one of them (docs/recipes.md)"
-    )
 
 
 def _start_log_reader(container_id: str, host: str, view: View, log: JobLog) -> threading.Thread:

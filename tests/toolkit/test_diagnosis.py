@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -203,7 +204,7 @@ def test_what_names_a_failure_by_signal(stderr: str, code: int, expected: str) -
 
 LINKER = "a: error while loading shared libraries: libX.so.1: cannot open shared object file: No such file"
 IMPORT = "Traceback (most recent call last):\n  File\nImportError: libGL.so.1: cannot open shared object file: x"
-MODULE = "Traceback (most recent call last):\n  File\nModuleNotFoundError: No module named 'yaml.x'"
+MODULE = "Traceback (most recent call last):\n  File\nModuleNotFoundError: No module named 'yaml'"
 BUS = "RuntimeError: DataLoader worker (pid 7) is killed by signal: Bus error."
 BEGIN = "Traceback (most recent call last):\n"
 NO_CHANNEL = f"{BEGIN}  File\nKeyError: 'SM_CHANNEL_TRAINING'\n"
@@ -220,6 +221,18 @@ FULL = "OSError: [Errno 28] No space left on device"
 LIMITED = {"oom_kills": 2, "memory_limit": 1 << 29}
 
 
+SPEC = "Error while finding module specification for"
+MISSING: tuple[int, dict[str, int], str] = (1, {}, "The image has no module accelerate.")
+READ_ONLY: tuple[int, dict[str, int], str] = (
+    1,
+    {},
+    "Channels (input/data) are for reading. Fix: write results to SM_OUTPUT_DATA_DIR",
+)
+S3: tuple[int, dict[str, int], str] = (1, {}, "cannot read or write s3:// addresses")
+NO_GPU = (1, {"gpus": 0}, "This host has no GPU.")
+TORCH_FULL = "[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598"
+
+
 @pytest.mark.parametrize(
     ("stderr", "code", "facts", "says"),
     [
@@ -232,14 +245,14 @@ LIMITED = {"oom_kills": 2, "memory_limit": 1 << 29}
         (IMPORT, 1, {}, "The library libGL.so.1 is not in this image"),
         (MODULE, 1, {}, "The image has no module yaml. If it is yours, put it next to the script. Otherwise find the"),
         (
-            MODULE.replace("yaml.x", "smddpcommon"),
+            MODULE.replace("yaml", "smddpcommon"),
             1,
             {},
             "AWS publishes it on no package index: install nothing of that name.",
         ),
-        (MODULE.replace("yaml.x", "smdistributed.x"), 1, {}, "install nothing of that name."),
+        (MODULE.replace("yaml", "smdistributed.x"), 1, {}, "install nothing of that name."),
         (
-            MODULE.replace("yaml.x", "sagemaker_training.params"),
+            MODULE.replace("yaml", "sagemaker_training.params"),
             1,
             {},
             "This image only has sagemaker_training.environment;",
@@ -258,6 +271,34 @@ LIMITED = {"oom_kills": 2, "memory_limit": 1 << 29}
             "The image has no AWS CLI: add awscli to a requirements.txt",
         ),
         (NO_CHANNEL, 1, {}, "The job has no channel training. Fix: shoal run --channel training=DIR"),
+        (NO_CHANNEL, 1, {}, 'mount it at input/data/training, and write {"training": {}} into input/config/'),
+        (MODULE.replace("yaml", "numpy._core"), 1, {}, "The package numpy is there, but has no numpy._core"),
+        (MODULE.replace("'yaml'", "'queue.x'; 'queue' is not a package"), 1, {}, "often a script named queue.py"),
+        (MODULE.replace("yaml", "tensorflow"), 1, {}, "This image is for another framework. Fix: use an image with t"),
+        (f"python3.11: {SPEC} 'accelerate.x' (ModuleNotFoundError: No module named 'accelerate')", *MISSING),
+        (f"{BEGIN}ImportError: {SPEC} 'accelerate.x' (ModuleNotFoundError: No module named 'accelerate')", *MISSING),
+        ("/usr/local/bin/python: No module named accelerate", *MISSING),
+        (
+            "/bin/python: No module named pkg.__main__; 'pkg' is a package and cannot be directly executed",
+            *(1, {}, "The package pkg has no pkg.__main__. Fix: name a module of it, such as -m pkg.train"),
+        ),
+        ("go.sh: 3: deepspeed: not found", 127, {}, "The image has no command of this name"),
+        ("go.sh: line 2: $'\\r': command not found", 127, {}, "line ends of Windows (CRLF)"),
+        ("/usr/bin/env: 'bash\\r': No such file or directory", 127, {}, "line ends of Windows (CRLF)"),
+        ("./go.sh: /bin/bash^M: bad interpreter: No such file", 126, {}, "line ends of Windows (CRLF)"),
+        (f"{BEGIN}OSError: [Errno 30] Read-only file system: '/opt/ml/input/data/x/a.lock'", *READ_ONLY),
+        (f"{BEGIN}PermissionError: [Errno 13] Permission denied: '/opt/ml/input/data/x/cache'", *READ_ONLY),
+        ("touch: cannot touch '/opt/ml/input/data/x/a': Read-only file system", *READ_ONLY),
+        (f"{BEGIN}sqlite3.OperationalError: attempt to write a readonly database", *READ_ONLY),
+        (f"{BEGIN}OSError: [Errno 30] Read-only file system: '/x'", 1, {}, "mounted for reading only"),
+        (f"{BEGIN}{TENSORFLOW}UnimplementedError: File system scheme 's3' not implemented (file: 's3://b')", *S3),
+        (f"{BEGIN}FileNotFoundError: [Errno 2] No such file or directory: 's3://bucket/model/x'", *S3),
+        (f"{BEGIN}KeyError: 'TF_CONFIG'", 1, {}, "sagemaker_multi_worker_mirrored_strategy_enabled"),
+        (f"{BEGIN}ValueError: Disallowed task type found in cluster spec. Allowed", 1, {}, "has no task `master`"),
+        (f"{BEGIN}    tf.config.set_visible_devices(gpus[0], 'GPU')\nIndexError: list index out of range", *NO_GPU),
+        (f"{BEGIN}    g = list_physical_devices('GPU')[rank]\n      ~^^\nIndexError: list index out of range", *NO_GPU),
+        (f"{BEGIN}RuntimeError: {TORCH_FULL}", 1, {"full_mounts": 1, "full:/ckpt": 1}, "no space is left in /ckpt."),
+        (f"{BEGIN}OSError: [Errno 122] Disk quota exceeded: '/x'", 1, {}, "The quota of this user"),
         ("go.sh: line 3: SM_CHANNEL_VAL: unbound variable", 1, {}, "shoal run --channel val=DIR"),
         (NO_FILE, 1, {}, "shoal run --channel CHANNEL=DIR"),
         ("ls: cannot access '/opt/ml/input/data/x/y': No such file or directory", 2, {}, "shoal run --channel"),
@@ -289,6 +330,9 @@ def test_what_to_do_is_said_where_it_is_known(stderr: str, code: int, facts: dic
         ("", 137, {"oom_kills": 0, "machine_oom_kills": 0}, "memory"),
         ("", 135, {"shm": 1 << 30}, "/dev/shm"),
         (NO_DEVICES, 1, {"gpus": 2}, "GPU"),
+        (f"{BEGIN}    x = names[0]\nIndexError: list index out of range", 1, {"gpus": 0}, "GPU"),
+        (f"{BEGIN}RuntimeError: {TORCH_FULL}", 1, {"full_mounts": 0}, "space"),
+        (f"{BEGIN}PermissionError: [Errno 13] Permission denied: '/opt/ml/x'", 1, {}, "Channels"),
         (f"{FLAG}--epochs 3", 2, {}, "sagemaker_store_true"),
         (NO_CHANNEL.replace("SM_CHANNEL_TRAINING", "lr"), 1, {}, "channel"),
         (FULL, 1, {"full_mounts": 1, "full:/tmp": 1, "shm": 1 << 30}, "/dev/shm"),
@@ -303,7 +347,8 @@ def test_what_is_not_so_is_not_said(stderr: str, code: int, facts: dict[str, int
 def test_every_text_of_the_table_can_be_said() -> None:
     """With no fact known: a gap in the table must not cost the result."""
     for entry in diagnosis._read_failures()["advice"]:
-        assert "{" not in str(entry.get("head", "") + entry["advice"]).format_map(diagnosis._Placeholders(what="x"))
+        text = str(entry.get("head", "") + entry["advice"]).format_map(diagnosis._Placeholders(what="x"))
+        assert not re.search(r"\{\w+\}", text)
 
 
 @pytest.mark.parametrize("letter", ["x", "é", "𝔵"])

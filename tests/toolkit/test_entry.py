@@ -348,3 +348,22 @@ def test_a_command_too_long_for_mpirun_is_the_same_behind_the_shell(words: list[
 
 def test_a_short_command_is_given_to_mpirun_as_it_is() -> None:
     assert shorten_for_mpirun(["a", "b c"]) == (["a", "b c"], {})
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "is_wrong"),
+    [
+        ("go.sh", b"#!/bin/sh\r\nexec true\r\n", True),
+        ("go.sh", b"set -e\r\nexec true\r\n", True),
+        ("go", b"#!/usr/bin/env bash\r\nexec true\r\n", True),
+        ("go.sh", b"#!/bin/sh\nprintf 'a\r\n'\n", False),
+        ("train.py", b"import sys\r\nsys.exit(0)\r\n", False),
+        ("run", b"#!/usr/bin/env python3\r\nimport sys\r\nsys.exit(0)\r\n", False),
+    ],
+)
+def test_a_shell_script_with_line_ends_of_windows_is_named(
+    tree: Tree, run: Run, name: str, text: bytes, is_wrong: bool
+) -> None:
+    (tree.code / name).write_bytes(text)
+    assert run(SAGEMAKER_PROGRAM=name).code == (2 if is_wrong else 0)
+    assert not is_wrong or f"Fix: sed -i 's/\\r$//' {name}" in tree.failure

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import re
 import ssl
 import subprocess
 import sys
@@ -29,6 +30,7 @@ import shoal_toolkit
 from shoal_toolkit.job import contract
 from shoal_toolkit.plan import sidecars
 from shoal_toolkit.result import pip_failure
+from shoal_toolkit.sidecars import install
 
 from .conftest import Finished, Tree, clean_environment
 from .test_plan import MACHINE
@@ -190,7 +192,12 @@ NUMPY_MAJOR = int(metadata.version("numpy").partition(".")[0])
         (
             "numpy>=99",
             {"numpy": ("99.0", "")},
-            f"numpy>=99, but this image has numpy {metadata.version('numpy')}, which",
+            f"numpy>=99, but this image has numpy {metadata.version('numpy')}, which must stay <{NUMPY_MAJOR}.",
+        ),
+        (
+            f"numpy=={NUMPY_MAJOR}.99",  # scipy and numba need a smaller one
+            {"numpy": (f"{NUMPY_MAJOR}.99", "")},
+            f"numpy=={NUMPY_MAJOR}.99, but this image has numpy {metadata.version('numpy')}, which must stay",
         ),
     ],
 )
@@ -205,6 +212,17 @@ def test_requirements_do_not_replace_the_framework(
     assert (done.code, "started" in done.out) == (1, False)
     assert problem in tree.failure.splitlines()[0]
     assert environment.installed() == set()
+
+
+def test_a_package_that_is_replaced_sets_no_limit() -> None:
+    """A new scipy may need a new numpy."""
+    installed = install.read_installed()
+    needs = install.read_needs(installed, set())
+    assert re.fullmatch(rf"<{NUMPY_MAJOR}\.\d+,>=[\d.]+", needs["numpy"]), needs["numpy"]
+    others = set(installed) - {"torch"}
+    assert install.read_needs(installed, others)["numpy"] == f"<{NUMPY_MAJOR + 1},>={NUMPY_MAJOR}"
+    assert "typing-extensions" in needs, "which torch needs"
+    assert "click" not in needs, "which the framework does not need"
 
 
 def test_requirements_may_name_the_framework_and_replace_the_rest(tree: Tree, environment: Environment) -> None:
@@ -334,6 +352,11 @@ NOT_FOUND = "ERROR: Could not find a version that satisfies the requirement x (f
             "ERROR: Could not install packages due to an OSError: [Errno 13] Permission denied: "
             "'/opt/venv/lib/python3.11/site-packages/x'\nCheck the permissions.\n",
             "This user cannot install packages into /opt/venv/lib/python3.11/site-packages. Fix: install them",
+        ),
+        (
+            "  ERROR: Error [Errno 2] No such file or directory: 'git' while executing command git version\n"
+            "ERROR: Cannot find command 'git' - do you have 'git' installed and in your PATH?\n",
+            "requirements.txt has a git+ address, and the image has no git. Fix: require an archive instead",
         ),
         ("", ""),
     ],

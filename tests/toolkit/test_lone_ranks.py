@@ -29,3 +29,29 @@ def test_ranks_that_do_not_know_of_each_other_are_told(tmp_path: Path, file: str
 def test_a_file_that_cannot_be_read_hides_the_note(tmp_path: Path) -> None:
     (tmp_path / "broken.py").symlink_to("nowhere")
     assert describe_lone_ranks(2, str(tmp_path)) == []
+
+
+MIRRORED = "strategy = tf.distribute.MultiWorkerMirroredStrategy()"
+
+
+@pytest.mark.parametrize(
+    ("text", "sets_tf_config", "is_noted"),
+    [
+        (MIRRORED, False, True),
+        ("s = tf.distribute.experimental.MultiWorkerMirroredStrategy(communication=AUTO)", False, True),
+        ("s = CollectiveAllReduceStrategy()", False, True),
+        ("s = tf.distribute.experimental.ParameterServerStrategy()", False, True),
+        (f"import smdistributed\n{MIRRORED}", False, True),
+        (MIRRORED, True, False),
+        (f"os.environ['TF_CONFIG'] = config\n{MIRRORED}", False, False),
+        ("s = MultiWorkerMirroredStrategy(cluster_resolver=r)", False, False),
+        ("s = tf.distribute.MirroredStrategy()", False, False),
+        ("# a MultiWorkerMirroredStrategy needs its launcher", False, False),
+    ],
+)
+def test_a_strategy_without_its_launcher_is_noted(
+    tmp_path: Path, text: str, sets_tf_config: bool, is_noted: bool
+) -> None:
+    (tmp_path / "train.py").write_text(text)
+    notes = describe_lone_ranks(2, str(tmp_path), sets_tf_config)
+    assert ["sagemaker_multi_worker_mirrored_strategy_enabled=true" in note for note in notes] == [True] * is_noted

@@ -433,3 +433,29 @@ def test_a_rehearsal_that_cannot_be_is_refused(tree: Tree, environ: dict[str, st
     tree.hyperparameters()
     with pytest.raises(ContractError, match=words):
         planned(tree, MACHINE, (), **environ)
+
+
+@pytest.mark.parametrize(
+    ("model_dir", "torch", "tuning", "expected"),
+    [
+        ("s3://bucket/model", "", True, "s3://bucket/model/job-7/model"),
+        ("/mnt/shared", "", True, "/mnt/shared/job-7/model"),
+        ("s3://bucket/model", "", False, "s3://bucket/model"),
+        ("s3://bucket/model", "2.13.0", True, "s3://bucket/model"),
+        (None, "", True, None),
+    ],
+)
+def test_each_training_job_of_a_tuning_job_has_its_own_model_dir(
+    tree: Tree, model_dir: str | None, torch: str, tuning: bool, expected: str | None
+) -> None:
+    given = {"model_dir": model_dir} if model_dir else {}
+    tree.hyperparameters(**given, **({"_tuning_objective_metric": "loss"} if tuning else {}), sagemaker_job_name="all")
+    made = planned(tree, MACHINE._replace(torch=torch), TRAINING_JOB_NAME="job-7")
+    assert made.env.get("SM_HP_MODEL_DIR") == expected
+    assert list(made.script[2:]) == (["--model_dir", expected] if expected else [])
+
+
+def test_a_model_dir_in_the_container_stays(tree: Tree) -> None:
+    model_dir = f"{tree.base}/model"
+    tree.hyperparameters(model_dir=model_dir, _tuning_objective_metric="loss")
+    assert planned(tree, TRAINING_JOB_NAME="job-7").script[2:] == ("--model_dir", model_dir)

@@ -339,7 +339,7 @@ def _describe_ranks(plan: LaunchPlan, job: Job, settings: Settings) -> list[str]
     if plan.world_size > 1 and plan.is_first and job.script.kind == PYTHON and job.code.fetched:
         from shoal_toolkit.job.lone_ranks import describe_lone_ranks
 
-        notes += describe_lone_ranks(plan.world_size, job.code_dir)
+        notes += describe_lone_ranks(plan.world_size, job.code_dir, "TF_CONFIG" in {**job.environ, **plan.env})
     if settings.min_hosts:
         from shoal_toolkit.plan.elastic import check_elastic
 

@@ -107,13 +107,21 @@ def _parse_module(name: str, code: Code) -> Script:
 def _inspect_command(name: str, path: str) -> Script:
     """Returns the entry point of a file other than .py, with the interpreter of its #! line.
 
-    Without a #! line it must be .sh or executable; otherwise raises ContractError.
+    Without a #! line it must be .sh or executable; otherwise raises ContractError. So does a shell script with CRLF.
     """
     try:
         with open(path, "rb") as file:
-            line = file.readline(256).decode("utf-8", "replace").strip()
+            first = file.readline(256)
     except OSError as error:
         raise ContractError(f"The script {path} cannot be read: {error.strerror}.") from None
+    line = first.decode("utf-8", "replace").strip()
+    is_shell = name.endswith(".sh") or re.match(r"#!.*\b(?:ba|da|z|k)?sh\b", line)
+    if is_shell and first.endswith(b"\r\n"):
+        raise ContractError(
+            f"The shell script {path} has the line ends of Windows (CRLF), so that its commands end with a wrong "
+            f"character. Fix: sed -i 's/\\r$//' {name}. To keep git from adding them, write `*.sh text eol=lf` into "
+            ".gitattributes."
+        )
     if line.startswith("#!"):
         return Script(COMMAND, name, name, tuple(line[2:].split(None, 1)))
     if name.endswith(".sh") or os.access(path, os.X_OK):

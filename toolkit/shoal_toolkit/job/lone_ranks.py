@@ -15,16 +15,39 @@ _SUFFIXES = (".py", ".sh")
 _MOST_FILES = 500  # reading more would delay the launch
 
 
-def describe_lone_ranks(count: int, code: str) -> list[str]:
-    """Returns a note if no source file names a way to find the other ranks.
+# A strategy of TensorFlow that finds its hosts in TF_CONFIG only, and other sources of hosts.
+_BY_TF_CONFIG = re.compile(
+    rb"\b(?P<name>MultiWorkerMirroredStrategy|CollectiveAllReduceStrategy|ParameterServerStrategy)\("
+)
+_OTHER_CONFIG = re.compile(rb"TF_CONFIG|ClusterResolver|setup_multi_worker|MirroredStrategy\(cluster_resolver")
+
+
+def describe_lone_ranks(count: int, code: str, sets_tf_config: bool = False) -> list[str]:
+    """Returns a note if no source file names a way to find the other ranks, or only TF_CONFIG, which is not set.
 
     Args:
         count: The number of ranks of the job, more than one.
         code: The directory of the code.
+        sets_tf_config: Whether the launcher sets TF_CONFIG.
     """
+    knows = has_config = False
+    strategy = None
     for number, path in enumerate(_list_sources(code)):
-        if number == _MOST_FILES or _WAYS.search(_read(path)):
-            return []
+        text = _read(path)
+        knows = knows or number == _MOST_FILES or _WAYS.search(text) is not None
+        has_config = has_config or _OTHER_CONFIG.search(text) is not None
+        strategy = strategy or _BY_TF_CONFIG.search(text)
+        if number == _MOST_FILES or (knows and sets_tf_config):
+            break
+    if strategy is not None and not (has_config or sets_tf_config):
+        return [
+            f"{strategy['name'].decode()} finds the other hosts in TF_CONFIG, which this launcher does not set: each "
+            f"of the {count} ranks trains on its own. Fix: the hyperparameter "
+            "sagemaker_multi_worker_mirrored_strategy_enabled=true, in an estimator "
+            'distribution={"multi_worker_mirrored_strategy": {"enabled": True}} (docs/tensorflow.md#strategies)'
+        ]
+    if knows:
+        return []
     return [
         f"{count} ranks start, and no file of the code names the others (such as torch.distributed, MPI, RANK or"
         " SM_HOSTS): each rank trains on its own. Fix: train together, as examples/ddp/train.py does, or start one rank"

@@ -92,6 +92,20 @@ def drop_oversized(variables: Mapping[str, str], config: str) -> tuple[dict[str,
     return {name: value for name, value in variables.items() if name not in large}, [note]
 
 
+def separate_model_dir(job: Job, machine: Machine) -> dict[str, Any]:
+    """Returns the hyperparameters. In a tuning job of a TensorFlow image, model_dir gets the name of the training job.
+
+    All training jobs of a tuning job have the same model_dir, and would write into one directory. Source: AWS's
+    sagemaker-tensorflow-training, which leaves a directory of this container as it is.
+    """
+    values, model_dir = dict(job.hyperparameters), job.hyperparameters.get("model_dir")
+    name = str(job.environ.get("TRAINING_JOB_NAME") or _job_name(job))
+    is_shared = isinstance(model_dir, str) and not model_dir.startswith(job.paths.base)
+    if is_shared and name and "_tuning_objective_metric" in job.toolkit and not machine.torch:
+        values["model_dir"] = f"{model_dir}/{name}/model"
+    return values
+
+
 def sort_inherited(environ: Mapping[str, str], launches: bool, alone: bool) -> tuple[tuple[str, ...], dict[str, str]]:
     """Sorts the variables of another launcher, as in data/other_launchers.json.
 

@@ -20,7 +20,7 @@ from shoal_toolkit.plan.arguments import (
     format_arguments,
     shorten_for_mpirun,
 )
-from shoal_toolkit.plan.environment import build_contract_variables, drop_oversized, sort_inherited
+from shoal_toolkit.plan.environment import build_contract_variables, drop_oversized, separate_model_dir, sort_inherited
 from shoal_toolkit.plan.fabric import choose_network_variables
 from shoal_toolkit.plan.launcher import (
     BY_MPIRUN,
@@ -123,6 +123,7 @@ def make_plan(job: Job, machine: Machine, free_port: str = DEFAULT_MASTER_PORT) 
         LaunchError: If mpirun is needed and missing.
     """
     machine, rehearsal_variables, rehearsal_notes = _plan_rehearsal(job, machine)
+    job = job._replace(hyperparameters=separate_model_dir(job, machine))
     launcher, launcher_notes = choose_launcher(job, machine)
     hosts = select_hosts(job.cluster, job.framework)
     outside = tuple(host for host in job.cluster.hosts if host not in hosts)

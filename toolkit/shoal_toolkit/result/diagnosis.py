@@ -7,6 +7,7 @@ many bytes.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -22,11 +23,19 @@ _MAX_TEXT = 1024
 _MAX_LINE = 300
 _MAX_COMMAND = 200
 _MIN_END = 40  # a shorter end of a traceback is useless
+_MAX_INSIDE = 40  # lines of a message that may have the text of another error
 _MAX_EXCEPTION_LINES = 8  # of a message below the name of the exception
 # "Original" is torch's: the traceback of a data loader, in the message of the process that waits for it.
 _TRACEBACK = re.compile(r"^(?:Original )?Traceback \(most recent call last\):$", re.MULTILINE)
-# TensorFlow's message of an operation in a graph, and the first cause below it.
-_IN_GRAPH = re.compile(r"^Node: .*\n(?:\d+ root error\(s\) found\.\n *\(0\) )?(?P<cause>.+)", re.MULTILINE)
+# An exception inside the message of another one, as TensorFlow shows the code of a graph and its error.
+_NESTED = re.compile(r" +[\w.]*(?:Error|Exception|Interrupt|Iteration|Warning|Exit): .")
+# Messages that name only the place of an error: its text is in a paragraph below.
+_PLACE_ONLY = re.compile(r":$|, but found$|: Exception encountered when calling .+\.$")
+# Lines of such a message without the text: frames, which are indented, and headings.
+_NO_TEXT = re.compile(r" +(?:File \"|\S.* File \")|Detected at node |Node: |\d+ root error\(s\) found\.$|\s*$")
+_FIRST_CAUSE = re.compile(r"^ *\(0\) ")
+# Additions of TensorFlow to a message.
+_NOISE = re.compile(r"\{\{function_node \S+\}\} |(?:\s*\[\[\{\{node [^\]]*\]\])?(?: \[Op:\w+\](?: name:)?)? *$")
 _EXCEPTION = re.compile(r"[\w.]+(:|$)")
 # Colours, and the prefixes of torchrun and torch.
 _DECORATION = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|^\[(?:rank|default)\d+\]: ?", re.MULTILINE)
@@ -117,19 +126,48 @@ def _read_exception(block: str) -> Cause:
     lines = block.rstrip("\n").split("\n")
     for index, line in enumerate(lines[1:], start=1):
         if line.strip() and not line[0].isspace() and _EXCEPTION.match(line):
-            end, line = index + _MAX_EXCEPTION_LINES, line.rstrip()
-            more = _read_message_below(lines[index + 1 :]) if line.endswith(":") else ""
-            return Cause(_clip(f"{line} {more}".strip(), _MAX_LINE), "\n".join(lines[:end]))
+            head, used = _read_message(lines[index:])
+            end = index + max(used, _MAX_EXCEPTION_LINES)
+            return Cause(_clip(head, _MAX_LINE), "\n".join(lines[:end]))
     return _read_last_line(block)
 
 
-def _read_message_below(lines: Sequence[str]) -> str:
-    """Returns the message of an exception if its line ends with a colon: the next line that is not empty.
+def _read_message(lines: Sequence[str]) -> tuple[str, int]:
+    """Returns the name of an exception with the text that says what is wrong, and the number of lines up to that text.
 
-    For an operation in a TensorFlow graph it is the first cause. Empty without a message.
+    If the first line only says where an error occurred, the text is the first paragraph below without frames. In the
+    message of a graph of TensorFlow, it is the exception inside the message.
+
+    Args:
+        lines: The line with the name of the exception, and all lines below it.
     """
-    in_graph = _IN_GRAPH.search("\n".join(lines))
-    return in_graph["cause"] if in_graph else next(filter(None, map(str.strip, lines[:_MAX_EXCEPTION_LINES])), "")
+    line = _NOISE.sub("", lines[0])
+    own = list(itertools.takewhile(lambda text: not text or text[0].isspace(), lines[1:]))
+    nested = [index for index, text in enumerate(own, start=1) if _NESTED.match(text)]
+    if line.endswith(": in user code:") and nested:
+        head, used = _read_message([text.strip() for text in lines[nested[-1] :]])
+        return head, nested[-1] + used
+    message = "\n".join(lines[:_MAX_INSIDE])
+    for form in _read_failures()["inside"]:
+        if inside := re.search(form, message):
+            name = line.partition(":")[0]
+            return f"{name}: {inside['text']}", message.count("\n", 0, inside.end()) + 1
+    if not _PLACE_ONLY.search(line):
+        return line, 1
+    start = next((index for index, text in enumerate(lines[1:], start=1) if _is_text(lines, index)), 0)
+    if not start:
+        return line, 1
+    paragraph = list(itertools.takewhile(str.strip, lines[start:]))
+    if lines[start][0] not in " \t-":  # neither indented nor a list
+        paragraph = paragraph[:1]
+    text = " ".join(_FIRST_CAUSE.sub("", words).strip() for words in paragraph)
+    return f"{line} {_NOISE.sub('', text)}", start + len(paragraph)
+
+
+def _is_text(lines: Sequence[str], index: int) -> bool:
+    """Whether a line of a message is neither a frame, nor a source line below one, nor a heading."""
+    is_source = lines[index - 1].lstrip().startswith('File "') and lines[index][:1].isspace()
+    return not _NO_TEXT.match(lines[index]) and not is_source
 
 
 def _read_exception_group(framed: str) -> Cause:

@@ -43,7 +43,7 @@ def _explain_conflict(output: str) -> str:
     if not fixed:
         return f"requirements.txt: these requirements conflict: {asked}."
     return (
-        f"{asked}, but this image has {' and '.join(map(_format_installed, fixed))}, which keeps its version. Fix: "
+        f"{asked}, but this image has {' and '.join(map(_format_installed, fixed))}. Fix: "
         "require a version that fits, remove the line, or use an image with the other version."
     )
 
@@ -53,10 +53,12 @@ def _format_requirement(line: str) -> str:
 
 
 def _format_installed(constraint: str) -> str:
-    """Returns the installed version for a constraint: numpy<3,>=2 → numpy 2.4.6."""
-    name = re.split(r"[<>=!~ ]", constraint, maxsplit=1)[0]
+    """Returns the installed version for a constraint, and which versions are allowed: numpy<3,>=2 → numpy 2.4.6, …"""
+    name, allowed = re.fullmatch(r"([\w.-]+)(.*)", constraint).groups()  # type: ignore[union-attr]
     version = find_installed_version(name.replace("-", "_"), sys.path)
-    return f"{name} {version}" if version else constraint.replace("==", " ")
+    if allowed.startswith("=="):
+        return f"{name} {version or allowed[2:]}, which keeps its version"
+    return f"{name} {version or ''}, which must stay {allowed.strip()} for its other packages"
 
 
 def _explain_known(output: str) -> str:

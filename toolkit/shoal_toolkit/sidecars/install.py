@@ -5,6 +5,8 @@ This is `pip install` with these additions:
 - The framework keeps its version: pip gets the installed versions of data/fixed_packages.json as constraints. Without
   them, `torch>=2.1` would silently replace the torch for which everything else in the image was built. A conflict is an
   error that names both versions (result/pip_failure.py).
+- numpy and protobuf stay in the ranges that the image's other packages need. So do packages that the framework needs.
+  Otherwise numpy==1.24 would silently break a scipy that needs 1.25. A package of requirements.txt does not count.
 - Packages that install the same modules, such as tensorflow and tensorflow-cpu, count as one. Otherwise a line
   `tensorflow` would silently put another build over the image's. pip sees empty packages with their names.
 - A package is built in a copy, because pip leaves files in the directory. It may be read-only, or mounted into the
@@ -18,11 +20,16 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from shoal_toolkit.errors import ContractError, LaunchError, TrainError
+from shoal_toolkit.light_typing import TYPE_CHECKING, Any
 from shoal_toolkit.tables import read_table
 
+if TYPE_CHECKING:
+    from pip._vendor.packaging.specifiers import SpecifierSet
+
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
 _ARN = re.compile(r"arn:[^:]+:codeartifact:([^:]+):([^:]+):repository/([^/]+)/(.+)")
 
 
@@ -45,7 +52,8 @@ def main(words: Sequence[str]) -> int:
         installed = read_installed()
         others = find_other_names(installed)
         with open(fixed, "w", encoding="utf-8") as file:
-            file.writelines(f"{line}\n" for line in list_constraints(installed, others))
+            needs = read_needs(installed, _read_names(words))
+            file.writelines(f"{line}\n" for line in list_constraints(installed, others, needs))
         _make_empty_packages(directory, others)
         environ["PYTHONPATH"] = os.pathsep.join(filter(None, (directory, environ.get("PYTHONPATH"))))
         words = [_copy_code(directory) if word == "." else word for word in words]
@@ -58,8 +66,77 @@ def read_installed() -> dict[str, str]:
 
     found: dict[str, str] = {}
     for dist in metadata.distributions():  # in the order of sys.path: Python imports the first
-        found.setdefault(re.sub(r"[-_.]+", "-", dist.metadata["Name"] or "").lower(), dist.version)
+        found.setdefault(_normalize(dist.metadata["Name"] or ""), dist.version)
     return found
+
+
+def read_needs(installed: Mapping[str, str], asked: Collection[str]) -> dict[str, str]:
+    """Returns which versions of packages the image's other packages need: name → such as "<1.28,>=1.21.6".
+
+    numpy and protobuf keep their major version, and the needs of all packages count. For the rest, only the needs of
+    packages that keep their version count. A range without the installed version does not count.
+
+    Args:
+        installed: The installed packages.
+        asked: Packages that pip may replace. They do not count.
+    """
+    from importlib import metadata
+
+    from pip._vendor.packaging.requirements import InvalidRequirement, Requirement
+    from pip._vendor.packaging.specifiers import SpecifierSet
+
+    table = read_table("fixed_packages")
+    found: dict[str, SpecifierSet] = {
+        name: SpecifierSet(f">={version.partition('.')[0]},<{int(version.partition('.')[0]) + 1}")
+        for name, version in installed.items()
+        if name in table["major"] and version.partition(".")[0].isdecimal()
+    }
+    for dist in metadata.distributions():
+        owner = _normalize(dist.metadata["Name"] or "")
+        if owner in asked:
+            continue
+        for line in dist.requires or ():
+            try:
+                need = Requirement(line)
+            except InvalidRequirement:
+                continue
+            name, versions = _normalize(need.name), need.specifier
+            counts = name in table["major"] or _keeps_version(owner, table)
+            applies = need.marker is None or need.marker.evaluate({"extra": ""})
+            if counts and applies and versions and versions.contains(installed.get(name, ""), prereleases=True):
+                found[name] = found.get(name, SpecifierSet()) & versions
+    return {name: _shorten_range(versions) for name, versions in found.items()}
+
+
+def _shorten_range(versions: SpecifierSet) -> str:
+    """Returns a range without the limits that others of its limits include: <3,<2.7,>=1,>=2 → <2.7,>=2."""
+    from pip._vendor.packaging.version import Version
+
+    rest = [str(limit) for limit in versions if limit.operator not in ("<", ">=")]
+    for operator, strictest in (("<", min), (">=", max)):
+        limits = [limit.version for limit in versions if limit.operator == operator]
+        rest += [operator + strictest(limits, key=Version)] if limits else []
+    return ",".join(rest)
+
+
+def _normalize(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def _keeps_version(name: str, table: Mapping[str, Any]) -> bool:
+    from fnmatch import fnmatchcase
+
+    return any(fnmatchcase(name, pattern) for pattern in table["version"])
+
+
+def _read_names(words: Sequence[str]) -> set[str]:
+    """Returns the names of the packages in the requirements files among pip's arguments."""
+    names: set[str] = set()
+    for option, path in zip(words, words[1:]):
+        if option == "-r":
+            with open(path, encoding="utf-8", errors="replace") as file:
+                names.update(_normalize(found[0]) for found in map(_NAME.match, file) if found)
+    return names
 
 
 def find_other_names(installed: Mapping[str, str]) -> dict[str, str]:
@@ -71,24 +148,23 @@ def find_other_names(installed: Mapping[str, str]) -> dict[str, str]:
     return others
 
 
-def list_constraints(installed: Mapping[str, str], others: Mapping[str, str]) -> list[str]:
+def list_constraints(installed: Mapping[str, str], others: Mapping[str, str], needs: Mapping[str, str]) -> list[str]:
     """Returns the constraints for pip: a line for each package that keeps its version, such as torch==2.0.1+cu117.
 
-    Packages that keep only their major version give a range, such as numpy>=1,<2.
+    Packages that others need give a range, such as numpy<2,>=1.21.
 
     Args:
         installed: The installed packages.
         others: Other names of these, which keep their versions too.
+        needs: The versions that other packages need.
     """
-    from fnmatch import fnmatchcase
-
     table = read_table("fixed_packages")
     lines = [f"{name}=={version}" for name, version in others.items()]
     for name, version in sorted(installed.items()):
-        if any(fnmatchcase(name, pattern) for pattern in table["version"]):
+        if _keeps_version(name, table):
             lines.append(f"{name}=={version}")
-        elif name in table["major"] and (major := version.partition(".")[0]).isdecimal():
-            lines.append(f"{name}>={major},<{int(major) + 1}")
+        elif name in needs:
+            lines.append(f"{name}{needs[name]}")
     return lines
 
 

@@ -93,12 +93,12 @@ def test_frameworks_are_imported_only_under_the_folder_of_that_name() -> None:
 
 
 def test_the_toolkit_needs_the_standard_library_only() -> None:
-    """Except boto3, an extra, which one module imports when it is called, and what only scripts import."""
+    """Except boto3 and pip, which one module each imports when it is called, and what only scripts import."""
     allowed = sys.stdlib_module_names | {"shoal_toolkit"}
     for path in modules("toolkit"):
         extras = (*FRAMEWORKS, "numpy") if "checkpoint" in path.parts else ()
         for name in imports(path):
-            extra = path.name == "s3.py" and name.split(".")[0] in ("boto3", "botocore")
+            extra = name.split(".")[0] in {"s3.py": ("boto3", "botocore"), "install.py": ("pip",)}.get(path.name, ())
             assert extra or name.split(".")[0] in (*allowed, *extras), f"{path.relative_to(ROOT)} imports {name}"
 
 

@@ -4,6 +4,8 @@ import pytest
 
 from shoal_toolkit.job.lone_ranks import describe_lone_ranks
 
+from .conftest import Run, Tree
+
 ALONE = "import torch\n\nmodel = torch.compile(torch.nn.Linear(2, 1))\ntorch.save(model, 'model.pt')\n"
 
 
@@ -55,3 +57,12 @@ def test_a_strategy_without_its_launcher_is_noted(
     (tmp_path / "train.py").write_text(text)
     notes = describe_lone_ranks(2, str(tmp_path), sets_tf_config)
     assert ["sagemaker_multi_worker_mirrored_strategy_enabled=true" in note for note in notes] == [True] * is_noted
+
+
+@pytest.mark.parametrize("strategy", ["none", "sagemaker_multi_worker_mirrored_strategy_enabled"])
+def test_the_launcher_of_the_strategy_prevents_the_note(tree: Tree, run: Run, strategy: str) -> None:
+    tree.script(MIRRORED)
+    tree.hosts("a", "a", "b")
+    tree.hyperparameters(**{strategy: True})
+    out = run("--explain", SAGEMAKER_PROGRAM="train.py").out
+    assert ("finds the other hosts in TF_CONFIG" in out) == (strategy == "none")

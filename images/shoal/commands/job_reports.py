@@ -7,6 +7,7 @@ log too. Values are left out if there is no plan.
 from __future__ import annotations
 
 import importlib.metadata
+import itertools
 import json
 import platform
 import time
@@ -20,7 +21,7 @@ from rich.console import Console
 from shoal import __version__
 from shoal.clean_text import clean_text, cut_line
 from shoal.console import print_line
-from shoal.jobs import summary
+from shoal.jobs import event_files, summary
 from shoal.jobs.job import SECRET, JobRequest, JobResult
 from shoal.jobs.job_log import MAX_SERIES, Key, Series
 from shoal.jobs.metric_definitions import HYPERPARAMETER
@@ -80,6 +81,7 @@ def collect_report(opened: OpenJob, result: JobResult | None) -> JobReport:
         settings=_collect_settings(opened, plan, masks),
         restarts=[masks.show(line) for line in summary.describe_restarts(result.restarts)] if result else [],
         metrics=_read_metrics(opened.directory, log.began) or _make_curves(log.series),
+        scalars=_read_scalars(opened),
         usage=_make_curves(log.usage),
         log=[LogLine(line.seconds, line.host, line.rank, masks.hide(line.text)) for line in log.lines],
         omitted=log.omitted,
@@ -201,6 +203,16 @@ def _list_versions(engine: str) -> dict[str, str]:
             except importlib.metadata.PackageNotFoundError:
                 continue
     return versions
+
+
+def _read_scalars(opened: OpenJob) -> list[Curve]:
+    """Return the curves in TensorBoard's event files. The names of several hosts come first."""
+    series: dict[Key, Series] = {}
+    for host, output in opened.outputs.items():
+        for (name, run, _), points in event_files.read_scalars(output, opened.log.began).items():
+            place = run if len(opened.outputs) == 1 else f"{host} {run}"
+            series[name, place, None] = points
+    return _make_curves(dict(itertools.islice(series.items(), MAX_SERIES)))
 
 
 def _read_metrics(directory: Path, began: float) -> list[Curve]:

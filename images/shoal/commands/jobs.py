@@ -57,7 +57,17 @@ from shoal.commands.script import (
 from shoal.console import CleanConsole, console, print_line
 from shoal.docker_client import images as docker_images
 from shoal.errors import ImageError, UsageError
-from shoal.jobs import background, docker_job, known_jobs, live_view, local_job, metric_definitions, model_plan, summary
+from shoal.jobs import (
+    background,
+    docker_job,
+    known_jobs,
+    live_view,
+    local_job,
+    metric_definitions,
+    model_plan,
+    summary,
+    trackers,
+)
 from shoal.jobs.distribution import parse_distribution
 from shoal.jobs.job import JobRequest, JobResult
 from shoal.jobs.known_jobs import KnownJob, read_job
@@ -373,9 +383,13 @@ def _run_to_end(opened: OpenJob, progress: Console, options: RunOptions, build_s
     opened.finish(result.exit_code)
     checkpoints = opened.checkpoints.path if opened.has_checkpoints else None
     not_finite = {name: str(value) for (name, _, _), value in opened.log.not_finite.items()}
-    metrics = {**opened.log.last_metrics, **result.metrics}
     result = dataclasses.replace(
-        result, checkpoints=checkpoints, build_seconds=build_seconds, not_finite=not_finite, metrics=metrics
+        result,
+        checkpoints=checkpoints,
+        build_seconds=build_seconds,
+        not_finite=not_finite,
+        metrics={**opened.log.last_metrics, **result.metrics},
+        trackers=trackers.find_trackers(opened.outputs.values()),
     )
     return dataclasses.replace(result, report=job_reports.write_job_report(progress, opened, result))
 

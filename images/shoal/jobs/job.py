@@ -222,6 +222,8 @@ class JobResult:
     """Files beside the code that went with the containers, if the script has saved no model."""
     build_seconds: float | None = None
     """The seconds of `--build`; None if there was none."""
+    trackers: Mapping[str, str] = field(default_factory=dict)
+    """For each experiment tracker with runs in the output, the command that shows them."""
     not_finite: Mapping[str, str] = field(default_factory=dict)
     """Metrics in the log with a last value that is NaN or infinite, with this value: the training may have diverged."""
 

@@ -85,6 +85,12 @@ class OpenJob:
         """Whether there is something to continue from."""
         return self.record.uncollected or self.checkpoints.has_files()
 
+    @property
+    def outputs(self) -> dict[str, Path]:
+        """The directories `output` of its hosts, which any program may have filled."""
+        found = {host: self.directory / host / "output" for host in self.record.request.host_names}
+        return {host: output for host, output in found.items() if output.is_dir()}
+
     def update(self, **changes: Any) -> None:
         """Change the record, and write it."""
         self.record = replace(self.record, **changes)

@@ -151,7 +151,7 @@ def _merge_files(roots: Mapping[str, Path], problems: _Messages) -> dict[str, tu
     files: dict[str, tuple[str, Path]] = {}
     directories: set[str] = set()
     for host, root in roots.items():
-        for path in _list_files(root, problems[host]):
+        for path in list_files(root, problems[host]):
             name = path.relative_to(root)
             above = {str(parent) for parent in name.parents}
             if str(name) in directories or not above.isdisjoint(files):
@@ -186,7 +186,7 @@ def _pack(target: Path, files: Mapping[str, tuple[str, Path]], roots: Mapping[st
     return count
 
 
-def _list_files(root: Path, problems: list[str]) -> Iterator[Path]:
+def list_files(root: Path, problems: list[str]) -> Iterator[Path]:
     """Yield the files below a directory, and links to others below it; append the other entries to `problems`."""
     if root.is_symlink() or (root.exists() and not root.is_dir()):
         problems.append("not a directory")

@@ -52,6 +52,7 @@ def summary_rows(request: JobRequest, result: JobResult) -> list[tuple[str, str]
         rows.append(("model.tar.gz", describe_missing_model(result.lost_files)))
     if result.checkpoints:
         rows.append(("checkpoints", str(result.checkpoints)))
+    rows += result.trackers.items()
     if result.exit_code:
         rows.append(("files", str(result.directory)))
     return [*rows, ("exit code", str(result.exit_code))]

@@ -61,6 +61,8 @@ class JobReport:
     """Names and values, by section."""
     restarts: Sequence[str] = ()
     metrics: Sequence[Curve] = ()
+    scalars: Sequence[Curve] = ()
+    """The scalars in TensorBoard's event files. The directory of a file takes the place of a host."""
     usage: Sequence[Curve] = ()
     """CPU in percent of one core, and memory in MB, by host."""
     log: Sequence[LogLine] = ()
@@ -101,7 +103,8 @@ def read_report(path: Path) -> JobReport:
 
 def fit_report(report: JobReport) -> tuple[JobReport, str]:
     """Return a report that fits into a page, and its packed log. Curves may have fewer points."""
-    report = replace(report, metrics=_thin_curves(report.metrics), usage=_thin_curves(report.usage))
+    metrics, scalars, usage = map(_thin_curves, (report.metrics, report.scalars, report.usage))
+    report = replace(report, metrics=metrics, scalars=scalars, usage=usage)
     log = pack_log(report.log, report.omitted, report.omitted_at, _MAX_BYTES - len(encode_report(report).encode()))
     return replace(report, log=log.lines, omitted=log.omitted, omitted_at=log.omitted_at), log.data
 

@@ -84,14 +84,17 @@ def train_epoch(
     loader: DataLoader[tuple[torch.Tensor, ...]],
     optimizer: torch.optim.Optimizer,
     device: torch.device,
-) -> None:
-    """Train on this rank's share once."""
+) -> float:
+    """Train on this rank's share once, and return the mean loss."""
     model.train()
+    total = torch.zeros((), device=device)
     for images, labels in loader:
         optimizer.zero_grad()
         loss = functional.cross_entropy(model(images.to(device)), labels.to(device))
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
+        total += loss.detach()
+    return total.item() / len(loader)
 
 
 def accuracy(model: torch.nn.Module, test: TensorDataset, device: torch.device) -> float:
@@ -118,9 +121,10 @@ def main() -> None:
 
     for epoch in range(1, arguments.epochs + 1):
         sampler.set_epoch(epoch)
-        train_epoch(model, loader, optimizer, device)
+        loss = train_epoch(model, loader, optimizer, device)
         if rank == 0:
-            print(f"epoch {epoch}/{arguments.epochs} test accuracy {accuracy(model, test, device):.4f}", flush=True)
+            right = accuracy(model, test, device)
+            print(f"epoch {epoch}/{arguments.epochs} loss {loss:.4f} test accuracy {right:.4f}", flush=True)
 
     if rank == 0:
         arguments.model_dir.mkdir(parents=True, exist_ok=True)

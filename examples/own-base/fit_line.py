@@ -22,11 +22,13 @@ def main() -> None:
     x = torch.linspace(-1, 1, 64)[rank::world_size, None]
     model = DistributedDataParallel(torch.nn.Linear(1, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    for _ in range(100):
+    for step in range(100):
         optimizer.zero_grad()
         loss = torch.nn.functional.mse_loss(model(x), 3 * x - 1)
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
+        if rank == 0 and step % 10 == 0:
+            print(f"step {step} loss {loss.item():.4f}", flush=True)
 
     if rank == 0:
         slope, height = (parameter.item() for parameter in model.parameters())

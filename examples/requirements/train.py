@@ -45,11 +45,13 @@ def main() -> None:
     share = torch.nonzero(~test).flatten()[rank::world_size]
     model = DistributedDataParallel(make_model())
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    for _ in range(arguments.epochs):
+    for epoch in range(1, arguments.epochs + 1):
         optimizer.zero_grad()
         loss = functional.cross_entropy(model(images[share]), labels[share])
         loss.backward()
         optimizer.step()
+        if rank == 0 and epoch % 10 == 0:
+            print(f"epoch {epoch} loss {loss.item():.4f}", flush=True)
 
     if rank == 0:
         with torch.no_grad():

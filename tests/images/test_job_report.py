@@ -158,6 +158,15 @@ def test_numbers_of_lines() -> None:
     assert MetricReader().read(line) == ({"loss": 0.25, "lr": 0.001}, ("step", 7.0))
 
 
+@pytest.mark.parametrize(("step", "axis"), [("step {0}", "step"), ("epoch {0} iterations 12", ""), ("", "")])
+def test_steps_that_tell_no_values_apart_are_no_axis(tmp_path: Path, step: str, axis: str) -> None:
+    opened = open_finished_job(tmp_path)
+    for at in range(4):
+        opened.log.add("algo-1", f"{step.format(at)} loss {at}.5")
+    (curve,) = job_reports.collect_report(opened, None).metrics
+    assert (curve.x_name, len(curve.xs), len(curve.times)) == (axis, 4 if axis else 0, 4)
+
+
 def test_log_keeps_its_ends_and_a_long_series_keeps_its_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job_log, "_HALF", 10)
     log = JobLog()

@@ -6,6 +6,7 @@ log too. Values are left out if there is no plan.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import itertools
 import json
@@ -250,10 +251,14 @@ def _make_curves(series: Mapping[Key, Series]) -> list[Curve]:
     ordered = sorted(
         series.items(), key=lambda item: (item[0][0], -1 if item[0][2] is None else item[0][2], item[0][1])
     )
-    return [
-        Curve(*key, list(each.times), list(each.values), list(each.xs), each.x_name, list(each.marks))
-        for key, each in ordered
-    ]
+    return [_make_curve(key, each) for key, each in ordered]
+
+
+def _make_curve(key: Key, series: Series) -> Curve:
+    """Return a curve over steps, or over the time if its steps do not tell values apart, as a constant does not."""
+    has_steps = len(set(series.xs)) * 2 > len(series.xs)
+    curve = Curve(*key, list(series.times), list(series.values), marks=list(series.marks))
+    return dataclasses.replace(curve, xs=list(series.xs), x_name=series.x_name) if has_steps else curve
 
 
 def _decode(value: str) -> str:

@@ -70,6 +70,13 @@ start_engine() {
 if answers; then exit 0; fi
 if [ "${1:-}" = check ]; then exit 1; fi
 if [ -n "${DOCKER_HOST:-}" ]; then refuse "this script must not replace the one that DOCKER_HOST names"; fi
+socket=/var/run/docker.sock
+if [ -S $socket ] && [ ! -w $socket ]; then
+    say "$socket: permission denied: Docker is there, and your user $(id -un) may not use it"
+    say "Fix: as root: usermod -aG $(stat -c %G $socket) $(id -un), and log in again"
+    say "     Or run the same job without Docker: make train ENGINE=none"
+    exit 1
+fi
 if [ "$(id -u)" != 0 ]; then refuse "only root can install or start it"; fi
 await_dockerd
 if lives dockerd; then refuse "a dockerd process is alive but does not answer (see its log)"; fi

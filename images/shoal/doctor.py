@@ -48,6 +48,7 @@ MEMORY_GIB = 2
 MARKS = {"ok": "✓", "failed": "✗", "remark": "!"}
 
 State = Literal["ok", "failed", "remark"]
+_BUNDLE = "without a network, build from a bundle: shoal bundle DIR elsewhere, and shoal build --bundle DIR here"
 
 
 class Result(NamedTuple):
@@ -175,7 +176,7 @@ def check_package_index(site: Site) -> Result:
         return Result(
             "remark", f"{answers[0]}: it answers, but does not have the package pip; it may not be a package index"
         )
-    fix = "check pip config list, PIP_INDEX_URL, the proxies (HTTPS_PROXY) and the CA bundle"
+    fix = f"check pip config list, PIP_INDEX_URL, the proxies (HTTPS_PROXY) and the CA bundle, or {_BUNDLE}"
     return _judge_answers(broken or [answer for answer in answers if answer.is_ok], fix)
 
 
@@ -184,7 +185,7 @@ def check_debian_mirror(site: Site) -> Result:
     here = site.read_settings()
     answers = [answer for system in site.matrix.systems() for answer in reachability.check_mirrors(here, system.suite)]
     return _judge_answers(
-        answers, "check /etc/apt/sources.list, sources.list.d and the proxies (HTTP_PROXY, apt's own)"
+        answers, f"check /etc/apt/sources.list, sources.list.d and the proxies (HTTP_PROXY, apt's own), or {_BUNDLE}"
     )
 
 
@@ -315,6 +316,9 @@ def _check_base_image(site: Site, system: spec.System) -> Result:
     if obstacle := base_image.explain_no_bootstrap(system):
         problem, fix = ShoalError(obstacle).split_fix()
         return Result("failed", problem, fix or f"load {upstream} into Docker (docker load)")
+    if bad := [answer for answer in reachability.check_mirrors(site.read_settings(), system.suite) if not answer.is_ok]:
+        problem = f"{upstream} cannot be pulled, nor bootstrapped from the Debian mirror: {_join_answers(bad)}"
+        return Result("failed", problem, f"load it into Docker (docker load), or {_BUNDLE}")
     return Result("ok", f"{upstream} cannot be pulled; the first build bootstraps it from the Debian mirror")
 
 

@@ -152,6 +152,15 @@ class BundleError(ShoalError):
     exit_code = 15
 
 
+class CoverageError(ShoalError):
+    """`shoal audit` found no vulnerabilities, but did not check packages that the allow-list does not accept.
+
+    Fix: a report about all packages, or `--allow`
+    """
+
+    exit_code = 16
+
+
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _FIXES = {
     errno.EACCES: "give your user access to it, or choose another path",

@@ -10,7 +10,7 @@ import pytest
 from tests.images.test_inspection import contents
 
 from shoal.commands import inspection
-from shoal.errors import SpecError, VulnerabilityError
+from shoal.errors import CoverageError, SpecError, VulnerabilityError
 from shoal.inspection import advisories
 from shoal.inspection import facts as inside
 from shoal.inspection.advisories import AcceptedVulnerability
@@ -78,7 +78,8 @@ def test_accepted_vulnerabilities_expire(file: Path, name: str, day: int, counts
     found = advisories.audit(contents(), advisories.read_report(file), (entry, other), TODAY)
     first, second = found.findings
     assert first.counts is counts
-    assert f"accepted until {entry.expires}: not reached" in str(first)
+    state = "the exception has expired on" if counts else "accepted until"
+    assert str(first).endswith(f"; {state} {entry.expires}: not reached")
     assert second.counts
     assert found.unused == [other]
 
@@ -110,8 +111,43 @@ def test_audit_as_json(
     assert (first["name"], first["aliases"], first["fixed_in"]) == ("torch", ["CVE-1"], ["2.2.0"])
     assert (second["id"], second["counts"], second["accepted"]) == ("PYSEC-2", True, None)
     assert (document["tag"], document["unused"]) == ("a:1", entries[1:])
+    assert (document["debian"], document["gaps"]) == (1, [*document["unaudited"], "debian"])
     assert document["unaudited"] == ["nvidia-cuda-runtime-cu11", "torch"], "the one of another version"
     assert "✗ torch 2.0.1+cu117: PYSEC-2, no fix yet" in told.err
+
+
+@pytest.mark.parametrize(
+    ("accepted", "expires", "gap"),
+    [
+        ([], "", "nvidia-cuda-runtime-cu11 torch debian"),
+        (["torch", "debian"], "9999-01-01", "nvidia-cuda-runtime-cu11"),
+        (["nvidia-cuda-runtime-cu11", "torch"], "9999-01-01", "debian"),
+        (["nvidia-cuda-runtime-cu11", "torch", "debian"], "2020-01-31", "nvidia-cuda-runtime-cu11 torch debian"),
+        (["nvidia-cuda-runtime-cu11", "torch", "debian"], "9999-01-01", ""),
+    ],
+)
+def test_an_audit_that_checks_nothing_is_no_success(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    accepted: list[str],
+    expires: str,
+    gap: str,
+) -> None:
+    monkeypatch.setattr(inspection, "_connect_with_images", lambda _: None)
+    monkeypatch.setattr(inside, "read_facts", lambda _, tag: contents(tag=tag))
+    (tmp_path / "known.json").write_text('{"dependencies": []}')
+    entries = "".join(f"\n  - {{id: {name}, reason: x, expires: {expires}}}" for name in accepted)
+    (tmp_path / "allow.yml").write_text(f"accepted:{entries or ' []'}\n")
+    if gap:
+        with pytest.raises(CoverageError, match=rf"in 0 Python packages, but not checked: {gap}\. Fix: "):
+            inspection.audit_image("a:1", tmp_path / "known.json", tmp_path / "allow.yml")
+    else:
+        inspection.audit_image("a:1", tmp_path / "known.json", tmp_path / "allow.yml")
+    out = " ".join(capsys.readouterr().out.split())
+    assert "known.json does not cover 3 packages" in out
+    assert "! Debian's packages: not checked (1)" in out
+    assert ("✓" in out) == (not gap)
 
 
 @pytest.mark.parametrize("text", ["[]", "{", '{"dependencies": [{"version": "1"}]}'])

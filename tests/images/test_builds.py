@@ -104,7 +104,8 @@ class _Handler(BaseHTTPRequestHandler):
                 self.connection.recv(1)  # until it is closed
         elif tag.startswith(self.server.failing or ("-",)):
             self._write(trace(vertex(step, field(5, stamp(1)), field(6, stamp(2)), field(7, b"exit code: 1"))))
-            self._write({"error": "it broke"})
+            command = 'process "/bin/sh -c make" did not complete successfully: exit code: 1'
+            self._write({"error": f"failed to solve: {command}"})
         else:
             self.server.met.wait(30)
             time.sleep(0.2)  # one that should not run beside it would be seen
@@ -319,13 +320,14 @@ def test_a_failure_stops_only_what_stands_on_it(fake: FakeEngine, checkout: Path
     code, out, err = shoal(fake, checkout, "build", "--all")
     assert code == 6
     assert out.splitlines()[-4:] == [
-        f"✗ {ONE} failed: step 1/1 failed: RUN make",
+        f"✗ {ONE} failed: step 1/1",
         *[line for line in out.splitlines() if line.startswith(f"✓ {TWO} built")],
         f"- {CHILD} not built: it extends {ONE}, which was not built",
         f"- {GRANDCHILD} not built: it extends {CHILD}, which was not built",
     ]
     assert err.startswith(f"shoal: {ONE}: step 1/1 failed: RUN make\n")
-    assert "it broke" in err
+    assert "\n  it did not complete successfully: exit code: 1\n" in err
+    assert (out + err).count("make") == out.count("RUN make") + 1, "plain lines of progress name it too"
 
 
 def test_json_says_how_each_image_ended(fake: FakeEngine, checkout: Path) -> None:

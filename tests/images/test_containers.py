@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -105,3 +107,49 @@ def test_streams_are_closed_in_order(tmp_path: Path) -> None:
     program = [sys.executable, "-X", "dev", "-c", STREAMS, str(tmp_path / "socket")]
     ended = subprocess.run(program, capture_output=True, text=True, check=False, timeout=60)
     assert (ended.returncode, ended.stderr) == (0, "")
+
+
+CONNECT = """\
+import grp, os, sys
+from shoal import docker_client, errors
+"x".encode("idna")  # before setuid: another user may not be able to read Python's files
+members = sys.argv[2:]
+grp.getgrgid = lambda number: grp.struct_group(["engineers", "x", number, members])
+os.environ["DOCKER_HOST"] = sys.argv[1]
+os.setgroups([])
+os.setgid(65534)
+os.setuid(65534)
+try:
+    docker_client.connect()
+except errors.DockerError as error:
+    print(error)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to act as another user")
+@pytest.mark.parametrize(
+    ("mode", "group", "members", "words"),
+    [
+        (0o660, 7, [], "may not use it. Fix: as root: usermod -aG engineers nobody, and log in again"),
+        (0o660, 7, ["nobody"], "yet: this session began before nobody was in the group engineers. Fix: log in again"),
+        (0o660, 0, [], "Fix: use root, rootless Docker, or DOCKER_HOST with one of yours"),
+        (0o600, 7, [], "Fix: use root, rootless Docker, or DOCKER_HOST with one of yours"),
+        (0o666, 7, [], "no Docker Engine answers at unix:///"),
+        (0o000, -1, [], "no Docker Engine answers at unix:///"),
+    ],
+)
+def test_a_socket_that_is_not_for_this_user_is_no_missing_docker(
+    mode: int, group: int, members: list[str], words: str
+) -> None:
+    """To install Docker would be no fix. Group -1: there is no socket."""
+    with TemporaryDirectory() as directory, socket.socket(socket.AF_UNIX) as server:
+        Path(directory).chmod(0o755)
+        place = Path(directory, "docker.sock")
+        if group >= 0:
+            server.bind(str(place))
+            place.chmod(mode)
+            os.chown(place, 0, group)
+        command = [sys.executable, "-c", CONNECT, f"unix://{place}", *members]
+        text = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    assert words in text
+    assert ("installs" in text) == (mode == 0o666 or group < 0)

@@ -205,7 +205,15 @@ def test_the_base_image(site: Site, fake: FakeEngine, tmp_path: Path, monkeypatc
     monkeypatch.setattr(base_image, "explain_no_bootstrap", lambda _: "mmdebstrap is not here. Fix: run this as root")
     assert doctor.check_base_images(site) == Result("failed", "mmdebstrap is not here", "run this as root")
     monkeypatch.setattr(base_image, "explain_no_bootstrap", lambda _: "")
+    answers = {"bookworm": reachability.Answer("http://mirror.example", 200), "trixie": reachability.Answer("", 200)}
+    monkeypatch.setattr(reachability, "check_mirrors", lambda _, suite: [answers[suite]])
     assert doctor.check_base_images(site).found.count("bootstraps it") == 2
+    answers["bookworm"] = reachability.Answer("http://mirror.example", None, "no route to host")
+    state, found, fix = doctor.check_base_images(site)
+    assert (state, found.count("; ")) == ("failed", 0)
+    assert "nor bootstrapped from the Debian mirror: http://mirror.example" in found
+    assert "build from a bundle" in fix
+    answers["bookworm"] = reachability.Answer("http://mirror.example", 200)
     kept = base_image.archive_path(Project(tmp_path).cache, second)
     kept.parent.mkdir(parents=True, exist_ok=True)
     kept.touch()

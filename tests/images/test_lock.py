@@ -9,12 +9,15 @@ import threading
 import zipfile
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from shoal.builds import bundle
 from shoal.errors import SpecError
 from shoal.limits import MIB
+from shoal.network import settings
 from shoal.sources import lock
 
 DEPENDENCIES = (
@@ -118,3 +121,38 @@ def test_an_index_without_an_end_does_not_fill_the_memory(monkeypatch: pytest.Mo
         with pytest.raises(SpecError, match="MemoryError"):
             lock._resolve(["main"], "3.13", None)
         server.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({"SSL_CERT_FILE": "own"}, "own"),
+        ({"SSL_CERT_FILE": "own", "PIP_CERT": "other"}, "other"),
+        ({"REQUESTS_CA_BUNDLE": "other", "CURL_CA_BUNDLE": "own"}, "other"),
+        ({"SSL_CERT_FILE": "missing", "CURL_CA_BUNDLE": "own"}, "own"),
+        ({}, "system"),
+    ],
+)
+def test_pip_here_trusts_the_authorities_of_builds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], expected: str
+) -> None:
+    """pip itself ignores SSL_CERT_FILE, and the certificates of the system: doctor found the index, and pip did not."""
+    for name in ("PIP_CERT", "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
+    for name in ("own", "other", "system"):
+        (tmp_path / f"{name}.crt").touch()
+    monkeypatch.setattr(settings, "_ADDED_CA", tmp_path)
+    monkeypatch.setattr(settings, "_SYSTEM_CA", tmp_path / "system.crt")
+    for name, file in variables.items():
+        monkeypatch.setenv(name, str(tmp_path / f"{file}.crt"))
+    given: list[str] = []
+
+    def run(*_: Any, env: dict[str, str], **__: Any) -> SimpleNamespace:
+        given.append(Path(env["PIP_CERT"]).stem)
+        return SimpleNamespace(returncode=0, stdout='{"install": []}')
+
+    monkeypatch.setattr("subprocess.run", run)
+    lock._resolve(["main"], "3.11", None)
+    bundle._pip_download(tmp_path, ["main"])
+    assert given == [expected] * 2

@@ -59,3 +59,15 @@ def test_existing_file_is_an_error(tmp_path: Path, matrix: BuildSpec) -> None:
     with pytest.raises(UsageError, match="mine: is a file; expected a new or empty directory"):
         scaffold.write_project(tmp_path / "mine", matrix.select("pytorch"))
     assert (tmp_path / "mine").read_text() == "precious"
+
+
+@pytest.mark.parametrize("own", ["", "*.pt\n"])
+def test_init_keeps_caches_and_results_out_of_git(tmp_path: Path, own: str) -> None:
+    """Logs of jobs may have passwords. A .gitignore that is there stays."""
+    if own:
+        (tmp_path / ".gitignore").write_text(own)
+    written = scaffold.write_definitions(tmp_path)
+    assert {path.name for path in written} == {"buildspec.yml", "dockerfiles", *(() if own else (".gitignore",))}
+    ignored = (tmp_path / ".gitignore").read_text()
+    assert own in ignored
+    assert ("jobs/\n" in ignored) != bool(own)

@@ -26,7 +26,7 @@ from rich.console import Console
 from shoal import docker_client
 from shoal.console import CleanConsole
 from shoal.errors import ImageError, UsageError
-from shoal.layers import deflate, inventory
+from shoal.layers import deflate, inventory, saved_image
 from shoal.layers.inventory import Inventory, Sum
 from shoal.layers.owners import TAR, DebianPackage, Owner, PythonDistribution
 from shoal.matrix.spec import BuildSpec
@@ -441,6 +441,33 @@ def test_layers_are_the_same_by_content_or_by_command_and_turn() -> None:
     assert [(change.state, change.bytes) for change in turns.layers] == [
         ("same", 0), ("grown", len(third) - len(first))
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+def test_layers_that_images_share_are_read_once(monkeypatch: pytest.MonkeyPatch, compressed: bool) -> None:
+    """A layer is known by the digest in its name, which Docker has computed. In a file of others, it may be wrong."""
+    shared, own, other = (tar([(name, name.encode() * 1000)]) for name in ("shared", "own", "other"))
+    first, second = (oci([shared, layer], compressed=compressed) for layer in (own, other))
+    expected = [saved_image.read_layers(name, chunked(archive)) for name, archive in (("a:1", first), ("b:1", second))]
+    sizes: list[object] = []
+    make_layer = saved_image._layer
+
+    def count(*given: Any) -> saved_image.LayerTar:
+        sizes.append(given)
+        return make_layer(*given)
+
+    monkeypatch.setattr(saved_image, "_layer", count)
+    known: saved_image.Blobs = {}
+    found = [
+        saved_image.read_layers(name, chunked(archive), known) for name, archive in (("a:1", first), ("b:1", second))
+    ]
+    assert found == expected
+    assert len(sizes) == 3
+    for archive in (legacy([shared, own]), legacy([shared, other])):
+        saved_image.read_layers("c:1", chunked(archive), known)
+    assert len(sizes) == 7, "the names of this layout are no digests"
+    saved_image.read_layers("d:1", chunked(second))
+    assert len(sizes) == 9
 
 
 def test_an_image_does_not_differ_from_itself() -> None:

@@ -9,6 +9,7 @@ import contextlib
 import functools
 import hashlib
 import json
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -39,6 +40,11 @@ from shoal.sources.context import Sources
 from shoal.sources.record import Plan, Record, make_plan
 from shoal.sources.steps import one_line
 
+_COMMAND = re.compile(r'^(?:failed to solve: )?process ".*" did not', re.DOTALL)
+"""The command in BuildKit's message about a step that failed."""
+_STEP = re.compile(r"step \d+/\d+(?= failed: )")
+"""The start of the first line about a step that failed, without its command."""
+
 
 @dataclass(frozen=True)
 class BuildResult:
@@ -58,7 +64,8 @@ class BuildResult:
         if self.state == "not tried":
             return f"- {self.tag} not built: {self.error}"
         first, *_ = str(self.error).removeprefix(f"{self.tag}: ").splitlines() or [type(self.error).__name__]
-        return f"✗ {self.tag} failed: {first[:160]}"
+        step = _STEP.match(first)
+        return f"✗ {self.tag} failed: {step[0] if step else first[:160]}"
 
 
 @dataclass(frozen=True)
@@ -368,6 +375,6 @@ def _failure(tag: str, progress: BuildProgress, log: Path) -> BuildError | DiskE
     if step:
         lines = [f"{tag}: step {step.number}/{step.total} failed: {one_line(step.command, 400)}"]
         lines += [f"    {line}" for line in progress.tail]
-    message = progress.failure or (step.error if step else "")
+    message = _COMMAND.sub("it did not", progress.failure or (step.error if step else ""))  # the step names it
     text = "\n".join([*lines, message.strip(), f"The whole log: {log}"])
     return DiskError(f"{text}\nThe disk is full.") if "no space left on device" in text.lower() else BuildError(text)

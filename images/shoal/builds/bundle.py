@@ -29,7 +29,7 @@ from shoal.docker_client import archive, containers
 from shoal.errors import BuildError, BundleError, DiskError, UsageError, is_disk_full
 from shoal.matrix.project import Project, find_shipped
 from shoal.matrix.spec import BuildSpec, ImageSpec, System
-from shoal.network.settings import NetworkSettings, read_network_settings, read_settings_for
+from shoal.network.settings import NetworkSettings, pip_environment, read_network_settings, read_settings_for
 from shoal.sources import debian, lock, packages, pins, release, wheels
 
 INSTALL = "python3 -m venv .venv && .venv/bin/pip install --no-index --find-links {directory} shoal"
@@ -291,5 +291,5 @@ def _pip_download(scratch: Path, options: list[str]) -> subprocess.CompletedProc
     for name in ("wheels", "temporary"):
         (scratch / name).mkdir(exist_ok=True)
     command = [*lock.pip_command(), "download", "--quiet", f"--dest={scratch / 'wheels'}", *options]
-    environment = {**os.environ, "TMPDIR": str(scratch / "temporary")}
+    environment = {**pip_environment(), "TMPDIR": str(scratch / "temporary")}
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

@@ -29,7 +29,7 @@ from shoal.commands.common import (
 )
 from shoal.console import console, print_line, print_lines
 from shoal.docker_client import images
-from shoal.errors import ImageError, VulnerabilityError
+from shoal.errors import CoverageError, ImageError, VulnerabilityError
 from shoal.inspection import advisories, differences, facts, manifest, sbom
 from shoal.report import output_files, size
 
@@ -85,6 +85,8 @@ def audit_image(
 ) -> None:
     """Check the Python packages of an image against a pip-audit report. Needs no network.
 
+    Debian's packages, and packages that the report lacks, are not checked: without --allow, the exit code is then 16.
+
     List the packages: docker run --rm TAG pip list --format freeze > packages.txt
 
     Find their vulnerabilities, with a network: pip-audit --disable-pip --no-deps -r packages.txt -f json -o audit.json
@@ -105,12 +107,21 @@ def audit_image(
         print_line(f"! {allow}: {entry.id} is not in {tag}", progress)
     if names := found.unaudited:
         print_line(f"! {known} does not cover {len(names)} packages: {' '.join(names)}", progress)
+    if found.debian:
+        print_line(f"! Debian's packages: not checked ({found.debian})", progress)
     if count := sum(finding.counts for finding in found.findings):
         raise VulnerabilityError(
             f"{tag}: {count} known vulnerabilities. Fix: use releases without them (dockerfiles/versions.yml, shoal"
             " lock), or accept them with a reason and an expiry date in a file for --allow"
         )
-    print_line(f"✓ {tag}: no unaccepted vulnerabilities", progress)
+    checked = len(inside.distributions) - len(found.unaudited)
+    if found.gaps:
+        raise CoverageError(
+            f"{tag}: no unaccepted vulnerabilities in {checked} Python packages, but not checked:"
+            f" {' '.join(found.gaps)}. Fix: make a report about all packages that pip lists in the image, and"
+            " accept the others by name in a file for --allow"
+        )
+    print_line(f"✓ {tag}: no unaccepted vulnerabilities in {checked} Python packages", progress)
 
 
 def _connect_with_images(*tags: str) -> docker.DockerClient:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import grp
 import os
+import pwd
 import shutil
+import stat
 from pathlib import Path
 
 import docker
@@ -31,13 +34,39 @@ def connect(timeout: int | None = 600) -> docker.DockerClient:
         # The annotation of the SDK leaves out None, which it documents as "no limit".
         return docker.from_env(timeout=timeout)  # type: ignore[arg-type]
     except (docker.errors.DockerException, requests.RequestException) as error:
-        where = os.environ.get("DOCKER_HOST", "unix:///var/run/docker.sock")
+        where = os.environ.get("DOCKER_HOST") or "unix:///var/run/docker.sock"
+        if denial := _describe_denial(Path(where.removeprefix("unix://"))):
+            raise DockerError(denial) from error
         raise DockerError(
             f"no Docker Engine answers at {where}: {error}\n"
             "Fix: start one, or point DOCKER_HOST at one. As root on Debian or Ubuntu, `shoal doctor --fix` installs"
             " and starts it. Without Docker, you can run a job in this environment: shoal run --engine none, or in a"
             " checkout: make train ENGINE=none"
         ) from error
+
+
+def _describe_denial(socket: Path) -> str:
+    """Return the error for a socket of Docker that this user may not use; empty if it is none."""
+    try:
+        status = socket.stat()
+        if not stat.S_ISSOCK(status.st_mode) or os.access(socket, os.W_OK):
+            return ""
+        user = pwd.getpwuid(os.geteuid()).pw_name
+        group = grp.getgrgid(status.st_gid)
+    except PermissionError:
+        return f"{socket}: permission denied on the way to it. Fix: as root, give your user access to its directory"
+    except (OSError, KeyError):
+        return ""
+    problem = f"{socket}: permission denied: Docker is there, and your user {user} may not use it"
+    without = "Without Docker: shoal run --engine none"
+    if not status.st_gid or not status.st_mode & stat.S_IWGRP:
+        return f"{problem}. Fix: use root, rootless Docker, or DOCKER_HOST with one of yours. {without}"
+    if user in group.gr_mem:
+        return f"{problem} yet: this session began before {user} was in the group {group.gr_name}. Fix: log in again"
+    return (
+        f"{problem}. Fix: as root: usermod -aG {group.gr_name} {user}, and log in again (in it, {user} can act as root"
+        f" on this machine). {without}"
+    )
 
 
 def check_buildkit(client: docker.DockerClient) -> None:

@@ -20,6 +20,9 @@ from shoal.inspection.facts import Distribution, ImageFacts
 from shoal.limits import MOST_LOCK, read_file
 from shoal.matrix import yaml_file
 
+DEBIAN = "debian"
+"""The name of all Debian packages in an allow-list: no advisories about them are read."""
+
 
 class _Advisory(pydantic.BaseModel):
     id: str
@@ -50,7 +53,8 @@ class AcceptedVulnerability(yaml_file.Model):
     """An entry of the allow-list."""
 
     id: Annotated[str, pydantic.Field(min_length=1)]
-    """The identifier of the vulnerability, or one of its aliases."""
+    """The identifier of the vulnerability, or one of its aliases. For packages that are not checked: the name of the
+    Python package, or `debian` for all of Debian's."""
     reason: Annotated[str, pydantic.Field(min_length=1)]
     expires: datetime.date
     """The last day on which it is accepted."""
@@ -73,6 +77,11 @@ class Audit:
     """Entries of the allow-list that match nothing. Of two for one vulnerability, the one that expires earlier."""
     unaudited: Sequence[str]
     """The distributions that the report lacks, or has in other versions only."""
+    debian: int
+    """The number of Debian packages, none of which are checked."""
+    gaps: Sequence[str]
+    """Of the packages that are not checked, those that no entry accepts today, so that the exit code is 16. All of
+    Debian's are `debian`."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +101,10 @@ class Vulnerability:
     def __str__(self) -> str:
         fix = f"fixed in {' or '.join(self.fixed_in)}" if self.fixed_in else "no fix yet"
         line = f"{self.name} {self.version}: {' '.join((self.id, *self.aliases))}, {fix}"
-        return f"{line}; accepted until {self.accepted.expires}: {self.accepted.reason}" if self.accepted else line
+        if not self.accepted:
+            return line
+        state = "the exception has expired on" if self.counts else "accepted until"
+        return f"{line}; {state} {self.accepted.expires}: {self.accepted.reason}"
 
 
 def read_report(path: Path) -> AuditReport:
@@ -122,24 +134,29 @@ def audit(
         today: The last day of entries that still count.
     """
     findings = sorted(_match_advisories(facts, report, accepted, today), key=lambda found: (found.name, found.id))
-    unused = [entry for entry in accepted if all(found.accepted != entry for found in findings)]
     unaudited = sorted(canonicalize_name(each.name) for each in facts.distributions if not report.find(each))
-    return Audit(facts.tag, findings, unused, unaudited)
+    unchecked = {name: _find_entry(accepted, name) for name in (*unaudited, *[DEBIAN][: len(facts.packages)])}
+    used = [*(found.accepted for found in findings), *unchecked.values()]
+    unused = [entry for entry in accepted if entry not in used]
+    gaps = [name for name, entry in unchecked.items() if entry is None or entry.expires < today]
+    return Audit(facts.tag, findings, unused, unaudited, len(facts.packages), gaps)
 
 
 def _match_advisories(
     facts: ImageFacts, report: AuditReport, accepted: Sequence[AcceptedVulnerability], today: datetime.date
 ) -> Iterator[Vulnerability]:
-    """Yield each advisory about an installed distribution, with the entry that accepts it or None.
-
-    Of several entries, the one that expires last counts.
-    """
+    """Yield each advisory about an installed distribution, with the entry that accepts it or None."""
     for installed in facts.distributions:
         for known in [known for dependency in report.find(installed) for known in dependency.vulns]:
-            entries = [entry for entry in accepted if entry.id in {known.id, *known.aliases}]
-            entry = max(entries, key=lambda entry: entry.expires, default=None)
+            entry = _find_entry(accepted, known.id, *known.aliases)
             name, counts = canonicalize_name(installed.name), entry is None or entry.expires < today
             yield Vulnerability(name, installed.version, known.id, known.aliases, known.fix_versions, entry, counts)
+
+
+def _find_entry(accepted: Sequence[AcceptedVulnerability], *names: str) -> AcceptedVulnerability | None:
+    """Return the entry about one of these names that expires last; None if there is none."""
+    entries = (entry for entry in accepted if entry.id in names)
+    return max(entries, key=lambda entry: entry.expires, default=None)
 
 
 def _is_same_version(installed: str, known: str) -> bool:

@@ -96,12 +96,12 @@ class Inventory:
         return {owner: ", ".join(versions) for owner, versions in found.items()}
 
 
-def read_inventory(name: str, chunks: Iterable[bytes]) -> Inventory:
+def read_inventory(name: str, chunks: Iterable[bytes], known: saved_image.Blobs | None = None) -> Inventory:
     """Return the inventory of an image, from the archive that `docker save` writes.
 
-    Raises `ImageError`, with `name`, if it is not an archive of one image.
+    `known` is as in `saved_image.read_layers`. Raises `ImageError`, with `name`, if it is not an archive of one image.
     """
-    return make_inventory(name, saved_image.read_layers(name, chunks))
+    return make_inventory(name, saved_image.read_layers(name, chunks, known))
 
 
 def make_inventory(name: str, layers: Sequence[LayerTar]) -> Inventory:

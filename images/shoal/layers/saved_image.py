@@ -31,6 +31,7 @@ WHITEOUT, OPAQUE = ".wh.", ".wh..wh..opq"
 _AT_ONCE = 64 * 1024  # bytes of a read, a multiple of 512; tarfile copies the rest of it for every header
 _SHOWN_TAGS = 10
 _MOST_TEXT = 8 * 1024 * 1024  # bytes: a configuration or a manifest is much smaller
+_BLOB = re.compile(r"blobs/sha256/[0-9a-f]{64}")
 _NAMES_OF_PACKAGES = re.compile(r"var/lib/dpkg/(status|info/[^/]+\.list)|(.*/)?[^/]+\.dist-info/(METADATA|RECORD)")
 _EXPECTED = "expected an image as docker save writes it: a tar archive with manifest.json and the layers that it names"
 _OTHER_COMPRESSIONS = {b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2", b"\xfd7zXZ": "xz"}
@@ -70,6 +71,10 @@ class LayerTar:
     command: str = ""
 
 
+Blobs = dict[str, LayerTar]
+"""Layers by the names of their files in the OCI layout, which have the digests of their contents."""
+
+
 @dataclass
 class _Members:
     """The members of the archive by name, until manifest.json tells what they are."""
@@ -80,14 +85,22 @@ class _Members:
     compressions: dict[str, str] = field(default_factory=dict)
     """The compressions of members that cannot be read."""
     budget: Budget = field(default_factory=lambda: Budget())
+    known: Blobs | None = None
 
 
-def read_layers(name: str, chunks: Iterable[bytes]) -> tuple[LayerTar, ...]:
+def read_layers(name: str, chunks: Iterable[bytes], known: Blobs | None = None) -> tuple[LayerTar, ...]:
     """Return the layers of an image, lowest first, from its archive.
 
-    Raises `ImageError`, with `name`, if it is not an archive of one image.
+    Args:
+        name: The image, for messages.
+        chunks: The archive.
+        known: Layers of other archives, which are not read again. New ones are added. Only for archives of Docker: in
+            others, a name may be wrong.
+
+    Raises:
+        ImageError: With `name`, if it is not an archive of one image.
     """
-    members = _Members()
+    members = _Members(known=known)
     try:
         with deflate.make_pool() as pool, open_stream(cast(IO[bytes], Chunks(chunks)), _AT_ONCE) as archive:
             for member in archive:
@@ -168,6 +181,10 @@ def _keep(archive: tarfile.TarFile, member: tarfile.TarInfo, members: _Members, 
         beside = posixpath.dirname(name) if member.issym() else ""
         members.links[name] = normalize_path(posixpath.join(beside, member.linkname))
         return
+    known = {} if members.known is None or not _BLOB.fullmatch(name) else members.known
+    if name in known:
+        members.layers[name] = known[name]
+        return
     content = archive.extractfile(member) if member.isfile() else None
     if content is None:
         return
@@ -175,9 +192,9 @@ def _keep(archive: tarfile.TarFile, member: tarfile.TarInfo, members: _Members, 
     begin = buffered.peek(512)[:512]
     if begin[:2] == b"\x1f\x8b":
         with gzip.open(buffered) as unpacked:
-            members.layers[name] = _layer(cast(IO[bytes], unpacked), pool, members.budget)
+            members.layers[name] = known[name] = _layer(cast(IO[bytes], unpacked), pool, members.budget)
     elif _is_tar(begin):
-        members.layers[name] = _layer(buffered, pool, members.budget)
+        members.layers[name] = known[name] = _layer(buffered, pool, members.budget)
     elif found := [word for magic, word in _OTHER_COMPRESSIONS.items() if begin.startswith(magic)]:
         members.compressions[name] = found[0]
     elif member.size <= _MOST_TEXT and begin[:1] in (b"{", b"["):

@@ -186,6 +186,17 @@ def read_settings_for(project: Project, say: Callable[[str], object]) -> Network
     return public
 
 
+def pip_environment() -> dict[str, str]:
+    """Return the environment for pip on this machine, with the CA bundle of builds: pip ignores SSL_CERT_FILE.
+
+    Raises:
+        SpecError: If a file of pip is not valid.
+    """
+    found = (path for _, path in _ca_bundles(pip_settings.read_pip_settings()) if path.is_file())
+    path = next(found, None)
+    return {**os.environ, "PIP_CERT": str(path)} if path else dict(os.environ)
+
+
 def _select_pip_settings(pip: dict[str, str]) -> tuple[dict[str, str], list[str]]:
     """Return pip's settings that a build can use, and a sentence for each that it cannot.
 

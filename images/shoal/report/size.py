@@ -23,6 +23,7 @@ from shoal.docker_client.images import describe_missing, find_image
 from shoal.errors import UsageError
 from shoal.layers import inventory
 from shoal.layers.inventory import Inventory, Sum
+from shoal.layers.saved_image import Blobs
 from shoal.matrix.spec import BuildSpec
 from shoal.report import output_files, size_document, size_page, size_text
 from shoal.report.formats import format_byte_change, format_bytes
@@ -41,6 +42,8 @@ class _ImageArchive:
     name: str
     size: int
     chunks: Iterator[bytes]
+    is_of_docker: bool = False
+    """Whether Docker makes it now, and not anybody before."""
 
 
 def write_size_report(
@@ -65,7 +68,8 @@ def write_size_report(
     """
     page, *others = output_files.choose_files(output, as_json, [Path(name) for name in names])
     archives = [_open_image(name, matrix) for name in names]
-    inventories = [_read_inventory(archive, console) for archive in archives]
+    known: Blobs = {}
+    inventories = [_read_inventory(archive, console, known) for archive in archives]
     comparison = compare_sizes(*inventories) if len(inventories) == 2 else None
     texts = {page: size_page.render_size_page(inventories, comparison)}
     texts |= {other: size_document.format_document(inventories, comparison) for other in others}
@@ -106,7 +110,7 @@ def _open_image(name: str, matrix: BuildSpec | None) -> _ImageArchive:
     image = find_image(client, tag)
     if image is None:
         raise UsageError(describe_missing(client, tag, matrix))
-    return _ImageArchive(tag, int(image.attrs["Size"]), _save_image(client, str(image.id)))
+    return _ImageArchive(tag, int(image.attrs["Size"]), _save_image(client, str(image.id)), is_of_docker=True)
 
 
 def _read_chunks(file: IO[bytes]) -> Iterator[bytes]:
@@ -121,8 +125,12 @@ def _save_image(client: docker.DockerClient, image_id: str) -> Iterator[bytes]:
     yield from client.api.get_image(image_id, chunk_size=_CHUNK)
 
 
-def _read_inventory(archive: _ImageArchive, console: Console) -> Inventory:
-    """Read and compress the layers of an image for its inventory. Shows a bar, or lines without a terminal."""
+def _read_inventory(archive: _ImageArchive, console: Console, known: Blobs) -> Inventory:
+    """Read and compress the layers of an image for its inventory. Shows a bar, or lines without a terminal.
+
+    Layers of Docker's other images are in `known`, and are not read again.
+    """
+    blobs = known if archive.is_of_docker else None
     columns = (
         SpinnerColumn(),
         TextColumn("reading and compressing {task.description}", markup=False),
@@ -132,10 +140,10 @@ def _read_inventory(archive: _ImageArchive, console: Console) -> Inventory:
     )
     if not console.is_terminal or console.is_dumb_terminal:
         print_line(f"reading and compressing {archive.name}, {format_bytes(archive.size)}", console)
-        return inventory.read_inventory(archive.name, _report_chunks(archive, console))
+        return inventory.read_inventory(archive.name, _report_chunks(archive, console), blobs)
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task(archive.name, total=archive.size)
-        return inventory.read_inventory(archive.name, _count_chunks(archive.chunks, progress, task))
+        return inventory.read_inventory(archive.name, _count_chunks(archive.chunks, progress, task), blobs)
 
 
 def _report_chunks(archive: _ImageArchive, console: Console) -> Iterator[bytes]:

@@ -26,6 +26,9 @@ _FILES = {
     "test_train.py.j2": "test_train.py",
 }
 
+_IGNORED = ".cache/\n.env\n.venv/\njobs/\n"
+"""The .gitignore of a project: results of jobs have logs, which may have passwords."""
+
 
 def write_project(directory: Path, image: ImageSpec) -> list[Path]:
     """Create a project for an image that extends another: a Dockerfile, a training script, a test and a README.
@@ -66,8 +69,9 @@ def write_project(directory: Path, image: ImageSpec) -> list[Path]:
 def write_definitions(directory: Path) -> list[Path]:
     """Write the image definitions that this package comes with, and return their paths.
 
-    `buildspec.yml` is written last: a directory with it is a project. Raises `UsageError` if the directory has one of
-    these files already, or is a file.
+    `buildspec.yml` is written last: a directory with it is a project. A `.gitignore` leaves out caches, results of jobs
+    and `.env`; one that is there stays. Raises `UsageError` if the directory has one of the other files already, or is
+    a file.
     """
     shipped = find_shipped()
     copies = {source: directory / source.name for source in (shipped.templates, shipped.buildspec)}
@@ -77,12 +81,17 @@ def write_definitions(directory: Path) -> list[Path]:
     if present := [path.name for path in copies.values() if os.path.lexists(path)]:  # also a link to nothing
         raise UsageError(f"{directory}: has {' and '.join(present)} already. Fix: name another directory")
     directory.mkdir(parents=True, exist_ok=True)
+    ignored = directory / ".gitignore"
+    written = []
+    if not os.path.lexists(ignored):
+        ignored.write_text(_IGNORED)
+        written.append(ignored)
     for source, target in copies.items():
         if source.is_dir():
             shutil.copytree(source, target, copy_function=shutil.copyfile)
         else:
             shutil.copyfile(source, target)
-    return [*copies.values()]
+    return [*written, *copies.values()]
 
 
 def _check_own(directory: Path) -> None:

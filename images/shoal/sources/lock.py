@@ -6,6 +6,7 @@ Why not uv: docs/decisions/written-by-hand.md.
 
 from __future__ import annotations
 
+import functools
 import json
 import platform
 import subprocess
@@ -24,6 +25,7 @@ from shoal.errors import SpecError
 from shoal.limits import MOST_PIP
 from shoal.matrix.project import LAYERS, Project
 from shoal.matrix.spec import BuildSpec, ImageSpec
+from shoal.network.settings import pip_environment
 from shoal.sources import pins
 from shoal.sources.pins import Pin
 from shoal.sources.render import GeneratedFile
@@ -159,10 +161,11 @@ def _resolve(requirements: Iterable[str], python_version: str, index: str | None
     requirements = [_check_requirement(line) for line in requirements]
     command = [*pip_command(python_version), "install", "--dry-run", "--ignore-installed", "--quiet", "--report", "-"]
     command += [*target_options(python_version), "--target=unused", *options]
-    result = subprocess.run([*command, *requirements], capture_output=True, text=True, check=False)
+    run = functools.partial(subprocess.run, capture_output=True, text=True, check=False, env=pip_environment())
+    result = run([*command, *requirements])
     if result.returncode and index:  # only if pip's own configuration does not have the file
         command += ["--extra-index-url", index]
-        result = subprocess.run([*command, *requirements], capture_output=True, text=True, check=False)
+        result = run([*command, *requirements])
     if result.returncode:
         raise SpecError(f"pip cannot resolve {' '.join(requirements)}:\n{result.stderr.strip()}")
     return sorted(map(_make_pin, json.loads(result.stdout)["install"]), key=lambda pin: pin.name)

@@ -26,7 +26,9 @@ _HEAD = """# Documents of `--json`
 
 `make reference` writes this page from the code. With `--json`, a command prints one document on standard output, and
 everything else on standard error. [Exit codes](../exit-codes.md) stay the same, and failures are in the document too.
-If a command fails before it has a result, it prints no document. A value that is not known is `null`.
+If a command fails before it has a result, the document is an object with `error` and `exit_code`. An interrupted
+command, and one with an unknown option, print none. `set -o pipefail` keeps the exit code in a pipe to `jq`. A value
+that is not known is `null`.
 
 The output of `shoal sbom` is always JSON: a bill of materials of [CycloneDX](https://cyclonedx.org) 1.5."""
 

@@ -32,7 +32,7 @@ checkpoints, their Docker volume stays, and the command says so. If several imag
 Some commands end with another program's code:
 
 - `shoal run`: the [code of the job](#train), so 3 can be the script's own. If the job never started, the code is from
-  the table above. You then see no table of the job, and no document with `--json`. `jobs/<name>/` has the files that
+  the table above. You then see no table of the job, and with `--json` only the error. `jobs/<name>/` has the files that
   the hosts wrote.
 - `shoal exec` and `shoal shell`: the code of the command that you name.
 - `shoal estimate`: 0 if a configuration fits, 1 if none does, 2 if the model cannot be planned.

@@ -417,6 +417,29 @@ def test_parent_stays_locked_if_a_child_cannot_be_locked(
     assert rendered.exists()
 
 
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        ("build nosuch", 2),
+        ("build pytorch --dry-run", 4),
+        ("list nosuch", 2),
+        ("stop nosuch", 2),
+        ("inspect nosuch:1", 4),
+        ("audit nosuch:1 --advisories missing.json", 3),
+        ("lock pytorch", 2),
+        ("run nosuch:1 train.py", 2),
+    ],
+)
+def test_a_failure_before_the_result_is_a_document(tmp_path: Path, words: str, code: int) -> None:
+    """An empty output would be fine for jq, which ends with 0."""
+    result = shoal(*words.split(), "--json", cwd=tmp_path, **NO_ENGINE)
+    assert result.returncode == code, result.stderr
+    document = json.loads(result.stdout)
+    assert document["exit_code"] == code
+    assert document["error"] in result.stderr.removeprefix("shoal: ").replace("\n  ", "\n")
+    assert shoal(*words.split(), cwd=tmp_path, **NO_ENGINE).stdout == ""
+
+
 def test_build_that_cannot_begin_is_reported_as_json(project: Project) -> None:
     result = shoal("build", "pytorch", "--json", cwd=project.root, **NO_ENGINE)
     assert result.returncode == 4

@@ -15,7 +15,7 @@ import traceback
 from shoal.builds.noop_cache import BuildCommand
 from shoal.clean_text import print_error
 from shoal.commands import completion
-from shoal.commands.common import app, convert_error
+from shoal.commands.common import app, convert_error, print_failure
 from shoal.errors import ShoalError
 
 _MODULES = ("setup", "images", "dependencies", "jobs", "running_jobs", "deploy", "inspection", "cache")
@@ -48,7 +48,7 @@ def main(command: BuildCommand | None) -> None:
         if failure is None:  # a defect: the traceback is most helpful
             print_error(traceback.format_exc())
             sys.exit(ShoalError.exit_code)
-        print_error(str(failure))
+        print_failure(failure)
         sys.exit(failure.exit_code)
 
 

@@ -83,8 +83,21 @@ Skip = Annotated[
     ),
 ]
 EveryImage = Annotated[bool, typer.Option("--all", help="All images of buildspec.yml.")]
+_documents = {"wanted": False, "printed": False}
+"""Whether this command has `--json`, and whether it has printed its document."""
+
+
+def _note_json(value: bool) -> bool:
+    """Note whether the command has `--json`: a failure is a document then, too."""
+    _documents["wanted"] = value
+    return value
+
+
 AsJson = Annotated[
-    bool, typer.Option("--json", help="Print JSON on standard output, and everything else on standard error.")
+    bool,
+    typer.Option(
+        "--json", help="Print JSON on standard output, and everything else on standard error.", callback=_note_json
+    ),
 ]
 
 Options = TypeVar("Options")
@@ -170,7 +183,15 @@ def print_written(paths: Iterable[Path], on: Console = console) -> None:
 
 def print_json(document: object) -> None:
     """Print a JSON document; dataclasses, pydantic models, paths and exceptions may be parts of it."""
+    _documents["printed"] = True
     print_document(format_json(document))
+
+
+def print_failure(failure: ShoalError) -> None:
+    """Print a failure; with `--json`, also as a document if the command has printed none: jq accepts an empty one."""
+    if _documents["wanted"] and not _documents["printed"]:
+        print_json({"error": str(failure), "exit_code": failure.exit_code})
+    print_error(str(failure))
 
 
 def format_json(document: object) -> str:

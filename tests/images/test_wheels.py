@@ -135,7 +135,8 @@ def test_shoal_works_in_an_empty_directory(installed: Installation, matrix: Buil
 
 def test_init_writes_definitions_that_count_when_changed(installed: Installation, tmp_path: Path) -> None:
     written = installed.run(tmp_path, "init", "mine")
-    assert written.stdout == f"wrote {tmp_path}/mine/dockerfiles\nwrote {tmp_path}/mine/buildspec.yml\n"
+    names = (".gitignore", "dockerfiles", "buildspec.yml")
+    assert written.stdout == "".join(f"wrote {tmp_path}/mine/{name}\n" for name in names)
     mine = tmp_path / "mine"
     assert installed.run(mine, "render", "--check").returncode == 0
     template = mine / "dockerfiles" / "base.j2"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import re
 import sys
+import unicodedata
 
 MOST_IN_LINE = 4_096
 """Characters of a line of a job's log. A terminal needs seconds for a line of megabytes."""
@@ -16,13 +17,15 @@ _MOST_IN_MESSAGE = 20_000  # characters of a line: our own messages list hundred
 _MOST_LINES = 500  # of a message: the text of a job can have millions
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 # Printable for Python, and yet invisible: fillers, an empty pattern of Braille, separators of Mongolian and Khmer.
-_BLANK = frozenset("\u034f\u115f\u1160\u17b4\u17b5\u180b\u180c\u180d\u180f\u2800\u3164\uffa0")
-_STACKED = re.compile(
-    "([\u0300-\u036f\u0483-\u0489\u1ab0-\u1aff\u1dc0-\u1dff\u20d0-\u20ff\ufe20-\ufe2f]{4})"
-    "[\u0300-\u036f\u0483-\u0489\u1ab0-\u1aff\u1dc0-\u1dff\u20d0-\u20ff\ufe20-\ufe2f]+"
-)
-"""More than four marks on a letter, which cover the lines above it."""
+_BLANK = frozenset("\u034f\u115f\u1160\u17b4\u17b5\u180b\u180c\u180d\u180f\u2800\u3164\uffa0\U00016fe4\U0001d159")
+_SELECTORS = range(0xE0100, 0xE01F0)  # of variants: 240 invisible letters, which can hold a text
+_MOST_MARKS = 4  # on a letter: more cover the lines above it
+_MARKS = ("Mn", "Me")
+_SIGNS = re.compile(r"[^\w\x00-\u02ff]{5,}")  # no letters and digits of any script: among them are the marks
 COLORS = re.compile(r"\x1b\[[0-9;:]*m")
+_ATTRIBUTES = re.compile(r"[345]8[;:](?:5[;:]\d*|2(?:[;:]\d*){3})|\d+")
+"""Colours with their numbers, and other attributes of letters."""
+_CONCEAL = 8  # the attribute that hides letters
 _CONTROLS = re.compile(r"\x1b\[(?![0-9;:]*m)[0-9;?<=>]*[ -/]*[@-~]|\x1b[\]PX^_][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[^\[]")
 
 
@@ -31,7 +34,7 @@ class _Replacements(dict[int, str]):
 
     def __missing__(self, code: int) -> str:
         char = chr(code)
-        if char == "\n" or (char.isprintable() and char not in _BLANK):
+        if char == "\n" or (char.isprintable() and char not in _BLANK and code not in _SELECTORS):
             self[code] = char
         else:
             # Spaces of other widths are common in texts. Other ends of a line are not.
@@ -51,7 +54,17 @@ def clean_text(text: str) -> str:
     """
     if text.isascii() and text.isprintable():
         return text
-    return _STACKED.sub(r"\1", text.translate(_replacements))
+    return _SIGNS.sub(_cut_marks, text.translate(_replacements))
+
+
+def _cut_marks(found: re.Match[str]) -> str:
+    """Return signs with at most `_MOST_MARKS` marks on each letter."""
+    kept, marks = [], 0
+    for char in found[0]:
+        marks = marks + 1 if unicodedata.category(char) in _MARKS else 0
+        if marks <= _MOST_MARKS:
+            kept.append(char)
+    return "".join(kept)
 
 
 def clean_message(text: str) -> str:
@@ -67,11 +80,15 @@ def clean_log_line(text: str) -> str:
     if text.isascii() and text.isprintable():
         return text
     text = _CONTROLS.sub("", text.expandtabs().replace("\n", " "))
-    colors = COLORS.findall(text)
+    colors = ["" if _conceals(color) else color for color in COLORS.findall(text)]
     pieces = map(clean_text, COLORS.split(text))
     if not colors:
         return "".join(pieces)
     return "".join(map("".join, itertools.zip_longest(pieces, colors, fillvalue=""))) + "\x1b[0m"
+
+
+def _conceals(color: str) -> bool:
+    return any(code.isdecimal() and int(code) == _CONCEAL for code in _ATTRIBUTES.findall(color))
 
 
 def cut_line(text: str, most: int = MOST_IN_LINE) -> str:

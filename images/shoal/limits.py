@@ -28,8 +28,8 @@ MOST_TRACE = 512 * MIB
 """Bytes of the timeline of a rank, which is held in memory. An hour of training writes 10 MB."""
 MOST_RANKS = 10_000
 """Ranks in a timeline. Each has rows on the page."""
-MOST_PAGE = GIB
-"""Bytes of a report that is read again."""
+MOST_PAGE = 8 * MIB
+"""Bytes of a report that is read again. `shoal run` writes at most 6 MB, and a document takes 30 times its size."""
 MOST_FAILURE = 64 * 1024
 """Bytes of the file `failure` that are read. `train` writes at most as much."""
 MOST_ENTRIES = 1_000_000

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tarfile
 import tempfile
 import time
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,8 +26,9 @@ from rich.console import Console
 from shoal.clean_text import clean_message
 from shoal.commands import job_reports
 from shoal.docker_client import containers
-from shoal.errors import DiskError, TraceError
+from shoal.errors import DiskError, TraceError, UsageError
 from shoal.jobs import docker_hosts, source_files, summary, volumes
+from shoal.jobs.checkpoints import copy_tree, open_directory
 from shoal.jobs.docker_hosts import DockerHosts
 from shoal.jobs.gpu_usage import GpuMeter, GpuUse, read_lines
 from shoal.jobs.job import JobRequest, JobResult
@@ -33,8 +37,10 @@ from shoal.jobs.printed_metrics import MetricReader
 from shoal.jobs.record import JobRecord, OpenJob
 from shoal.jobs.source_files import Selection
 from shoal.jobs.volumes import Volume
+from shoal.limits import MIB
 from shoal.report import timeline
 from shoal.report.job_report import read_report
+from shoal.report.packed_log import unpack_log
 
 MOST_PAGE = 6_000_000
 NOW = "2026-01-31T12:00:00Z"
@@ -181,6 +187,51 @@ def test_a_timeline_that_fills_the_memory_is_an_error(tmp_path: Path) -> None:
         file.truncate(64 << 30)
     with pytest.raises(TraceError, match="larger than"):
         timeline.write_timeline_report([tmp_path], tmp_path / "page.html", as_json=False)
+
+
+def test_a_report_that_fills_the_memory_is_an_error(tmp_path: Path) -> None:
+    """A page of 61 MB took 2 GB."""
+    report = tmp_path / "report.html"
+    report.write_text(
+        '<script type="application/json" id="job">{"summary": [' + '["", ""],' * 1_000_000 + "]}</script>"
+    )
+    with pytest.raises(UsageError, match="larger than 8,388,608 bytes"):
+        read_report(report)
+
+
+def test_a_log_that_unpacks_to_gigabytes_is_refused() -> None:
+    packed = zlib.compressobj()
+    pieces = [packed.compress(b" " * (1 << 20)) for _ in range(200)]
+    with pytest.raises(ValueError, match="Expecting value"):
+        unpack_log(base64.b64encode(b"".join([*pieces, packed.compress(b"[[],[],[],[],[]]"), packed.flush()])).decode())
+
+
+@pytest.mark.parametrize("engine", ["docker", "none"])
+def test_a_checkpoint_with_holes_does_not_fill_a_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str
+) -> None:
+    """It takes no space in its directory. In the copy of a job, it would take its whole size."""
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "copy").mkdir()
+    with (tmp_path / "mine" / "step").open("wb") as file:
+        file.truncate(60 * MIB)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=50 * MIB))
+    with open_directory(tmp_path / "mine", "digits", "--checkpoints") as opened:
+        out = io.BytesIO()
+        with pytest.raises(DiskError, match="step: it has 62,914,560 bytes"):
+            opened.pack("x", out) if engine == "docker" else opened.copy_to(tmp_path / "copy")
+    assert len(out.getvalue()) < MIB
+    assert not (tmp_path / "copy" / "step").exists()
+
+
+def test_holes_of_checkpoints_stay_holes_in_a_job_without_docker(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    with (tmp_path / "mine" / "step").open("wb") as file:
+        file.truncate(60 * MIB)
+    (tmp_path / "copy").mkdir()
+    copy_tree(tmp_path / "mine", tmp_path / "copy")
+    copied = (tmp_path / "copy" / "step").stat()
+    assert (copied.st_size, copied.st_blocks) == (60 * MIB, 0)
 
 
 def test_file_systems_below_a_read_only_directory_are_mounted_one_by_one(

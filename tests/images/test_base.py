@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tarfile
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any
@@ -13,6 +13,7 @@ import docker.errors
 import pytest
 
 from shoal.builds import base_image
+from shoal.errors import BaseImageError
 from shoal.matrix.spec import BuildSpec, System
 from shoal.network.settings import NetworkSettings
 
@@ -101,6 +102,29 @@ def test_bases_are_bootstrapped_for_each_system_from_the_mirror_of_this_machine(
     client.images.there.clear()
     assert base_image.provide_base(client, systems["trixie"], lambda: HOST, tmp_path / "cache", said.append) == made
     assert not log.exists(), "it is kept, and not made again"
+
+
+RECORDER = """#!/bin/sh
+printf "%s\\n" "$@" >{log}
+for word; do case $word in --aptopt=*) cat "${{word#--aptopt=}}" >{log}.conf;; esac; done
+exit 1
+"""
+
+
+def test_no_password_of_a_proxy_is_on_a_command_line(
+    systems: dict[str, System], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each user of the machine can read it."""
+    (tmp_path / "mmdebstrap").write_text(RECORDER.format(log=tmp_path / "log"))
+    (tmp_path / "mmdebstrap").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr(base_image, "explain_no_bootstrap", lambda _: "")
+    line = 'Acquire::http::Proxy "http://me:hunter2@proxy:3128";'
+    host = replace(HOST, apt_proxies=(line,))
+    with pytest.raises(BaseImageError):
+        base_image._run_mmdebstrap(systems["bookworm"], host, tmp_path / "base.tar", print)
+    assert "hunter2" not in (tmp_path / "log").read_text()
+    assert line in (tmp_path / "log.conf").read_text().splitlines()
 
 
 def test_a_base_of_another_system_is_none(client: Any, systems: dict[str, System]) -> None:

@@ -41,6 +41,10 @@ ATTACKS = {
     "ends a line in another way": ("a\u2028b\u2029c\x85d\x0be\x0cf", f"a{BAD}b{BAD}c{BAD}d{BAD}e{BAD}f"),
     "a lone surrogate": ("a\ud800\udcffb", f"a{BAD}{BAD}b"),
     "stacks marks over other lines": ("e" + "\u0301" * 500, "e" + "\u0301" * 4),
+    "the same in another script": ("\u0e01" + "\u0e49" * 500, "\u0e01" + "\u0e49" * 4),
+    "the same with marks of two scripts": ("a" + "\u064b\u0301" * 9 + "b", "a" + "\u064b\u0301" * 2 + "b"),
+    "hides a text in selectors of variants": ("a\U000e0100\U000e01efb", f"a{BAD}{BAD}b"),
+    "invisible letters of rare scripts": ("a\U0001d159b\U00016fe4", f"a{BAD}b{BAD}"),
     "a null byte": ("a\0b", f"a{BAD}b"),
     "tabs and wide spaces": ("a\tb\u3000c", "a b c"),
     "ordinary text": ("naïve 日本 ✔️ € ｱ", "naïve 日本 ✔️ € ｱ"),
@@ -61,6 +65,14 @@ def test_further_lines_of_a_message_do_not_look_like_lines_of_shoal() -> None:
 def test_a_log_line_stays_in_its_row_and_its_colour() -> None:
     text = clean_log_line("\x1b[31mred\nexit code 0\x1b]52;c;eA==\x07\x1b[3A\u202e")
     assert text == f"\x1b[31mred exit code 0{BAD}\x1b[0m"
+
+
+@pytest.mark.parametrize(
+    ("color", "stays"),
+    [("8", False), ("1;08", False), ("38;5;8;8", False), ("1;31", True), ("38;5;8", True), ("48;2;8;8;8", True)],
+)
+def test_no_color_of_a_log_hides_its_letters(color: str, stays: bool) -> None:
+    assert (color in clean_log_line(f"a\x1b[{color}mb")) == stays
 
 
 def test_a_line_of_megabytes_is_cut() -> None:

@@ -179,6 +179,40 @@ def test_another_job_in_the_place_of_ones_own_is_refused(request_: JobRequest, p
     assert known_jobs.list_jobs() == []
 
 
+def test_a_job_with_the_name_and_label_of_a_removed_one_is_refused(request_: JobRequest, private: Path) -> None:
+    """Both are in reports and logs, which the stranger may have seen. A job without `--name` has one text for both."""
+    with open_job(JobRecord("image:1", LOCAL, request_), None) as opened:
+        (opened.checkpoints.path / "step-1").write_text("1")
+    directory = opened.directory
+    shutil.rmtree(directory)
+    found = write_foreign_job(directory.parents[1], checkpoints=str(private))
+    forged = json.loads((found / RECORD).read_text()) | {"identity": opened.identity}
+    (found / RECORD).write_text(json.dumps(forged))
+    found.rename(directory)
+    with pytest.raises(UsageError, match="your list of jobs"):
+        read_record(directory.parent, directory.name)
+    assert known_jobs.list_jobs() == []
+
+
+@needs_root
+@pytest.mark.parametrize("place", ["code", "variables.env"])
+def test_a_resumed_job_runs_nothing_that_another_user_has_put_in_its_place(tmp_path: Path, place: str) -> None:
+    """Such as in /tmp, from where an old file was removed."""
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "train.py").write_text(
+        "import os, sys; open(os.environ['SAGEMAKER_BASE_DIR'] + '/checkpoints/step', 'w'); sys.exit(3)"
+    )
+    (tmp_path / "variables.env").write_text("A=1\n")
+    options = ("--engine", "none", "--name", "digits", "--env-file", "variables.env")
+    assert shoal(tmp_path, "run", *options, "image:1", "code/train.py").returncode == 3
+    os.chown(tmp_path / place, STRANGER, STRANGER)
+    resumed = shoal(tmp_path, "run", "--resume", "digits")
+    assert resumed.returncode == 2
+    assert f"{tmp_path / place} belongs to the user {STRANGER} now, and to 0 when the job started" in resumed.stderr
+    os.chown(tmp_path / place, 0, 0)
+    assert shoal(tmp_path, "run", "--resume", "digits").returncode == 3
+
+
 @needs_root
 def test_a_list_of_jobs_that_others_can_write_to_is_not_believed(
     tmp_path: Path, state: Path, private: Path, request_: JobRequest, capsys: pytest.CaptureFixture[str]

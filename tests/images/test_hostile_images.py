@@ -6,6 +6,7 @@ import gzip
 import io
 import json
 import os
+import re
 import tarfile
 import tracemalloc
 from collections.abc import Callable, Iterator
@@ -333,12 +334,15 @@ def test_a_cut_gzip_is_an_error() -> None:
         "[click](javascript:alert(1))",
         "`code` | cell",
         "a\n\n# The tag is correct.",
+        "https://example.com, WWW.example.com, me@example.com",
+        "__bold__ _em_ a_name",
         "\\| escaped \\` &lt;b&gt;",
         "\x1b]52;c;eA==\x07\u202e",
     ],
 )
 def test_markdown_of_a_manifest_shows_texts_as_they_are(text: str) -> None:
     row = manifest.escape_markdown(text)
+    assert not re.search(r"://|www\.|@|\b_|_\b", row, re.IGNORECASE)
     assert not set(row) & set("<>[]`|\\\n\x1b\u202e")
     assert "&lt;" not in row  # an entity of the image is text too
 

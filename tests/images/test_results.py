@@ -471,6 +471,13 @@ def test_a_checkpoint_leads_to_nothing_beside_its_directory(tmp_path: Path, link
         assert path.resolve().is_relative_to(tmp_path / "mine")
 
 
+@pytest.mark.parametrize("name", [".", "./", ""])
+def test_a_link_without_a_name_is_left_out(tmp_path: Path, name: str) -> None:
+    entries = [(entry(name, tarfile.SYMTYPE, "x"), b""), (entry("checkpoints/a"), b"")]
+    assert unpack(pack(*entries), tmp_path / "new", keep_symlinks=True) != []
+    assert (tmp_path / "new" / "checkpoints" / "a").is_file()
+
+
 def test_a_file_that_does_not_fit_is_left_out_of_the_archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tree = make_tree(tmp_path)
     (tree / "model" / "large").write_bytes(os.urandom(2 * limits.MIB))

@@ -301,6 +301,10 @@ HOSTILE_YAML = {
     "a large file": ("#" * 200_000, "larger than 131072 bytes"),
     "a long number": ("mpi: " + "9" * 10_000, "not YAML"),
     "a date that is none": ("mpi: 2001-99-99", "not YAML"),
+    "a hexadecimal number": ("indexes: 0x" + "f" * 100_000, "buildspec"),
+    "a mapping as a key": ("? {a: [b]}\n: c\n", "not YAML"),
+    "many short keys": ("{" + "a," * 50_000 + "}", "more than 5000 lines and signs"),
+    "many short lists": ("mpi: " + "[]" * 50_000, "more than 5000 lines and signs"),
     "an object of Python": ("mpi: !!python/object/apply:os.system ['touch RAN']", "buildspec"),
 }
 

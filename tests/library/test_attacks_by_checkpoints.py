@@ -13,6 +13,7 @@ import numpy
 import pytest
 import torch
 
+from shoal_toolkit.checkpoint.directories import CheckpointDirectory
 from shoal_toolkit.checkpoint.torch import Checkpoint, CheckpointError, storage
 
 pytestmark = pytest.mark.timeout(60)  # a pipe would be waited for
@@ -64,6 +65,20 @@ def test_a_lock_that_leads_elsewhere_is_not_written(
         open_checkpoint(directory)
     assert victim.read_text() == "precious"
     assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o600), (0o002, 0o660), (0o077, 0o600)])
+@pytest.mark.parametrize("is_old", [True, False])
+def test_who_cannot_write_checkpoints_cannot_lock_them(tmp_path: Path, umask: int, mode: int, is_old: bool) -> None:
+    """A reader of the file could lock it, and no save would begin. An earlier version has left it readable."""
+    before = os.umask(umask)
+    try:
+        if is_old:
+            (tmp_path / ".lock").touch()
+        CheckpointDirectory(tmp_path, 1).lock()
+    finally:
+        os.umask(before)
+    assert (tmp_path / ".lock").stat().st_mode & 0o777 == mode
 
 
 PIPES = [".metadata", "__0_0.distcp"]

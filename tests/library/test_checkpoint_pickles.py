@@ -106,7 +106,41 @@ def test_the_metadata_names_no_file_elsewhere(tmp_path: Path) -> None:
         Checkpoint(tmp_path / "c", model=torch.nn.Linear(2, 2))
 
 
+ARRAY = numpy.ones(1)
+_reconstruct = ARRAY.__reduce__()[0]
+_frombuffer = ARRAY.__reduce_ex__(5)[0]
+
+
+class Call:
+    """Calls a function of data when it is unpickled, and sets the state of its result."""
+
+    def __init__(self, function: Any, *values: Any, state: Any = None) -> None:
+        self.parts = (function, values) if state is None else (function, values, state)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self.parts
+
+
+def set_dtype(name: str, *state: Any, flags: int = 0) -> Any:
+    return Call(numpy.dtype, name, False, True, state=(3, "|", None, *state, flags))
+
+
+def read_array(dtype: Any) -> bytes:
+    """Return the pickle of the list of an array that is made of eight bytes. numpy follows them if they are objects."""
+    return pickle.dumps(Call(list, Call(_frombuffer, b"AAAAAAAA", dtype, (1,), "C")))
+
+
+POINTERS = {
+    "bytes as objects": read_array(set_dtype("O8", None, None, -1, -1)),
+    "bytes as fields of objects": read_array(set_dtype("V8", ("a",), {"a": (numpy.dtype("O"), 0)}, 8, 1)),
+    "a field beyond the memory": read_array(set_dtype("V8", ("a",), {"a": (numpy.dtype("S64"), 1 << 20)}, 8, 1)),
+    "a larger text than its bytes": read_array(set_dtype("S8", None, None, 1 << 24, 1)),
+    "an array of pointers": pickle.dumps(Call(list, Call(numpy.ndarray, (1,), numpy.dtype("O"), bytearray(8 * b"A")))),
+    "the same by its class": b"cnumpy\nndarray\n((K\x01tcnumpy\ndtype\n(S'O'\ntRS'AAAAAAAA'\nt\x81.",
+    "another class of arrays": pickle.dumps(Call(_reconstruct, str, (0,), b"b")),
+}
 ATTACKS = {
+    **POINTERS,
     "a dotted name": b"\x80\x04\x8c\x05torch\x8c\x09os.system\x93\x8c\x04true\x85R.",
     "an old opcode": b"cos\nsystem\n(S'true'\ntR.",
     "a builtin": b"cbuiltins\neval\n(S'1'\ntR.",
@@ -121,7 +155,7 @@ ATTACKS = {
 
 @pytest.mark.parametrize("data", ATTACKS.values(), ids=ATTACKS)
 def test_other_pickles_call_nothing(data: bytes) -> None:
-    with pytest.raises((pickles.UntrustedError, pickle.UnpicklingError, ValueError, EOFError)):
+    with pytest.raises((pickles.UntrustedError, pickle.UnpicklingError, ValueError, EOFError, TypeError)):
         pickles.load(io.BytesIO(data))
 
 

@@ -230,13 +230,15 @@ def _run_mmdebstrap(system: System, settings: NetworkSettings, archive: Path, sa
     with TemporaryDirectory(dir=archive.parent, prefix="base-") as name:  # two builds at once do not share a file
         scratch = Path(name)
         (scratch / "ca.crt").write_bytes(settings.ca_bundle or b"")
-        options = [f"--aptopt={line.rstrip(';')}" for line in settings.apt_proxies]
-        options += [f'--aptopt=Acquire::https::CAInfo "{scratch}/ca.crt"'] if settings.ca_bundle else []
+        lines = [line.rstrip(";") for line in settings.apt_proxies]
+        lines += [f'Acquire::https::CAInfo "{scratch}/ca.crt"'] if settings.ca_bundle else []
         sources = settings.select_sources(system.suite)
         if auth := settings.select_auth(sources):
             (scratch / "auth.conf").write_text(auth)
-            options.append(f'--aptopt=Dir::Etc::Netrc "{scratch}/auth.conf"')
-        command = ["mmdebstrap", *options, *make_recipe(system), str(scratch / "base.tar")]
+            lines.append(f'Dir::Etc::Netrc "{scratch}/auth.conf"')
+        # A file: proxies may have passwords, and every user can read command lines.
+        (scratch / "apt.conf").write_text("".join(f"{line};\n" for line in lines))
+        command = ["mmdebstrap", f"--aptopt={scratch / 'apt.conf'}", *make_recipe(system), str(scratch / "base.tar")]
         if sources:
             (scratch / "sources.list").write_text("\n".join(sources) + "\n")
             command.append(str(scratch / "sources.list"))

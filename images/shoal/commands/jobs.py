@@ -72,7 +72,18 @@ from shoal.jobs.distribution import parse_distribution
 from shoal.jobs.job import JobRequest, JobResult
 from shoal.jobs.known_jobs import KnownJob, read_job
 from shoal.jobs.live_view import View
-from shoal.jobs.record import DOCKER, FAILED, LOCAL, OUTPUT, STOPPED, JobRecord, OpenJob, open_job, read_record
+from shoal.jobs.record import (
+    DOCKER,
+    FAILED,
+    LOCAL,
+    OUTPUT,
+    STOPPED,
+    JobRecord,
+    OpenJob,
+    check_owners,
+    open_job,
+    read_record,
+)
 from shoal.jobs.variables import parse_secrets, read_environment, restore_environment
 from shoal.jobs.volumes import Volume
 from shoal.report import timeline
@@ -225,8 +236,9 @@ class RunOptions:
         else:
             earlier = read_record(self.jobs, self.resume)
             request = _extend_request(earlier.request, given, f"--resume {self.resume}")
+            check_owners(earlier, request, f"--resume {self.resume}")
             used = engine.value if engine else earlier.engine
-            record = JobRecord(self.image or earlier.image, used, request, identity=earlier.identity)
+            record = dataclasses.replace(earlier, image=self.image or earlier.image, engine=used, request=request)
         record.request.check()
         if record.engine == LOCAL:
             if record.request.source is None:

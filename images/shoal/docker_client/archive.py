@@ -23,20 +23,30 @@ _MOST_STEPS = 512  # directories and links on the way to a file: links with long
 
 
 def pack_tree(
-    root: Path, arcname: str, out: IO[bytes], owner: tuple[int, int] = (0, 0), left_out: str | None = None
+    root: Path,
+    arcname: str,
+    out: IO[bytes],
+    owner: tuple[int, int] = (0, 0),
+    left_out: str | None = None,
+    room: limits.Room | None = None,
 ) -> None:
     """Write the tree at `root` as `arcname`, owned by a user and a group, and rewind `out`. Directories get mode 0755.
 
-    The entry `left_out` of `root` is not written.
+    The entry `left_out` of `root` is not written. Raises `DiskError` if `room` has no place for an entry: a sparse file
+    takes its whole size there.
     """
 
     def select(entry: tarfile.TarInfo) -> tarfile.TarInfo | None:
         """Return an entry with its new owner, or None if it is left out."""
+        if left_out and entry.name == f"{arcname}/{left_out}":
+            return None
+        if room:
+            room.take(entry.name, entry.size)
         entry.uid, entry.gid = owner
         entry.uname = entry.gname = ""  # a name would count, and this machine's users are others
         if entry.isdir():
             entry.mode = 0o755
-        return None if left_out and entry.name == f"{arcname}/{left_out}" else entry
+        return entry
 
     with tarfile.open(fileobj=out, mode="w") as archive:
         archive.add(root, arcname, filter=select)
@@ -125,6 +135,8 @@ def _find_problem(entry: tarfile.TarInfo) -> str:
     path = PurePosixPath(entry.name)
     if path.is_absolute() or ".." in path.parts:
         return "outside the directory"
+    if not path.parts and not entry.isdir():
+        return "without a name"
     if len(path.parts) > limits.MOST_DEPTH:
         return f"in more than {limits.MOST_DEPTH} directories"
     has_place = entry.isdir() or entry.isfile() or entry.islnk() or entry.issym()

@@ -14,6 +14,8 @@ MIB = 1024**2
 # The distributions that have the version of the framework.
 _FRAMEWORKS = {"pytorch": ("torch",), "tensorflow": ("tensorflow", "tensorflow-cpu"), "huggingface": ("transformers",)}
 _ENTITIES = {ord(char): f"&#{ord(char)};" for char in "\\&<>[]|`*~"}
+_SIGNS = re.compile(r":(?=//)|(?<=\bwww)\.|@|(?<![^\W_])_|_(?![^\W_])", re.IGNORECASE)
+"""Signs that make links of addresses, and _ around words, which emphasizes them."""
 _CUDA = re.compile(r"nvidia-cuda-runtime(-cu\d+)?")
 
 
@@ -122,4 +124,5 @@ def _format_row(cells: tuple[str, ...]) -> str:
 
 def escape_markdown(text: str) -> str:
     """Return a text of an image that Markdown shows as it is, in one line: no HTML, links, code and cells."""
-    return clean_text(text).replace("\n", " ").translate(_ENTITIES)
+    text = clean_text(text).replace("\n", " ").translate(_ENTITIES)
+    return _SIGNS.sub(lambda found: f"&#{ord(found[0])};", text)

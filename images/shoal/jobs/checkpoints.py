@@ -23,6 +23,7 @@ from shoal import trust
 from shoal.clean_text import print_error
 from shoal.docker_client import archive
 from shoal.errors import UsageError
+from shoal.limits import Room
 
 MARK = ".shoal-job.json"
 """The file in the directory that names its job. The job itself does not see it."""
@@ -48,11 +49,14 @@ class CheckpointDirectory:
         return any(path.name != MARK for path in self.path.iterdir())
 
     def pack(self, arcname: str, out: IO[bytes], owner: tuple[int, int]) -> None:
-        """Write its content as `arcname`, owned by a user and a group, and rewind `out`."""
-        archive.pack_tree(self.path, arcname, out, owner, left_out=MARK)
+        """Write its content as `arcname`, owned by a user and a group, and rewind `out`, on this directory's disk.
+
+        Raises `DiskError` if it does not fit.
+        """
+        archive.pack_tree(self.path, arcname, out, owner, left_out=MARK, room=Room(self.path.parent))
 
     def copy_to(self, target: Path) -> None:
-        """Copy its content to an existing directory."""
+        """Copy its content to an existing directory. Raises `DiskError` if it does not fit."""
         copy_tree(self.path, target)
         (target / MARK).unlink()
 
@@ -290,7 +294,8 @@ def copy_tree(source: Path, target: Path, link: bool = False) -> None:
     """Copy files, directories and symbolic links to an existing directory; others, such as sockets, are left out.
 
     With `link`, files become hard links if both are on one file system, so that no bytes are copied. Absolute
-    links into `source` become relative ones.
+    links into `source` become relative ones. Holes of files stay holes, and still their sizes must fit. Raises
+    `DiskError` otherwise.
 
     A copy belongs to this user, so it has no setuid bit: a program of another user's would become one of this user's.
     """
@@ -300,8 +305,23 @@ def copy_tree(source: Path, target: Path, link: bool = False) -> None:
         modes = {name: stat.S_IFMT(Path(directory, name).lstat().st_mode) for name in names}
         return {name for name, mode in modes.items() if mode not in (stat.S_IFREG, stat.S_IFDIR, stat.S_IFLNK)}
 
-    copy = _link_or_copy if link else _copy_file
+    room = Room(target)
+
+    def copy(source: str | os.DirEntry[str], target: str) -> None:
+        """Make a hard link to a file, or a copy."""
+        if link:
+            with contextlib.suppress(OSError):  # the file system cannot
+                os.link(source, target)
+                return
+        room.take(os.fspath(source), Path(source).stat().st_size)
+        _copy_file(source, target)
+
     shutil.copytree(source, target, symlinks=True, ignore=ignore, copy_function=copy, dirs_exist_ok=True)
+    _make_links_relative(source, target)
+
+
+def _make_links_relative(source: Path, target: Path) -> None:
+    """Replace absolute links into `source` in its copy `target`."""
     for directory, *names in os.walk(target):
         for path in (Path(directory, name) for name in itertools.chain(*names)):
             if path.is_symlink() and path.readlink().is_absolute():
@@ -311,17 +331,10 @@ def copy_tree(source: Path, target: Path, link: bool = False) -> None:
                 path.symlink_to(to)
 
 
-def _link_or_copy(source: str, target: str) -> None:
-    """Make a hard link to a file, or a copy if the file system cannot."""
-    try:
-        os.link(source, target)
-    except OSError:
-        _copy_file(source, target)
-
-
 def _copy_file(source: str | os.DirEntry[str], target: str) -> None:
     """Copy a file with its permissions and times."""
-    shutil.copyfile(source, target)
+    with Path(source).open("rb") as content, Path(target).open("xb") as out:
+        archive.copy_with_holes(content, out)
     found = Path(source).stat()
     Path(target).chmod(found.st_mode & 0o777)
     os.utime(target, ns=(found.st_atime_ns, found.st_mtime_ns))

@@ -63,6 +63,11 @@ class KnownJob:
         return self.record.identity or self.name
 
     @property
+    def key(self) -> str:
+        """Its key in this user's list of jobs."""
+        return self.record.key(self.name)
+
+    @property
     def is_running(self) -> bool:
         """Whether a command runs it."""
         return self.state == record.RUNNING
@@ -113,7 +118,7 @@ def list_jobs() -> list[KnownJob]:
     for directory in running.list_directories():
         with contextlib.suppress(UsageError, OSError):  # another version's, another user's, or removed meanwhile
             job = read_job(directory)
-            running.check_own(directory, job.identity, job.name)
+            running.check_own(directory, job.key, job.name)
             found.append(job)
     return sorted(found, key=lambda each: (not each.is_running, -each.record.started))
 
@@ -144,7 +149,7 @@ def find_job(name: str) -> KnownJob:
 def find_running_job(name: str) -> KnownJob:
     """Return the running job of this user with a name, or in a directory. Raises `UsageError` if there is none."""
     found = find_job(name)
-    running.check_own(found.directory, found.identity, name)
+    running.check_own(found.directory, found.key, name)
     if found.is_running:
         return found
     fix = f"shoal stop {name} ends its hosts" if found.state == LOST else "`shoal ps` lists running jobs"

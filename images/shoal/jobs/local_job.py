@@ -15,7 +15,7 @@ from rich.console import Console
 
 from shoal.console import print_line
 from shoal.docker_client import containers
-from shoal.errors import DockerError, UsageError
+from shoal.errors import DiskError, DockerError, UsageError
 from shoal.jobs import checkpoints, distribution, gpu_usage, gpus, job, restarts, results, usage, variables
 from shoal.jobs.live_view import View
 from shoal.jobs.local_hosts import LocalHosts
@@ -75,7 +75,7 @@ def _run_hosts(opened: OpenJob, view: View, temporary: str) -> job.JobResult:
             try:
                 collect_tree(shared, opened.checkpoints)
                 opened.update(uncollected=False)  # before they are removed
-            except (OSError, shutil.Error, RecursionError) as error:  # the job has its result all the same
+            except (OSError, shutil.Error, RecursionError, DiskError) as error:  # the job has its result all the same
                 place = shared / checkpoints.CONTENT
                 print_line(f"the checkpoints were not collected: {error}. They are in {place}", view.console)
         for tree in hosts.trees.values():

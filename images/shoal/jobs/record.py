@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import secrets
 import shutil
 import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,8 @@ class JobRecord:
     """Whether the newest checkpoints are not in their directory yet, but in Docker's volume or in the host's tree."""
     identity: str = ""
     """The label of the job's objects in Docker, which no other job has. Empty: its name, which is unique then."""
+    token: str = ""
+    """Random. The list of jobs has its digest, so nobody can write a record in the place of a job that was removed."""
     state: str = RUNNING
     started: float = 0.0
     """When the last command has started it, in seconds since 1970."""
@@ -56,6 +59,12 @@ class JobRecord:
     """The process of the command that runs it."""
     process_start: str = ""
     """The start of that process, as `local_processes.describe_start` returns it: numbers are used again."""
+    owners: Mapping[str, int] = field(default_factory=dict)
+    """The users that own the files of `list_deciding`, by path, when the last command has started it."""
+
+    def key(self, name: str) -> str:
+        """Return the key of the job with a name in this user's list of jobs."""
+        return self.token or self.identity or name
 
 
 _RECORDS = pydantic.TypeAdapter(JobRecord)
@@ -112,8 +121,37 @@ def read_record(output: Path, name: str) -> JobRecord:
             " --output with the directory of your jobs"
         )
     found = load_record(path, f"--resume {name}")
-    running.check_own(path.parent, found.identity or name, f"--resume {name}")
+    running.check_own(path.parent, found.key(name), f"--resume {name}")
     return found
+
+
+def list_deciding(request: job.JobRequest) -> set[Path]:
+    """Return the directory and the files that decide what a job runs: its source, and files of variables."""
+    return {path for path in (request.source, *request.taken.values()) if path}
+
+
+def _read_owners(request: job.JobRequest) -> dict[str, int]:
+    found = {}
+    for path in list_deciding(request):
+        with contextlib.suppress(OSError):
+            found[str(path.absolute())] = path.stat().st_uid
+    return found
+
+
+def check_owners(earlier: JobRecord, request: job.JobRequest, option: str) -> None:
+    """Raise `UsageError` if another user has put files in the place of those that decided what a job runs.
+
+    Args:
+        earlier: The record of the job.
+        request: The request with which it is resumed.
+        option: The option, for the message.
+    """
+    for path, owner in _read_owners(request).items():
+        if path in earlier.owners and owner not in {earlier.owners[path], *trust.own_ids()}:
+            raise UsageError(
+                f"{option}: {path} belongs to the user {owner} now, and to {earlier.owners[path]} when the job started."
+                " It decides what the job runs. Fix: start a new job if you trust that user"
+            )
 
 
 def load_record(path: Path, option: str) -> JobRecord:
@@ -183,7 +221,7 @@ def open_job(record: JobRecord, resumed: str | None, name: str | None = None) ->
         code = request.source.resolve().name if request.source else Path(record.image).name.partition(":")[0]
         unique = job.make_job_name(name or code)
         name = name or unique
-        record = replace(record, identity=unique)
+        record = replace(record, identity=unique, token=secrets.token_hex(16))
         directory = job.make_job_directory(request, name)
         if problem := trust.find_stranger(directory):
             directory.rmdir()
@@ -196,11 +234,15 @@ def open_job(record: JobRecord, resumed: str | None, name: str | None = None) ->
     place, owner = find_checkpoints(request, directory), record.identity or name
     pid = os.getpid()
     try:
-        with checkpoints.open_directory(place, owner, option) as opened, running.mark_running(directory, owner):
+        with (
+            checkpoints.open_directory(place, owner, option) as opened,
+            running.mark_running(directory, record.key(name)),
+        ):
             if resumed is not None:
                 record = _prepare_resume(directory, record, opened)
             start = local_processes.describe_start(pid)
             record = replace(record, state=RUNNING, started=time.time(), ended=None, pid=pid, process_start=start)
+            record = replace(record, owners=_read_owners(request))
             log = JobLog(path=directory / LOG)
             result = OpenJob(name, directory, record, opened, resumed is not None, log)
             try:

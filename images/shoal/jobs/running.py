@@ -2,7 +2,7 @@
 
 The mark is a locked file, so it ends with the command, also if that is killed. The directories are remembered as links
 in $XDG_STATE_HOME/shoal/jobs, by default ~/.local/state/shoal/jobs, one directory for each machine. A link's name is
-made of the directory and the identity of its job. Only a job with a link counts as this user's: a record says what is
+made of the directory and the key of its job. Only a job with a link counts as this user's: a record says what is
 mounted, replaced and ended, and anybody can write one.
 """
 
@@ -31,7 +31,7 @@ _PAUSE = 0.02
 
 
 @contextlib.contextmanager
-def mark_running(directory: Path, identity: str) -> Iterator[None]:
+def mark_running(directory: Path, key: str) -> Iterator[None]:
     """Mark a job's directory as one that this process runs, and remember it. The mark is removed at the end.
 
     The caller has locked the job's checkpoints. Raises `UsageError` if another command runs the job with others.
@@ -46,7 +46,7 @@ def mark_running(directory: Path, identity: str) -> Iterator[None]:
                 )
             time.sleep(_PAUSE)
         try:
-            _remember(directory, identity)
+            _remember(directory, key)
             yield
         finally:
             mark.unlink(missing_ok=True)
@@ -101,14 +101,14 @@ def _state_directory() -> Path:
     return (base if base.is_absolute() else Path.home() / ".local" / "state") / "shoal" / "jobs"
 
 
-def _link_name(directory: Path, identity: str) -> str:
-    return hashlib.sha256(os.fsencode(directory) + b"\0" + os.fsencode(identity)).hexdigest()[:32]
+def _link_name(directory: Path, key: str) -> str:
+    return hashlib.sha256(os.fsencode(directory) + b"\0" + os.fsencode(key)).hexdigest()[:32]
 
 
-def _remember(directory: Path, identity: str) -> None:
+def _remember(directory: Path, key: str) -> None:
     """Make a link to a job's directory. Print a warning if other commands will not take the job for this user's."""
     links = _state_directory() / socket.gethostname()
-    link = links / _link_name(directory, identity)
+    link = links / _link_name(directory, key)
     fix = f"Fix: shoal trust {directory}"
     try:
         links.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -139,22 +139,22 @@ def list_directories() -> list[Path]:
     return found
 
 
-def check_own(directory: Path, identity: str, option: str) -> None:
+def check_own(directory: Path, key: str, option: str) -> None:
     """Raise `UsageError` unless the job in a directory is this user's.
 
-    This user's list of jobs must have it with its identity, and nobody else may be able to change its files. A list of
+    This user's list of jobs must have it with its key, and nobody else may be able to change its files. A list of
     another machine with the same home directory counts too. If the user has named the job's directory with `shoal
     trust`, it is accepted without both.
 
     Args:
         directory: The job's directory.
-        identity: The label of the job's objects in Docker, from its record.
+        key: The key of the job, from its record.
         option: The option or the job's name, for messages.
     """
     place, named = directory.resolve(), trust.read_trusted()
     if str(place) in named:
         return
-    if problem := _find_problem(place, identity, named):
+    if problem := _find_problem(place, key, named):
         raise UsageError(
             f"{option}: {place} is not a job of yours: {problem}. The record of a job says what is run, mounted,"
             " replaced and ended, so nothing was done. Fix: if it is yours, such as one that you have moved or copied"
@@ -162,7 +162,7 @@ def check_own(directory: Path, identity: str, option: str) -> None:
         )
 
 
-def _find_problem(directory: Path, identity: str, named: set[str]) -> str | None:
+def _find_problem(directory: Path, key: str, named: set[str]) -> str | None:
     """Return why a job does not count as this user's, in words; None if it does."""
     if not trust.is_inside(directory, named):
         if words := trust.find_stranger(directory):
@@ -171,7 +171,7 @@ def _find_problem(directory: Path, identity: str, named: set[str]) -> str | None
             if words := trust.describe_stranger(entry.path, entry.stat(follow_symlinks=False)):
                 return words
     state = _state_directory()
-    links = state.glob(f"*/{_link_name(directory, identity)}")
+    links = state.glob(f"*/{_link_name(directory, key)}")
     if any(link.is_symlink() and trust.find_stranger(link.parent) is None for link in links):
         return None
     return f"your list of jobs ({state}) does not have it"

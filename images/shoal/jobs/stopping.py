@@ -46,7 +46,7 @@ def stop_job(found: KnownJob, console: Console) -> KnownJob:
             checkpoints are used by another command or not marked as the job's.
         DockerError: If Docker does not answer.
     """
-    running.check_own(found.directory, found.identity, found.name)
+    running.check_own(found.directory, found.key, found.name)
     process = found.record.pid, found.record.process_start
     if found.state == LOST:
         _stop_lost(found, console)
@@ -73,7 +73,7 @@ def _stop_lost(found: KnownJob, console: Console) -> None:
     place = find_checkpoints(found.record.request, found.directory)
     with (
         checkpoints.open_directory(place, found.identity, found.name, can_claim=False) as directory,
-        running.mark_running(found.directory, found.identity),
+        running.mark_running(found.directory, found.key),
     ):
         opened = OpenJob(found.name, found.directory, found.record, directory, resumed=True)
         pid = os.getpid()  # so that another `shoal stop` reaches this one

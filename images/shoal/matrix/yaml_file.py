@@ -18,8 +18,10 @@ from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from shoal.errors import SpecError, did_you_mean
 
 Location = tuple[str | int, ...]
-_MOST_BYTES, _MOST_VALUES, _MOST_LEVELS = 128 * 1024, 20_000, 100
-"""Limits of a file: its size, its values if aliases are replaced, and open brackets. Our largest one has 3 KB."""
+_MOST_BYTES, _MOST_VALUES, _MOST_LEVELS, _MOST_PARTS = 128 * 1024, 20_000, 100, 5_000
+"""Limits of a file: its size, its values if aliases are replaced, open brackets, and its lines and signs.
+
+The parser takes a second for 5,000 of them. Our largest file has 3 KB."""
 
 
 class Model(pydantic.BaseModel):
@@ -76,6 +78,8 @@ def _parse(path: Path) -> Any:
         text = _read_limited(path)
         if _measure_depth(text) > _MOST_LEVELS:  # the parser takes seconds for it
             raise RecursionError
+        if len(re.findall(rb"[]\n,:?*&!'\"[{}]|- ", text)) > _MOST_PARTS:
+            raise SpecError(f"{path}: more than {_MOST_PARTS} lines and signs. Fix: remove entries that are not needed")
         data = YAML(typ="rt").load(text.decode())
         if _count_values(data, {}) > _MOST_VALUES:
             raise SpecError(
@@ -91,7 +95,7 @@ def _parse(path: Path) -> Any:
         mark = error.problem_mark or error.context_mark
         line = mark.line + 1 if mark else 1
         raise SpecError(f"{path}:{line}: not YAML: {error.problem}") from error
-    except (YAMLError, ValueError) as error:
+    except (YAMLError, ValueError, TypeError) as error:  # TypeError: a mapping as a key
         raise SpecError(f"{path}: not YAML in UTF-8: {error}") from error
 
 
@@ -140,8 +144,16 @@ def _explain(document: Document, model: type[Model], problem: Any) -> str:
     elif problem["type"] == "missing":
         message = "required, but missing"
     elif location:
-        message = f"{message}; found {repr(problem['input'])[:200]}"
+        message = f"{message}; found {_describe(problem['input'])}"
     return document.locate(location, message)
+
+
+def _describe(value: Any) -> str:
+    """Return the beginning of a value as text. Python writes no number with thousands of digits."""
+    try:
+        return repr(value)[:200]
+    except ValueError:
+        return "a number with thousands of digits"
 
 
 def _model_at(model: type[Model], location: Iterable[str | int]) -> type[Model]:

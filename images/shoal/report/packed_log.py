@@ -13,7 +13,7 @@ _LEVEL = 6
 _MAX_LINE = 4_000  # characters
 _MAX_TEXT = 32_000_000
 """The most characters of all lines together, so that a browser can search them quickly."""
-_MAX_UNPACKED = 1 << 30  # bytes
+_MAX_UNPACKED = 5 * _MAX_TEXT  # bytes: four for a character, and the rest for times, hosts and ranks
 _MARGIN = 0.97
 _LINE_OVERHEAD = 30
 

@@ -6,6 +6,7 @@ the older ones as they are. One process writes. It locks the directory, so that 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -51,6 +52,7 @@ class CheckpointDirectory:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = open_regular(self.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
+            _hide_from_readers(self._lock)
         except OSError as error:
             raise CheckpointError(
                 f"{error.filename}: checkpoints cannot be written here: {error.strerror}. "
@@ -137,11 +139,18 @@ def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
 
     Others may have put anything into a directory of checkpoints.
     """
-    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o660)
     if stat.S_ISREG(os.fstat(descriptor).st_mode):
         return descriptor
     os.close(descriptor)
     raise OSError(errno.EINVAL, "not a file", os.fspath(path))
+
+
+def _hide_from_readers(lock: int) -> None:
+    """Keep who cannot write to a lock file from reading it too: a reader can lock it, and stop the job's saves."""
+    mode = stat.S_IMODE(os.fstat(lock).st_mode)
+    with contextlib.suppress(OSError):  # of another user
+        os.fchmod(lock, mode & ~((~mode & 0o222) << 1))
 
 
 def _remove(path: Path) -> None:

@@ -305,7 +305,7 @@ def copy_tree(source: Path, target: Path, link: bool = False) -> None:
         modes = {name: stat.S_IFMT(Path(directory, name).lstat().st_mode) for name in names}
         return {name for name, mode in modes.items() if mode not in (stat.S_IFREG, stat.S_IFDIR, stat.S_IFLNK)}
 
-    room = Room(target)
+    room = Room(target.parent)
 
     def copy(source: str | os.DirEntry[str], target: str) -> None:
         """Make a hard link to a file, or a copy."""

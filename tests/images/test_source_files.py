@@ -130,6 +130,8 @@ def test_a_link_to_what_is_left_out_is_noted(source: Path) -> None:
         ({"null": "/dev/zero"}, "null"),
         ({"absolute": "{source}/train.py"}, "absolute"),
         ({"lost": "/nowhere"}, "lost"),
+        ({"magic": "/proc/self/root/etc/shadow"}, "magic"),
+        ({"up": "lib", "lib/out": "../..", "through": "up/out/home"}, "lib/out"),
     ],
 )
 @pytest.mark.parametrize("read", READERS)

@@ -247,6 +247,10 @@ ESCAPES = {
     "a change of a list": "{% set _ = dropped.append('x') %}",
     "a macro's function": "{% macro m() %}{% endmacro %}{{ m._func.__globals__ }}",
     "the context": "{{ self._TemplateReference__context.environment }}",
+    "an attribute of a filter": "{{ [1]|sum(attribute='__class__') }}",
+    "a format of markup": "{{ ('{0.__class__}'|safe).format(1) }}",
+    "a mapping for a format": "{{ '{a.__class__}'.format_map({'a': 1}) }}",
+    "a loop's object": "{% for _ in [1] %}{{ loop.__init__.__globals__ }}{% endfor %}",
     "a generator's frame": "{{ (dropped|map('upper')).gi_frame }}",
 }
 LOOPS = {

@@ -219,7 +219,7 @@ def test_a_checkpoint_with_holes_does_not_fill_a_disk(
     with open_directory(tmp_path / "mine", "digits", "--checkpoints") as opened:
         out = io.BytesIO()
         with pytest.raises(DiskError, match="step: it has 62,914,560 bytes"):
-            opened.pack("x", out) if engine == "docker" else opened.copy_to(tmp_path / "copy")
+            opened.pack("x", out, (0, 0)) if engine == "docker" else opened.copy_to(tmp_path / "copy")
     assert len(out.getvalue()) < MIB
     assert not (tmp_path / "copy" / "step").exists()
 

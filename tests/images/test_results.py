@@ -474,7 +474,7 @@ def test_a_checkpoint_leads_to_nothing_beside_its_directory(tmp_path: Path, link
 @pytest.mark.parametrize("name", [".", "./", ""])
 def test_a_link_without_a_name_is_left_out(tmp_path: Path, name: str) -> None:
     entries = [(entry(name, tarfile.SYMTYPE, "x"), b""), (entry("checkpoints/a"), b"")]
-    assert unpack(pack(*entries), tmp_path / "new", keep_symlinks=True) != []
+    assert unpack(pack(*entries), tmp_path / "new", origin="/checkpoints") != []
     assert (tmp_path / "new" / "checkpoints" / "a").is_file()
 
 

@@ -369,6 +369,16 @@ def test_dots_in_host_names_are_kept() -> None:
     assert mca(command("", 5, hosts))["prte_keep_fqdn_hostnames"] == "1"
 
 
+@pytest.mark.parametrize("name", ["my_host", "codespaces_3620e8", "a+b", "é"])
+def test_open_mpi_4_takes_host_names_with_other_characters(name: str) -> None:
+    assert mca(command("", 4, {name: 1, "b": 1}))["regx"] == "naive"
+    alone = mpi.build_mpirun_command(MACHINE._replace(name=name), ONE, "", KEY, {}, ["true"])
+    assert mca(alone.command)["regx"] == "naive"
+    assert alone.daemon["regx"] == "naive"
+    assert "regx" not in mca(command("", 5, {name: 1, "b": 1}))
+    assert "regx" not in mca(command("", 4, {"REP-X1.a": 1, "12": 1}))
+
+
 # Many hosts
 
 

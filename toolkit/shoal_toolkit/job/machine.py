@@ -60,6 +60,7 @@ class Machine(NamedTuple):
     mpirun_options: Mapping[str, Any] = {}  # data/mpirun.json, if there is an mpirun
     instance: Mapping[str, Any] = {}  # the entry of the instance type in data/instances.json
     has_fewer_cpus: bool = False  # than programs see: a quota or SHOAL_CPUS limits them
+    name: str = ""  # its host name, which Open MPI uses
     peer_filter: str = ""  # the library that refuses strangers, if SHOAL_MEMBERS_ONLY is 1
 
 
@@ -99,6 +100,7 @@ def read_machine(
         mpirun_options=read_table("mpirun") if mpirun else {},
         instance=read_instance(instance_type),
         has_fewer_cpus=cpus < len(os.sched_getaffinity(0)),
+        name=os.uname().nodename,
         peer_filter=_find_peer_filter(sys.path) if is_members_only(environ) else "",
     )
 

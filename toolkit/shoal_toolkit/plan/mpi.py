@@ -24,6 +24,7 @@ Why each default (names of Open MPI 4.1; data/mpirun.json has the names in 5.0):
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 
 from shoal_toolkit.job.machine import Machine
@@ -33,6 +34,7 @@ from shoal_toolkit.plan.mpi_options import MCA_VARIABLES, McaValue, MpiOptions, 
 TMPDIR_PARAMETERS = ("orte_tmpdir_base", "prte_tmpdir_base")  # of Open MPI 4.1 and of 5.0
 AGENT_PARAMETERS = ("plm_rsh_agent", "plm_ssh_agent")
 _NO_SCHEDULER = "^slurm,tm,pbs,lsf,alps,gridengine,flux"  # the names of both series; Open MPI ignores unknown ones
+_REGULAR_NAME = re.compile(r"[A-Za-z0-9.-]*")  # of a host; Compose and users also have underscores
 ANY = "\0"  # any value: no argument of a process can contain it
 
 
@@ -232,6 +234,8 @@ def _default_parameters(machine: Machine, hosts: Mapping[str, int]) -> dict[str,
         defaults["oob_tcp_if_include"] = "lo"
     if any("." in host for host in hosts):
         defaults["orte_keep_fqdn_hostnames"] = "1"
+    if machine.open_mpi == 4 and not all(map(_REGULAR_NAME.fullmatch, (*hosts, machine.name))):
+        defaults["regx"] = "naive"  # the default component refuses such names, also of a single host
     return _translate(defaults, machine)
 
 

@@ -147,6 +147,17 @@ def test_requirements_are_there_when_the_script_starts(tree: Tree, environment: 
     assert environment.installed() == {"needed"}
 
 
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="PYTHONSAFEPATH came with Python 3.11")
+def test_modules_of_the_code_do_not_hide_those_that_pip_needs(tree: Tree, environment: Environment) -> None:
+    wheel(tree.code, "needed")
+    tree.script("./needed-1.0-py3-none-any.whl\n", "requirements.txt")
+    for name in ("json", "email", "typing", "logging", "tempfile", "platform", "calendar", "pip"):
+        tree.script("raise SystemExit(__name__ + ' of the code')", f"{name}.py")
+    tree.script("import needed; print(needed.NAME)")
+    done = environment.train(tree, SAGEMAKER_PROGRAM="train.py", PIP_NO_INDEX="1")
+    assert (done.code, done.out.splitlines()[-1]) == (0, "needed"), done.err
+
+
 @pytest.mark.parametrize("metadata", ["setup.py", "pyproject.toml"])
 def test_a_package_is_installed_and_run(tree: Tree, environment: Environment, metadata: str) -> None:
     tree.script(PYPROJECT, "pyproject.toml")

@@ -66,6 +66,7 @@ class LaunchPlan(NamedTuple):
     ranks: Mapping[str, int]  # host → number of ranks, without hosts outside the distribution
     outside: tuple[str, ...]  # hosts outside the distribution: each runs the script once, as a job of its own
     setup: tuple[tuple[str, ...], ...]  # commands that every host runs before the launch
+    setup_env: Mapping[str, str]  # variables for these commands only
     script: tuple[str, ...]
     command: tuple[str, ...]  # of this host; empty if the first host starts the ranks here
     daemon: Mapping[str, str]  # MCA parameter → value or mpi.ANY, which mpirun may pass to its daemon here
@@ -160,6 +161,7 @@ def make_plan(job: Job, machine: Machine, free_port: str = DEFAULT_MASTER_PORT) 
         ranks=ranks,
         outside=outside,
         setup=tuple(_plan_setup(job, machine)),
+        setup_env=_leave_out_code(job),
         script=tuple(script),
         command=tuple(command),
         daemon=daemon,
@@ -297,10 +299,13 @@ def _plan_sidecars(job: Job, machine: Machine, launcher: str, hosts: Sequence[st
         from shoal_toolkit.plan import sidecars
 
         if command := sidecars.upload_command(job, machine):
-            # The code directory may contain modules of any name.
-            env = {"PYTHONPATH": job.environ.get("PYTHONPATH", ""), "PYTHONSAFEPATH": "1"}
-            planned.append(Sidecar("the upload of output/intermediate", command, env, drains=True))
+            planned.append(Sidecar("the upload of output/intermediate", command, _leave_out_code(job), drains=True))
     return planned
+
+
+def _leave_out_code(job: Job) -> dict[str, str]:
+    """Returns variables for Python programs of the toolkit: the code directory may contain modules of any name."""
+    return {"PYTHONPATH": job.environ.get("PYTHONPATH", ""), "PYTHONSAFEPATH": "1"}
 
 
 def _build_environment(

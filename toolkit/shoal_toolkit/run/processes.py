@@ -143,7 +143,7 @@ class HostProcesses:
 
         self._on_end = on_end
         try:
-            self._start(command, {}, self._plan.cwd, reader_of)
+            self._start(command, self._plan.setup_env, self._plan.cwd, reader_of)
         except LaunchError as error:
             finish(error)
 

@@ -56,8 +56,11 @@ def main(words: Sequence[str]) -> int:
             file.writelines(f"{line}\n" for line in list_constraints(installed, others, needs))
         _make_empty_packages(directory, others)
         environ["PYTHONPATH"] = os.pathsep.join(filter(None, (directory, environ.get("PYTHONPATH"))))
+        # For pip only: builds of packages may import modules of their own directory.
+        safe = ["-P"] if environ.pop("PYTHONSAFEPATH", None) and sys.version_info >= (3, 11) else []
         words = [_copy_code(directory) if word == "." else word for word in words]
-        return subprocess.call([sys.executable, "-m", "pip", "install", "--constraint", fixed, *words], env=environ)
+        pip = [sys.executable, *safe, "-m", "pip"]
+        return subprocess.call([*pip, "install", "--constraint", fixed, *words], env=environ)
 
 
 def read_installed() -> dict[str, str]:

@@ -158,6 +158,25 @@ def test_a_script_that_is_not_there(tree: Tree, run: Run) -> None:
     assert f"{tree.code} contains: model.py, train.py" in tree.failure
 
 
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        (r"src\deep\go.py", "Did you mean 'src/deep/go.py'?"),
+        (r".\train.py", "Did you mean 'train.py'?"),
+        ("go.py", "Did you mean 'src/deep/go.py'?"),
+        ("deep/go.py", "Did you mean 'src/deep/go.py'?"),
+        ("train.py --epochs 3", "Fix: name 'train.py', and pass its arguments as hyperparameters."),
+        ("train.py ", "Did you mean 'train.py'?"),
+    ],
+)
+def test_a_missing_script_that_is_elsewhere_in_the_code(tree: Tree, run: Run, name: str, hint: str) -> None:
+    tree.script("", "train.py")
+    (tree.code / "src" / "deep").mkdir(parents=True)
+    tree.script("", "src/deep/go.py")
+    assert run(SAGEMAKER_PROGRAM=name).code == 2
+    assert f"is not in {tree.code}. {hint}\n" in tree.failure
+
+
 def test_no_script_is_named(tree: Tree, run: Run) -> None:
     assert run().code == 2
     assert "Set the variable SAGEMAKER_PROGRAM" in tree.failure

@@ -26,6 +26,7 @@ STOCK_TOOLKITS = frozenset(
 )
 _DOTTED = r"[A-Za-z_]\w*(?:\.\w+)*"
 _MAX_LISTED = 20
+_MAX_DEPTH = 3  # of directories in which a script is searched
 
 
 class Script(NamedTuple):
@@ -147,9 +148,26 @@ def _missing_script(name: str, path: str, code: Code) -> ContractError:
             f'The script {name!r} is a directory of {code.directory}. To run it as a package, write "-m {module}"; to '
             f"have it installed first, give {code.directory} a setup.py or pyproject.toml."
         )
-    return ContractError(
-        f"The script {name!r} is not in {code.directory}.{did_you_mean(name, _code_files(code))}\n{_list_code(code)}"
-    )
+    hint = _find_elsewhere(name, code) or did_you_mean(name, _code_files(code))
+    return ContractError(f"The script {name!r} is not in {code.directory}.{hint}\n{_list_code(code)}")
+
+
+def _find_elsewhere(name: str, code: Code) -> str:
+    """Returns a hint if the name has arguments, or a file of that name is deeper in the code; otherwise an empty text.
+
+    A path of Windows has backslashes, and an archive may have a directory at its top.
+    """
+    words = name.split()
+    if len(words) > 1 and os.path.isfile(os.path.join(code.directory, words[0])):
+        return f" Fix: name {words[0]!r}, and pass its arguments as hyperparameters."
+    wanted = os.path.normpath(name.strip().replace("\\", "/"))
+    for folder, folders, files in os.walk(code.directory):
+        depth = os.path.relpath(folder, code.directory).count(os.sep)
+        folders[:] = sorted(folders)[:_MAX_LISTED] if depth < _MAX_DEPTH else []
+        for path in (os.path.relpath(os.path.join(folder, file), code.directory) for file in files):
+            if path == wanted or path.endswith(f"/{wanted}"):
+                return f" Did you mean {path!r}?"
+    return ""
 
 
 def _code_files(code: Code) -> list[str]:

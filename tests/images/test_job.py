@@ -176,6 +176,13 @@ def test_tree_is_like_sagemakers(request_: job.JobRequest, tmp_path: Path) -> No
     assert (root / "output" / "data").is_dir()
 
 
+def test_a_channel_that_is_a_link_to_nothing(tmp_path: Path) -> None:
+    (tmp_path / "data").symlink_to("moved")
+    with pytest.raises(UsageError, match=r"/data: a link to moved, which does not exist. Fix: ") as refused:
+        job.check_channel_directory("training", tmp_path / "data")
+    assert "Did you mean" not in str(refused.value)
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [

@@ -305,6 +305,9 @@ def check_channel_directory(name: str, directory: Path) -> None:
     check_no_address(f"--channel {name}", directory)
     if directory.exists():
         raise UsageError(f"--channel {name}={directory}: a file. Fix: give its directory, {directory.parent}")
+    if directory.is_symlink():
+        missing = f"a link to {directory.readlink()}, which does not exist"
+        raise UsageError(f"--channel {name}={directory}: {missing}. Fix: give the directory with the data")
     near = [path.name for path in directory.parent.iterdir()] if directory.parent.is_dir() else []
     raise UsageError(f"--channel {name}={directory}: no such directory.{did_you_mean(directory.name, near)}")
 

@@ -210,6 +210,9 @@ BEGIN = "Traceback (most recent call last):\n"
 NO_CHANNEL = f"{BEGIN}  File\nKeyError: 'SM_CHANNEL_TRAINING'\n"
 NO_FILE = f"{BEGIN}  File\nFileNotFoundError: [Errno 2] No such file or directory: '/opt/ml/input/data/training/x.csv'"
 RELATIVE = f"{BEGIN}  File\nImportError: attempted relative import with no known parent package"
+HIDDEN = f"{BEGIN}  File\nImportError: cannot import name 'x' from"
+CIRCULAR = "(most likely due to a circular import)"
+MISSING = f"{BEGIN}  File\nFileNotFoundError: [Errno 2] No such file or directory:"
 FLAG = "usage: train.py [-h] [--fp16]\ntrain.py: error: unrecognized arguments: "
 NO_DEVICE = f"{BEGIN}  File\nRuntimeError: CUDA error: no CUDA-capable device is detected"
 NO_DEVICES = f"""{BEGIN}  File "a.py", line 3, in <module>
@@ -222,7 +225,7 @@ LIMITED = {"oom_kills": 2, "memory_limit": 1 << 29}
 
 
 SPEC = "Error while finding module specification for"
-MISSING: tuple[int, dict[str, int], str] = (1, {}, "The image has no module accelerate.")
+NO_MODULE: tuple[int, dict[str, int], str] = (1, {}, "The image has no module accelerate.")
 READ_ONLY: tuple[int, dict[str, int], str] = (
     1,
     {},
@@ -273,11 +276,10 @@ TORCH_FULL = "[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 
         (NO_CHANNEL, 1, {}, "The job has no channel training. Fix: shoal run --channel training=DIR"),
         (NO_CHANNEL, 1, {}, 'mount it at input/data/training, and write {"training": {}} into input/config/'),
         (MODULE.replace("yaml", "numpy._core"), 1, {}, "The package numpy is there, but has no numpy._core"),
-        (MODULE.replace("'yaml'", "'queue.x'; 'queue' is not a package"), 1, {}, "often a script named queue.py"),
         (MODULE.replace("yaml", "tensorflow"), 1, {}, "This image is for another framework. Fix: use an image with t"),
-        (f"python3.11: {SPEC} 'accelerate.x' (ModuleNotFoundError: No module named 'accelerate')", *MISSING),
-        (f"{BEGIN}ImportError: {SPEC} 'accelerate.x' (ModuleNotFoundError: No module named 'accelerate')", *MISSING),
-        ("/usr/local/bin/python: No module named accelerate", *MISSING),
+        (f"python3.11: {SPEC} 'accelerate.x' (ModuleNotFoundError: No module named 'accelerate')", *NO_MODULE),
+        (f"{BEGIN}ImportError: {SPEC} 'accelerate.x' (ModuleNotFoundError: No module named 'accelerate')", *NO_MODULE),
+        ("/usr/local/bin/python: No module named accelerate", *NO_MODULE),
         (
             "/bin/python: No module named pkg.__main__; 'pkg' is a package and cannot be directly executed",
             *(1, {}, "The package pkg has no pkg.__main__. Fix: name a module of it, such as -m pkg.train"),
@@ -302,6 +304,16 @@ TORCH_FULL = "[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 
         ("go.sh: line 3: SM_CHANNEL_VAL: unbound variable", 1, {}, "shoal run --channel val=DIR"),
         (NO_FILE, 1, {}, "shoal run --channel CHANNEL=DIR"),
         ("ls: cannot access '/opt/ml/input/data/x/y': No such file or directory", 2, {}, "shoal run --channel"),
+        (f"{BEGIN}  File\nEOFError: EOF when reading a line", 1, {}, "A job has no terminal"),
+        (f"{BEGIN}  File\nbdb.BdbQuit", 1, {}, "To debug: docker run -it IMAGE python train.py."),
+        (f"{BEGIN}  File\nOSError: [Errno 24] Too many open files: 'x'", 1, {}, "docker run --ulimit nofile=65536"),
+        (f"{BEGIN}  File\nRuntimeError: received 0 items of ancdata", 1, {}, "docker run --ulimit nofile=65536"),
+        (f"{HIDDEN} 'random' (/opt/ml/code/random.py)", 1, {}, "the code's file random.py hides it"),
+        (f"{HIDDEN} partially initialized module 'queue' {CIRCULAR} (/opt/ml/code/queue.py)", 1, {}, "queue.py hides"),
+        (f"{BEGIN}  File\nAttributeError: partially initialized module 'torch' has no", 1, {}, "torch.py hides it"),
+        (MODULE.replace("'yaml'", "'email.mime'; 'email' is not a package"), 1, {}, "email.py hides it"),
+        (f"{MISSING} 'configs/a.yaml'", 1, {}, "configs/a.yaml is relative to the top of the code"),
+        (f"{MISSING} '../data.csv'", 1, {}, "Fix: --source DIR copies a larger one"),
         (NO_DEVICE, 1, {"gpus": 0}, "shoal run --env SHOAL_REHEARSE=1, or train --rehearse"),
         (f"{BEGIN}  File\nValueError: CUDA support is needed, but CUDA not available", 1, {"gpus": 0}, "no GPU"),
         (
@@ -333,6 +345,11 @@ def test_what_to_do_is_said_where_it_is_known(stderr: str, code: int, facts: dic
         (f"{BEGIN}    x = names[0]\nIndexError: list index out of range", 1, {"gpus": 0}, "GPU"),
         (f"{BEGIN}RuntimeError: {TORCH_FULL}", 1, {"full_mounts": 0}, "space"),
         (f"{BEGIN}PermissionError: [Errno 13] Permission denied: '/opt/ml/x'", 1, {}, "Channels"),
+        (f"{HIDDEN} 'markupsafe' (/opt/venv/lib/python3.11/site-packages/markupsafe/__init__.py)", 1, {}, "hides"),
+        (f"{HIDDEN} 'typing' (/usr/lib/python3.11/typing.py)", 1, {}, "hides"),
+        (f"{BEGIN}  File\nAttributeError: module 'torch' has no attribute 'x'", 1, {}, "hides"),
+        (f"{MISSING} 'ffmpeg'", 1, {}, "--source"),
+        (f"{MISSING} '/data/a.csv'", 1, {}, "--source"),
         (f"{FLAG}--epochs 3", 2, {}, "sagemaker_store_true"),
         (NO_CHANNEL.replace("SM_CHANNEL_TRAINING", "lr"), 1, {}, "channel"),
         (FULL, 1, {"full_mounts": 1, "full:/tmp": 1, "shm": 1 << 30}, "/dev/shm"),

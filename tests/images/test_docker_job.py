@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import signal
 import tarfile
 from dataclasses import replace
 from pathlib import Path
@@ -346,3 +347,23 @@ def test_local_job_has_a_secret(request_: JobRequest, monkeypatch: pytest.Monkey
     monkeypatch.setenv(SECRET_FILE, "/mounted")
     run()
     assert (given[-1].get(SECRET), given[-1][SECRET_FILE]) == (None, "/mounted"), "`train` refuses both"
+
+
+def test_a_third_interrupt_waits_until_the_files_are_collected(tmp_path: Path) -> None:
+    done: list[str] = []
+
+    def kill() -> None:
+        signal.raise_signal(signal.SIGINT)
+        done.append("killed")
+
+    hosts: Any = SimpleNamespace(
+        kill=kill,
+        collect=lambda _: done.append("checkpoints"),
+        fetch_results=lambda host, _: done.append(host),
+        by_name={"algo-1": None},
+        console=Console(file=io.StringIO()),
+    )
+    opened: Any = SimpleNamespace(directory=tmp_path, checkpoints=None, update=lambda **_: None)
+    with pytest.raises(KeyboardInterrupt):
+        docker_job.end_interrupted(hosts, opened)
+    assert done == ["killed", "checkpoints", "algo-1"]

@@ -62,10 +62,7 @@ def run_job_in_docker(opened: OpenJob, view: View) -> job.JobResult:
             with usage.sample_usage(opened.log.usage, opened.log.began, hosts.read_usage):
                 exits = watch.wait()
         except BaseException:
-            hosts.kill()  # those that a second interrupt did not wait for
-            collect(hosts, opened)  # the script may have saved files before it ended
-            with contextlib.suppress(OSError):  # the terminal is gone
-                print_line(f"interrupted; files of the hosts are in {opened.directory}", console)
+            end_interrupted(hosts, opened)
             raise
         for reader in hosts.readers:
             reader.join()
@@ -101,6 +98,18 @@ def check_train(
     first = next(iter(trees))
     earlier = result.messages.get(first)
     return replace(result, messages={**result.messages, first: "\n".join(filter(None, (earlier, f"{text}. {fix}")))})
+
+
+def end_interrupted(hosts: DockerHosts, opened: OpenJob) -> None:
+    """Kill the hosts that a second interrupt did not wait for, and collect the files of their scripts.
+
+    An impatient user interrupts three times. The third waits, and ends this if copying the files takes long.
+    """
+    with containers.delay_interrupts():
+        hosts.kill()
+        collect(hosts, opened)
+        with contextlib.suppress(OSError):  # the terminal is gone
+            print_line(f"interrupted; files of the hosts are in {opened.directory}", hosts.console)
 
 
 def _list_lost_files(hosts: DockerHosts, trees: Mapping[str, Path], codes: Mapping[str, int]) -> tuple[str, ...]:
@@ -141,8 +150,8 @@ def _remove_all_at_end(client: docker.DockerClient, opened: OpenJob, console: Co
         if opened.record.uncollected:
             volume = docker_hosts.volume_name(opened.identity)
             print_line(
-                f"the newest checkpoints were not collected. They are in the Docker volume {volume}. Fix: make room for"
-                f" them, then continue from them with: shoal run --resume {opened.name}",
+                f"the newest checkpoints were not collected. They are in the Docker volume {volume}. Fix: if a disk"
+                f" is full, make room for them. Then continue from them with: shoal run --resume {opened.name}",
                 console,
             )
 

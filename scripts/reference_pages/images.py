@@ -17,7 +17,9 @@ In commands, a tag such as `pytorch-training:2.13.0-cpu-py311-debian12` is one i
 _TAGS = """## Tags
 
 A tag has these parts, in this order: version of the framework, `gpu` or `cpu`, Python, CUDA, operating system.
-An image with `-devel` at the end also has compilers. An image that extends another one builds it first."""
+An image with `-devel` at the end also has compilers. One with `-lean` has no
+[everyday packages](../decisions/everyday-packages.md) such as torchvision and pandas, and is not built by default.
+An image that extends another one builds it first."""
 _USE = """## Choose an image
 
 - **To try something on a CPU**, use a `cpu` image: it is much smaller, because it has no CUDA.

@@ -23,6 +23,10 @@ OUR_PACKAGES = {
 }
 # In the environment of a rank, accelerate takes other ways.
 RANK = {"LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+EVERYDAY = (
+    *("PIL.Image", "h5py", "matplotlib.pyplot", "packaging.version", "pandas", "psutil", "py3nvml", "requests"),
+    *("safetensors", "tensorboard", "tqdm.auto", "yaml"),
+)
 COMMANDS = ("train", "smddprun", "smddpsinglenode", "smddp_singlenode_dev", "smddpmprun", "mpirun", "python", "pip")
 
 
@@ -72,6 +76,32 @@ def transformers() -> dict[str, Any]:
         "torch": torch(),
         "steps": library.Trainer(model, arguments, train_dataset=rows).train().global_step,
     }
+
+
+def everyday() -> dict[str, Any]:
+    """The everyday packages: the errors of their imports, and the results of torchvision and tensorboard."""
+    lacking = {}
+    for name in EVERYDAY:
+        try:
+            importlib.import_module(name)
+        except Exception as error:
+            lacking[name] = repr(error)
+    found: dict[str, Any] = {"lacking": lacking}
+    if importlib.util.find_spec("torchvision"):
+        import torch
+        import torchvision  # type: ignore[import-not-found, unused-ignore]
+        from torch.utils.tensorboard import SummaryWriter  # type: ignore[attr-defined, unused-ignore]
+
+        scaled = torchvision.transforms.Compose([torchvision.transforms.ToTensor()])
+        picture, _ = torchvision.datasets.FakeData(1, (3, 32, 32), transform=scaled)[0]
+        found["logits"] = list(torchvision.models.resnet18().eval()(picture[None]).shape)
+        try:
+            found["kept"] = torchvision.ops.nms(torch.tensor([[0.0, 0, 2, 2]]), torch.ones(1), 0.5).tolist()
+        except RuntimeError as error:
+            found["kept"] = str(error)
+        SummaryWriter(os.environ["TMPDIR"] + "/events").add_scalar("loss", 0.5, 1)
+        found["events"] = len(list(Path(os.environ["TMPDIR"], "events").iterdir()))
+    return found
 
 
 def nvidia() -> dict[str, Any]:

@@ -137,6 +137,18 @@ def test_pip_check_passes(container: ImageContainer) -> None:
     assert "No broken requirements found." in container.run("pip", "check")
 
 
+@pytest.mark.parametrize("image", each(skip=[*DEVEL, HUGGINGFACE]))
+def test_scripts_find_the_everyday_packages(container: ImageContainer, image: ImageSpec) -> None:
+    """torchvision works on a CPU too, without its operators: PyPI's file is linked with CUDA's libraries."""
+    found = container.facts("everyday", "1000")
+    assert found["lacking"] == {}
+    assert ("logits" in found) == (image.framework == "pytorch")
+    if image.framework == "pytorch":
+        assert found["logits"] == [1, 1000]
+        assert found["events"] == 1
+        assert found["kept"] == [0] if image.device == "gpu" else "Couldn't load custom C++ ops" in found["kept"]
+
+
 def test_mpirun_works_by_hand(container: ImageContainer) -> None:
     program = "from mpi4py import MPI; print(MPI.COMM_WORLD.allreduce(1), flush=True)"
     command = ("mpirun", "--oversubscribe", "-np", "2", "python", "-m", "mpi4py", "-c", program)

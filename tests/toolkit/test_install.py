@@ -236,6 +236,12 @@ def test_a_package_that_is_replaced_sets_no_limit() -> None:
     assert "click" not in needs, "which the framework does not need"
 
 
+@pytest.mark.parametrize(("framework", "fixed"), [("torch", {"numpy"}), ("tensorflow-cpu", {"numpy", "protobuf"})])
+def test_a_major_version_stays_if_the_framework_is_compiled_against_it(framework: str, fixed: set[str]) -> None:
+    needs = install.read_needs({framework: "2.0", "numpy": "1.26", "protobuf": "4.25"}, set())
+    assert needs.keys() & {"numpy", "protobuf"} == fixed
+
+
 def test_requirements_may_name_the_framework_and_replace_the_rest(tree: Tree, environment: Environment) -> None:
     wheel(tree.code, "wants", "1.0", f"numpy>={NUMPY_MAJOR}")
     wheel(tree.code, "rich", "99.0")

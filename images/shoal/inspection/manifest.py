@@ -67,7 +67,8 @@ def check_tag(facts: ImageFacts, image: ImageSpec) -> list[str]:
         "python": "py" + "".join(facts.python.split(".")[:2]),
         "cuda": cuda,
         "os": facts.system.get("ID", "") + facts.system.get("VERSION_ID", ""),
-        "variant": "devel" if facts.commands.get("c++") else "runtime",
+        # A lean image lacks only packages that anybody can install.
+        "variant": "devel" if facts.commands.get("c++") else "lean" if image.variant == "lean" else "runtime",
     }
     expected: dict[str, str | None] = {axis: getattr(image, axis) for axis in actual}
     return [

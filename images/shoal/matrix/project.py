@@ -17,8 +17,8 @@ from shoal.errors import SpecError, UsageError
 from shoal.limits import MOST_DEPTH
 from shoal.matrix.spec import ImageSpec
 
-LAYERS = ("cuda", "framework", "mpi", "aws")
-"""The pip layers of an image, the one that changes least first. Each has a lock file."""
+LAYERS = ("cuda", "framework", "mpi", "aws", "everyday")
+"""The pip layers of an image, the one that changes least first. Each has a lock file. Lean images lack the last."""
 CHILD_LAYERS = ("framework",)
 """The pip layers of an image that extends another: it installs only what the other does not have."""
 

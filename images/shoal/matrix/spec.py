@@ -26,7 +26,7 @@ Version = Annotated[str, pydantic.Field(pattern=r"^\d+(\.\d+)+$")]
 Device = Literal["cpu", "gpu"]
 Python = Annotated[str, pydantic.Field(pattern=r"^py3\d+$")]
 Cuda = Annotated[str, pydantic.Field(pattern=r"^cu\d{3}$")]
-Variant = Literal["runtime", "devel"]
+Variant = Literal["runtime", "devel", "lean"]
 Glob = Annotated[str, pydantic.Field(pattern=r"^[\w*][\w*./+-]*[\w*]$")]
 Package = Annotated[str, pydantic.Field(pattern=r"^[a-z0-9][a-z0-9.+-]+$")]
 
@@ -53,6 +53,8 @@ class Release(_Needs):
     """Whether the images are for CPUs or GPUs."""
     cuda: Cuda | None = None
     """The CUDA version of a gpu release."""
+    everyday: tuple[str, ...] = ()
+    """pip requirements in addition to buildspec.yml's `everyday`, for this release."""
 
     @pydantic.model_validator(mode="after")
     def _cuda_belongs_to_gpu(self) -> Release:
@@ -66,7 +68,7 @@ class Child(_Needs):
     """A version of something that extends images, and its needs beyond those."""
 
     extends: str
-    """A glob on tags of earlier images. One child is built on each match. Devel variants do not match."""
+    """A glob on tags of earlier images. One child is built on each match. Only runtime variants match."""
 
 
 class System(Model):
@@ -84,7 +86,7 @@ class System(Model):
     """The compiler packages of devel variants. If there are none, there is no devel variant."""
 
     def variants(self) -> Iterator[tuple[Variant, tuple[Package, ...]]]:
-        """Yield the variants of images, and the packages that each adds."""
+        """Yield the variants of images, and the Debian packages that each adds."""
         yield "runtime", ()
         if self.devel:
             yield "devel", self.devel
@@ -98,7 +100,7 @@ class ImageSpec(Release):
     system: System
     """The system that `os` names."""
     variant: Variant = "runtime"
-    """`devel` also has compilers; its tag ends with that word."""
+    """`devel` also has compilers, `lean` has no everyday packages; the tag ends with that word."""
     packages: tuple[Package, ...] = ()
     """Debian packages in addition to the ones of every image."""
     extends: str | None = None
@@ -110,7 +112,7 @@ class ImageSpec(Release):
 
     @property
     def version_tag(self) -> str:
-        """The part of its tag after the colon. A devel variant ends with that word."""
+        """The part of its tag after the colon. A variant's tag ends with its name."""
         return "-".join(part for part in (self.runtime_version_tag, self.variant) if part != "runtime")
 
     @property
@@ -144,17 +146,22 @@ class VersionsFile(Model):
     children: tuple[Child, ...] = ()
     """Images that extend other images."""
 
-    def combinations(self) -> list[tuple[Location, ImageSpec]]:
+    def combinations(self, everyday: tuple[str, ...]) -> list[tuple[Location, ImageSpec]]:
         """Return every possible image, parents first, each with the place of its entry.
 
         Raises `SpecError` if there are more than a project needs.
+
+        Args:
+            everyday: The everyday packages of buildspec.yml.
         """
         found: list[tuple[Location, ImageSpec]] = []
         for number, release in enumerate(self.releases):
+            needed = (*everyday, *release.everyday)
             for name, system in self.systems.items():
-                for variant, packages in system.variants():
+                variants = [*system.variants(), *([("lean", ())] if needed else ())]
+                for variant, packages in variants:
                     place = {"os": name, "system": system, "python": system.python}
-                    place |= {"variant": variant, "packages": packages}
+                    place |= {"variant": variant, "packages": packages, "everyday": needed if variant != "lean" else ()}
                     found.append((("releases", number), ImageSpec.model_validate(release.model_dump() | place)))
                     _check_number(found)
         for number, child in enumerate(self.children):
@@ -197,7 +204,7 @@ class Axes(Model):
     os: tuple[Word, ...] | None = None
     """Systems of versions.yml, such as `debian12`."""
     variant: tuple[Variant, ...] | None = None
-    """`devel` images also have compilers."""
+    """`devel` images also have compilers, and `lean` images no everyday packages."""
 
     def values(self) -> Iterator[tuple[str, tuple[str, ...]]]:
         """Yield the axes that are set, with their values."""
@@ -242,6 +249,9 @@ class BuildFile(Model):
     """pip requirements of the MPI in every image."""
     aws: tuple[str, ...] = ()
     """pip requirements of every image that must not change its other packages."""
+    everyday: tuple[str, ...] = ()
+    """pip requirements of every image but the lean ones, in addition to its release's own. Scripts take these packages
+    for granted. They do not change other packages."""
     defaults: Mapping[Word, str]
     """The tag of the image that a framework's name means."""
     axes: Axes = Axes()
@@ -316,7 +326,7 @@ def load(path: Path) -> BuildSpec:
     """Read and check a buildspec and its versions.yml. Raises `SpecError` with file, line and key of each mistake."""
     file, document = yaml_file.read_yaml(path, BuildFile)
     versions, versions_document = yaml_file.read_yaml(path.parent / VERSIONS, VersionsFile)
-    combinations = versions.combinations()
+    combinations = versions.combinations(file.everyday)
     mistakes = [versions_document.locate(*problem) for problem in _problems_of_versions(versions, combinations, file)]
     candidates = [image for _, image in combinations]
     allowed = [image for image in candidates if file.axes.allow(image)]

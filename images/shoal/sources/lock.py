@@ -23,11 +23,11 @@ from packaging.utils import canonicalize_name
 
 from shoal.errors import SpecError
 from shoal.limits import MOST_PIP
-from shoal.matrix.project import LAYERS, Project
+from shoal.matrix.project import Project
 from shoal.matrix.spec import BuildSpec, ImageSpec
 from shoal.network.settings import pip_environment
 from shoal.sources import pins
-from shoal.sources.pins import Pin
+from shoal.sources.pins import Pin, layers_of
 from shoal.sources.render import GeneratedFile
 
 # Up to the C library of Debian 12. Later ones are compatible.
@@ -106,17 +106,19 @@ def lock_image(project: Project, spec: BuildSpec, image: ImageSpec) -> list[Path
 
 
 def _resolve_layers(spec: BuildSpec, image: ImageSpec, index: str | None) -> dict[str, list[Pin]]:
-    """Return the pins of an image that extends no other, by layer. Runs pip, for the aws layer a second time.
+    """Return the pins of an image that extends no other, by layer. Runs pip, and again for each upper layer.
 
     Raises `SpecError` if pip fails.
     """
     pins = _resolve([*image.requirements, *spec.mpi], image.python_version, index)
     mpi = {canonicalize_name(Requirement(line).name) for line in spec.mpi}
-    layers: dict[str, list[Pin]] = {layer: [] for layer in LAYERS}
+    layers: dict[str, list[Pin]] = {layer: [] for layer in layers_of(image)}
     for pin in pins:
         layers[_layer_of(pin.name, mpi)].append(pin)
-    if spec.aws:  # does not change the layers below it
-        layers["aws"] = _resolve_on(pins, spec.aws, image.python_version, index)
+    for layer, requirements in (("aws", spec.aws), ("everyday", image.everyday)):
+        if requirements:  # do not change the layers below
+            below = [pin for found in layers.values() for pin in found]
+            layers[layer] = _resolve_on(below, requirements, image.python_version, index)
     return layers
 
 

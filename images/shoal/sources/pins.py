@@ -43,8 +43,13 @@ def read_image_pins(project: Project, spec: BuildSpec, image: ImageSpec) -> dict
     tag = f"{image.repository}:{image.runtime_version_tag}"  # its variants have the same locks
     return {
         layer: tuple(read_lock(directory / f"{layer}.txt", make_header(project, spec, image, layer), tag))
-        for layer in (CHILD_LAYERS if image.extends else LAYERS)
+        for layer in layers_of(image)
     }
+
+
+def layers_of(image: ImageSpec) -> tuple[str, ...]:
+    """Return the names of the image's pip layers."""
+    return CHILD_LAYERS if image.extends else LAYERS if image.everyday else LAYERS[:-1]
 
 
 def are_current(project: Project, spec: BuildSpec, image: ImageSpec) -> bool:
@@ -86,8 +91,8 @@ def make_header(project: Project, spec: BuildSpec, image: ImageSpec, layer: str)
         installed = "\n".join(map(str, list_installed(project, spec, parent)))
         on = f"on {parent.tag} ({hashlib.sha256(installed.encode()).hexdigest()[:12]})"
         return f"# Made by `shoal lock` for: {' '.join(image.requirements)} {on}"
-    requirements = [*image.requirements, *spec.mpi, *(spec.aws if layer == "aws" else ())]
-    return f"# Made by `shoal lock` for: {' '.join(requirements)}".rstrip()
+    upper = {"aws": spec.aws, "everyday": (*spec.aws, *image.everyday)}.get(layer, ())
+    return f"# Made by `shoal lock` for: {' '.join([*image.requirements, *spec.mpi, *upper])}".rstrip()
 
 
 def read_lock(path: Path, header: str | None = None, tag: str = "<tag>") -> list[Pin]:

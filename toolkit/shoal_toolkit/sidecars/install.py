@@ -76,8 +76,9 @@ def read_installed() -> dict[str, str]:
 def read_needs(installed: Mapping[str, str], asked: Collection[str]) -> dict[str, str]:
     """Returns which versions of packages the image's other packages need: name → such as "<1.28,>=1.21.6".
 
-    numpy and protobuf keep their major version, and the needs of all packages count. For the rest, only the needs of
-    packages that keep their version count. A range without the installed version does not count.
+    Packages that the framework is compiled against, such as numpy, keep their major version, and the needs of all
+    packages count. For the rest, only the needs of packages that keep their version count. A range without the
+    installed version does not count.
 
     Args:
         installed: The installed packages.
@@ -89,10 +90,11 @@ def read_needs(installed: Mapping[str, str], asked: Collection[str]) -> dict[str
     from pip._vendor.packaging.specifiers import SpecifierSet
 
     table = read_table("fixed_packages")
+    major = {name for name, users in table["major"].items() if not installed.keys().isdisjoint(users)}
     found: dict[str, SpecifierSet] = {
         name: SpecifierSet(f">={version.partition('.')[0]},<{int(version.partition('.')[0]) + 1}")
         for name, version in installed.items()
-        if name in table["major"] and version.partition(".")[0].isdecimal()
+        if name in major and version.partition(".")[0].isdecimal()
     }
     for dist in metadata.distributions():
         owner = _normalize(dist.metadata["Name"] or "")
@@ -104,7 +106,7 @@ def read_needs(installed: Mapping[str, str], asked: Collection[str]) -> dict[str
             except InvalidRequirement:
                 continue
             name, versions = _normalize(need.name), need.specifier
-            counts = name in table["major"] or _keeps_version(owner, table)
+            counts = name in major or _keeps_version(owner, table)
             applies = need.marker is None or need.marker.evaluate({"extra": ""})
             if counts and applies and versions and versions.contains(installed.get(name, ""), prereleases=True):
                 found[name] = found.get(name, SpecifierSet()) & versions

@@ -113,10 +113,9 @@ def keep_general(needs: Needs, specific: Mapping[str, str]) -> Needs:
 
 def ask_image(image: ImageSpec, needs: Needs, everyday: Sequence[str]) -> Coverage:
     """Import the modules in a container of the image, and look for the commands. everyday: its everyday packages."""
-    names = {"modules": [*needs.imports], "commands": [*needs.commands], "distributions": [*everyday]}
-    program = _PROBE.read_text().replace('{"modules": [], "commands": [], "distributions": []}', repr(names))
+    call = f"main({[*needs.imports]!r}, {[*needs.commands]!r}, {[*everyday]!r})"
     with NamedTemporaryFile("w", suffix=".py") as file:
-        file.write(program)
+        file.write(f"{_PROBE.read_text()}\n{call}\n")
         file.flush()
         found = sandbox.run_probe(docker_client.connect(), image.tag, Path(file.name))
     lacking = Counter({name: needs.imports[name] for name in found["modules"]})

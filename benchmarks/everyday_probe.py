@@ -1,6 +1,6 @@
 """Prints, as JSON, which modules an image cannot import, and which commands it lacks. Runs in containers.
 
-It also prints the bytes and the modules of the given distributions.
+It also prints the bytes and the modules of the given distributions. The benchmark adds the call of `main`.
 """
 
 import contextlib
@@ -14,24 +14,21 @@ import subprocess
 import sys
 import warnings
 
-# The benchmark puts the names of the scripts here.
-NAMES: dict[str, list[str]] = {
-    "modules": [],
-    "commands": [],
-    "distributions": [],
-}
-
 _PATH = [*sys.path]
 
 
-def main() -> None:
+def main(modules: list[str], commands: list[str], distributions: list[str]) -> None:
     for name, value in (("TMPDIR", "/dev/shm"), ("HOME", "/dev/shm"), ("TF_CPP_MIN_LOG_LEVEL", "3")):
         os.environ[name] = value
     warnings.simplefilter("ignore")
-    lacking = [name for name in NAMES["modules"] if not can_import(name)]
+    lacking_modules = [name for name in modules if not can_import(name)]
     builtins = subprocess.run(["bash", "-c", "compgen -bk"], capture_output=True, text=True, check=True).stdout.split()
-    commands = [name for name in NAMES["commands"] if name not in builtins and not shutil.which(name)]
-    found = {"modules": lacking, "commands": commands, "distributions": describe_distributions(NAMES["distributions"])}
+    lacking_commands = [name for name in commands if name not in builtins and not shutil.which(name)]
+    found = {
+        "modules": lacking_modules,
+        "commands": lacking_commands,
+        "distributions": describe_distributions(distributions),
+    }
     sys.stdout.write(json.dumps(found) + "\n")
 
 
@@ -57,7 +54,3 @@ def can_import(name: str) -> bool:
         except BaseException:
             return False
     return True
-
-
-if __name__ == "__main__":
-    main()

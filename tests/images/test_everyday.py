@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
 import sys
 from pathlib import Path, PurePosixPath
 
@@ -104,3 +106,15 @@ def test_a_lean_image_is_one_axis_away(project: Project, tmp_path: Path) -> None
         step.text for step in render.read_steps(project, runtime) if step.name == "everyday packages"
     ]
     assert not [image for image in spec.images if image.extends and image.extends.endswith("-lean")]
+
+
+def test_the_probe_says_what_is_missing() -> None:
+    """With this Python, in place of an image's."""
+    root = Path(__file__).resolve().parents[2]
+    program = (root / "benchmarks" / "everyday_probe.py").read_text()
+    call = "main(['json', 'os.path', 'no_such.module'], ['cd', 'sh', 'no-such-command'], ['packaging'])"
+    done = subprocess.run([sys.executable, "-c", f"{program}\n{call}"], capture_output=True, text=True, check=True)
+    found = json.loads(done.stdout)
+    assert (found["modules"], found["commands"]) == (["no_such.module"], ["no-such-command"])
+    assert found["distributions"]["packaging"]["bytes"] > 50_000
+    assert "packaging" in found["distributions"]["packaging"]["modules"]

@@ -118,8 +118,13 @@ def check_report(directory: Path, metrics: str, changes: dict[str, Any]) -> JobR
     fields: dict[str, Any] = {"name": "j", "exit_code": 3, "directory": directory}
     fields |= {"archives": {}, "launch": {}, "metrics": {}, "messages": {}}
     result = JobResult(**{**fields, **changes})
+    outputs = {"algo-1": directory / "algo-1" / "output"}
     opened = SimpleNamespace(
-        name="j", directory=directory, record=JobRecord("i:1", "docker", JobRequest()), log=JobLog(began=0.0)
+        name="j",
+        directory=directory,
+        outputs=outputs,
+        record=JobRecord("i:1", "docker", JobRequest()),
+        log=JobLog(began=0.0),
     )
     page = job_reports.write_job_report(Mock(), cast(OpenJob, opened), result)
     assert page is not None
@@ -326,7 +331,8 @@ def test_many_or_huge_files_beside_the_code_do_not_keep_a_job(
             yield entry.tobuf(tarfile.GNU_FORMAT)
 
     monkeypatch.setattr(containers, "read_archive", lambda *_: contextlib.nullcontext(io.BytesIO(b"".join(pack()))))
-    hosts = SimpleNamespace(tree=io.BytesIO(bytes(10240)), by_name={"a": None}, first="a")
+    container = SimpleNamespace(attrs={"Created": "1970-01-01T00:00:00Z"})
+    hosts = SimpleNamespace(tree=io.BytesIO(bytes(10240)), by_name={"a": container}, first="a")
     began = time.monotonic()
     assert 1 <= len(DockerHosts.list_lost_files(cast(DockerHosts, hosts))) <= most
     assert time.monotonic() - began < 30

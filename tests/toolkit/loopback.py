@@ -21,18 +21,24 @@ def two_trees(base: Path) -> list[Tree]:
     return trees
 
 
+def free_ports() -> dict[str, str]:
+    """Return ports for a job. The first `train` listens on MASTER_PORT too, and other tests have the default."""
+    names = ("SHOAL_AGENT_PORT", "MASTER_PORT")
+    with socket.create_server(("", 0)) as agent, socket.create_server(("", 0)) as master:
+        return {name: str(probe.getsockname()[1]) for name, probe in zip(names, (agent, master))}
+
+
 @contextmanager
 def started(
     trees: list[Tree], enter: tuple[str, str] = (":", ":"), **variables: str
 ) -> Iterator[list[subprocess.Popen[str]]]:
     """Start `train` on each host, after a shell's command, and end it in any case."""
-    with socket.create_server(("", 0)) as probe:
-        port = str(probe.getsockname()[1])
+    variables = {**free_ports(), **variables}
     with ExitStack() as undo:
         trains = []
         for tree, first in zip(trees, enter):
             environment = clean_environment(
-                SAGEMAKER_BASE_DIR=str(tree.base), SAGEMAKER_PROGRAM="train.py", SHOAL_AGENT_PORT=port, **variables
+                SAGEMAKER_BASE_DIR=str(tree.base), SAGEMAKER_PROGRAM="train.py", **variables
             )
             command = ["/bin/sh", "-c", f'{first}; exec "$@"', "sh", *TRAIN]
             train = subprocess.Popen(

@@ -31,7 +31,7 @@ from shoal_toolkit.system.loop import Loop
 from shoal_toolkit.system.process import find_descendants, signal_process
 
 from .conftest import TRAIN, Finished, Run, Tree, alive, clean_environment
-from .loopback import NAMES, two_trees
+from .loopback import NAMES, free_ports, two_trees
 from .netns import UNAVAILABLE, init_of, running, two_hosts
 
 KILLED = "rank {}: The script was killed by signal 9 (SIGKILL), and wrote nothing to stderr."
@@ -293,8 +293,7 @@ class Hosts:
         self.trains: dict[str, subprocess.Popen[str]] = {}
         self._undo = undo
         self._directory = directory
-        with socket.create_server(("", 0)) as probe:
-            self._port = str(probe.getsockname()[1])
+        self._ports = free_ports()
 
     def script(self, text: str, **hyperparameters: object) -> None:
         for tree in self.trees:
@@ -308,8 +307,7 @@ class Hosts:
         environment = clean_environment(
             SAGEMAKER_BASE_DIR=str(self.trees[NAMES.index(name)].base),
             SAGEMAKER_PROGRAM="train.py",
-            SHOAL_AGENT_PORT=self._port,
-            **{"SHOAL_MAX_RESTARTS": "3", **variables},
+            **{"SHOAL_MAX_RESTARTS": "3", **self._ports, **variables},
         )
         with self.log(name).open("a") as log:
             train = subprocess.Popen(TRAIN, env=environment, stdout=log, stderr=log, text=True)

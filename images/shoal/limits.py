@@ -41,9 +41,9 @@ MOST_PATH = 4096
 MOST_HEADER = MIB
 """Bytes of a header for long names in a tar archive, which is held in memory."""
 MOST_PROCESSES = 16_384
-"""Processes and threads of a job in Docker: half of those that Linux has for a machine of up to 32 CPUs.
+"""Processes and threads of a job in Docker if this machine does not tell how many it can have.
 
-A larger machine has more, and a job may use half of them too.
+Otherwise a job may use half of them.
 """
 MOST_LOG = 4 * GIB
 """Bytes of a job's log on the disk."""

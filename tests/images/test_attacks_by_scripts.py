@@ -270,14 +270,31 @@ def test_a_program_in_the_place_of_nvidia_smi_fills_no_memory() -> None:
 
 
 @pytest.mark.parametrize(
-    ("hosts", "machine", "most"),
-    [(1, 32_768, 16_384), (4, 32_768, 4_096), (100, 32_768, 1_024), (1, 0, 16_384), (2, 131_072, 32_768)],
+    ("hosts", "numbers", "threads", "most"),
+    [
+        (1, "32768", "190000", 16_384),
+        (4, "32768", "190000", 4_096),
+        (100, "32768", "190000", 1_024),
+        (1, None, None, 16_384),
+        (2, "131072", "190000", 32_768),
+        (1, "4194304", "190000", 95_000),
+        (1, "4194304", "15000", 7_500),
+    ],
 )
 def test_a_script_cannot_take_all_processes_of_the_machine(
-    monkeypatch: pytest.MonkeyPatch, hosts: int, machine: int, most: int
+    monkeypatch: pytest.MonkeyPatch, hosts: int, numbers: str | None, threads: str | None, most: int
 ) -> None:
     """It may fork for ever, and Docker needs a process to end it."""
-    monkeypatch.setattr(docker_hosts, "_read_pid_max", lambda: machine)
+    given = {"/proc/sys/kernel/pid_max": numbers, "/proc/sys/kernel/threads-max": threads}
+    read = Path.read_text
+
+    def read_limit(path: Path, *arguments: Any) -> str:
+        found = given.get(str(path), "") if str(path) in given else read(path, *arguments)
+        if found is None:
+            raise OSError("no such limit")
+        return found
+
+    monkeypatch.setattr(Path, "read_text", read_limit)
     settings = docker_hosts._container_settings(JobRequest(hosts=hosts), "j", "j", "n")
     assert settings["pids_limit"] == most
 

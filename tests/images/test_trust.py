@@ -449,7 +449,7 @@ def test_git_runs_no_hook_and_no_second_configuration(name: str, copy: Project, 
         for hook in ("post-index-change", "pre-commit", "post-checkout", "reference-transaction", "fsmonitor-watchman"):
             (copy.root / ".git" / "hooks" / hook).write_text(WRITES)
             (copy.root / ".git" / "hooks" / hook).chmod(0o755)
-    elif name == "a work tree's configuration":
+    elif name == "a configuration of the work tree":
         git("config", "extensions.worktreeConfig", "true")
         git("config", "--worktree", "core.fsmonitor", monitor)
     else:

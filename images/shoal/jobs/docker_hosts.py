@@ -371,12 +371,15 @@ def _create_network(client: docker.DockerClient, identity: str) -> Network:
         return client.networks.create(f"shoal-{identity}", driver="bridge", options=mtu, labels=labels)
 
 
-def _read_pid_max() -> int:
-    """Return how many processes and threads this machine can have; 0 if it does not tell. Docker may run on another."""
+def _read_most_processes() -> int:
+    """Return how many processes and threads this machine can have. Docker may run on another machine.
+
+    The kernel has two limits: of their numbers, and of the memory for them.
+    """
     try:
-        return int(Path("/proc/sys/kernel/pid_max").read_text())
+        return min(int(Path("/proc/sys/kernel", name).read_text()) for name in ("pid_max", "threads-max"))
     except (OSError, ValueError):
-        return 0
+        return 2 * MOST_PROCESSES
 
 
 def _container_settings(request: job.JobRequest, name: str, identity: str, network: str) -> dict[str, Any]:
@@ -408,7 +411,7 @@ def _container_settings(request: job.JobRequest, name: str, identity: str, netwo
         "mem_limit": request.memory,
         "nano_cpus": None if request.cpus is None else round(request.cpus * 1e9),
         # Otherwise a script that forks for ever leaves no process to end it with.
-        "pids_limit": max(_LEAST_PROCESSES, max(MOST_PROCESSES, _read_pid_max() // 2) // request.hosts),
+        "pids_limit": max(_LEAST_PROCESSES, _read_most_processes() // 2 // request.hosts),
         # Without a limit, Docker's own copy of the log fills the disk. All lines are in the job's directory.
         "log_config": docker.types.LogConfig(type="json-file", config={"max-size": _DOCKER_LOG}),
     }

@@ -24,17 +24,17 @@ _HEAD = """# Exit codes
 ## shoal
 
 Each kind of failure has its own code. The message on standard error begins with `shoal:` and has the problem, its place
-and a fix."""
+and a fix. An unknown option or argument has a message of its own form, and code 2."""
 _SHOAL = """An interrupted command stops and removes everything that it started. If `shoal run` could not collect the
 checkpoints, their Docker volume stays, and the command says so. If several images fail in one `shoal build` or
 `shoal push`, you get the code of the first one and a message for each.
 
 Some commands end with another program's code:
 
-- `shoal run`: the [code of the job](#train), so 3 can be the script's own. If the job never started, the code is from
-  the table above. You then see no table of the job, and with `--json` only the error. `jobs/<name>/` has the files that
-  the hosts wrote.
-- `shoal exec` and `shoal shell`: the code of the command that you name.
+- `shoal run`: the [code of the job](#train), so 3 can be the script's own. If the job has no result, the code is from
+  the table above: it did not start, or Docker was lost. You then see no table of the job, and with `--json` only the
+  error. `jobs/<name>/` has the files that could be collected.
+- `shoal exec`: the code of the command that you name. `shoal shell`: the code of the shell.
 - `shoal estimate`: 0 if a configuration fits, 1 if none does, 2 if the model cannot be planned.
 
 `shoal run --detach` ends with 0 when the job has started, and `shoal ps` has the job's code later. `shoal logs` and
@@ -43,7 +43,8 @@ Some commands end with another program's code:
 ## train
 
 `train` ends with the same code on all hosts, which is usually the script's own. If a host is lost, the others end with
-138. The commands of ranks, such as `smddprun`, have [their own codes](reference/launchers.md)."""
+138. A host that an elastic job goes on without has its own code. The commands of ranks, such as `smddprun`, have
+[their own codes](reference/launchers.md)."""
 _RESUME = "start the job again: it continues from its [checkpoints](checkpoints.md)"
 _OTHER = (
     "any other",

@@ -9,8 +9,8 @@ Real dtypes also have minima, maxima and products. Integers also have bitwise re
 
 torch's DistributedDataParallel, FullyShardedDataParallel, ZeroRedundancyOptimizer and torch.compile work. Unlike in
 AWS's library, so do `ReduceOp.AVG`, `new_group` and several backends: `init_process_group("cpu:gloo,cuda:smddp")`. CUDA
-tensors go through torch's NCCL if each rank has a device of its own, otherwise through the host. None of this has run
-on a GPU yet.
+tensors go through torch's NCCL if each rank has a device of its own, otherwise through the host. One GPU has
+run this. NCCL between GPUs has not run yet.
 
 If only mpirun started this process, the import also sets the variables that torch's `env://` reads (RANK, WORLD_SIZE,
 …). On rank 0 it warns of variables that AWS's library reads and this one ignores. It patches

@@ -1,8 +1,7 @@
 """Tensors on CUDA devices through `smddp`: `make bench-gpu`. Without a GPU it exits with 2.
 
-It has not been run on a GPU yet. The figures are medians of the rounds, after a warm-up, with the
-device synchronised. In each round the slowest rank counts. One GPU is enough. With several, figures named `…-1rank` are
-also measured with a rank on each.
+The figures are medians of the rounds, after a warm-up, with the device synchronised. In each round the slowest rank
+counts. One GPU is enough. With several, figures named `…-1rank` are also measured with a rank on each.
 
 - `gpu-suites`: how many of the library's test scripts fail on CUDA tensors, through NCCL and staged. This
   comes first, because figures of wrong results mean nothing. The output of a script that fails is printed;

@@ -324,7 +324,7 @@ def run_job(options: RunOptions) -> None:
     The script finds the data of a channel NAME in the directory SM_CHANNEL_NAME.
 
     It saves the model in SM_MODEL_DIR, which becomes model.tar.gz, and checkpoints in /opt/ml/checkpoints. Files in
-    SM_OUTPUT_DATA_DIR become output.tar.gz. Its other files are lost.
+    SM_OUTPUT_DATA_DIR become output.tar.gz. Files outside SM_OUTPUT_DIR are lost.
 
     Example: shoal run pytorch train.py -- --epochs 3
 

@@ -101,7 +101,8 @@ def print_logs(
     sys.stdout.flush()
     if rank is not None and not has_lines and tail != 0:
         raise UsageError(
-            f"--rank {rank}: no line has that rank. Lines have one if hosts have several processes. Fix: use --host"
+            f"--rank {rank}: no line has that rank. Lines have one if MPI or torchrun starts several ranks. "
+            "Fix: use --host"
         )
     print_line(_describe_state(known_jobs.read_job(found.directory)), progress_console(as_json=True))
 

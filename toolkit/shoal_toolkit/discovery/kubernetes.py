@@ -5,7 +5,8 @@ from __future__ import annotations
 from shoal_toolkit.errors import ContractError
 
 SECRET = (
-    "On Kubernetes, mount a Secret as a volume with `defaultMode: 0400`, and set SHOAL_JOB_SECRET_FILE to its file: "
+    "On Kubernetes, mount a Secret as a volume with `defaultMode: 0440` and an fsGroup of the pod's user, and set "
+    "SHOAL_JOB_SECRET_FILE to its file: "
     "`shoal deploy kubernetes` writes that."
 )
 

@@ -137,7 +137,8 @@ def _take_secret(environ: MutableMapping[str, str]) -> str:
     if mode & stat.S_IRWXO:
         raise ContractError(
             f"{path}, which {SECRET_FILE} names, can be read by every user (mode {stat.S_IMODE(mode):04o}). "
-            f"Fix: chmod 600 {path}; for a Kubernetes Secret, defaultMode: 0400 in the volume."
+            f"Fix: chmod 600 {path}; for a Kubernetes Secret, defaultMode: 0440 in the volume, and an fsGroup of the "
+            "pod's user."
         )
     if not _MIN_SECRET_LENGTH <= len(secret) <= _MAX_SECRET_LENGTH:
         size = "too long" if len(secret) > _MAX_SECRET_LENGTH else "too short" if secret else "empty"

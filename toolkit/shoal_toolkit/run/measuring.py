@@ -56,7 +56,8 @@ class MeasuringFirstHost(FirstHost):
     def _launch(self) -> None:
         """Starts the measurements instead of the job."""
         if self._preflight is None:
-            self._preflight = Preflight(self.task.paths, self.plan, one_kind=True)
+            one_kind = len(self.task.cluster.instance_groups) < 2
+            self._preflight = Preflight(self.task.paths, self.plan, one_kind)
             self._preflight.collect()
         ports = self._preflight.list_facts(PORT)
         self._ports.update({host: port for host, port in ports.items() if isinstance(port, int)})

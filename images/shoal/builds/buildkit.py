@@ -2,7 +2,7 @@
 
 BuildKit inside Docker answers `POST /build?version=2` with JSON lines; the ones with the id `moby.buildkit.trace`
 carry a base64 protobuf message, `StatusResponse` of BuildKit's public control API. A few fields of its messages are
-needed. They are read here from protobuf's wire format: field number and wire type, then a varint, eight, four or N bytes.
+needed. They are read here from protobuf's wire format: field number and wire type, then a varint or bytes.
 """
 
 from __future__ import annotations

@@ -60,6 +60,7 @@ def test_commands_run(page: str, copy: Path, tmp_path: Path, record_property: Re
         "SAGEMAKER_BASE_DIR": str(tmp_path / "ml"),
         "SAGEMAKER_SUBMIT_DIRECTORY": str(copy / "code"),
         "SAGEMAKER_PROGRAM": "train.py",
+        "SHOAL_MEMBERS_ONLY": "1",  # --preflight would report the users of other tests' containers
     }
     blocks = [block for block in SHELL_RUN if block.page == page]
     record_property("blocks", {"run": run_blocks(blocks, directory_of(blocks[0], copy), environ)})

@@ -194,7 +194,7 @@ def test_a_job_that_cannot_be_set_up_leaves_nothing(
     (source / "dangling").unlink()
     arguments = command(pytorch, source, tmp_path / "jobs", "--env", "PATH=/nowhere")
     result = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert result.returncode == 4
+    assert result.returncode == 9
     assert "Traceback" not in result.stderr
     assert job_objects(client, source.name) == set()
 

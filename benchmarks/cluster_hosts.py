@@ -31,7 +31,7 @@ import os, sys
 words = sys.argv[1:]
 options = {word[2:]: words[index + 1] for index, word in enumerate(words) if word in ("--node_rank", "--nnodes")}
 os.environ.update(RANK=options["node_rank"], WORLD_SIZE=options["nnodes"], LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
-command = words[words.index("--no-python") + 1 :]
+command = words[words.index("--") + 1 :]
 sys.exit(os.waitstatus_to_exitcode(os.spawnv(os.P_WAIT, command[0], [word.replace("$$", "$") for word in command])))
 """
 # A rank that says that it runs, and waits.

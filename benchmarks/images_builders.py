@@ -27,13 +27,13 @@ _KEPT = "shoal-bench:kept-{}"
 
 
 def copy(project: Project, target: Path) -> Project:
-    """Copy what builds read; caches are shared."""
+    """Copy what builds read, with the cache: a link out of a project is not followed."""
     target.mkdir()
     ignored = shutil.ignore_patterns("__pycache__")
     for name in ("library", "rehearsal", "toolkit", "dockerfiles"):
         shutil.copytree(project.root / name, target / name, ignore=ignored)
     shutil.copy(project.buildspec, target)
-    (target / ".cache").symlink_to(project.root / ".cache")
+    shutil.copytree(project.root / ".cache" / "shoal", target / ".cache" / "shoal")
     return Project(target)
 
 
@@ -56,10 +56,23 @@ class Shoal:
 
     def __init__(self, project: Project, directory: Path) -> None:
         self.project = copy(project, directory)
+        _trust(directory)
 
     def build(self, *arguments: str) -> float:
         """Return the seconds that the whole command took."""
         return seconds([Path(sys.executable).with_name("shoal"), "build", *arguments], self.project.root)
+
+
+def _trust(directory: Path) -> None:
+    """Let this process and its commands trust a copy of the project: for its packages, code of it runs here."""
+    usual = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
+    own = directory.with_name("config")
+    own.mkdir()
+    for entry in usual.iterdir() if usual.is_dir() else ():
+        if entry.name != "shoal":
+            (own / entry.name).symlink_to(entry)
+    os.environ["XDG_CONFIG_HOME"] = str(own)
+    subprocess.run([Path(sys.executable).with_name("shoal"), "trust", directory], check=True)
 
 
 class Plain:

@@ -18,7 +18,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "shoal": (
         "clean_text errors trust",
         "console limits",
-        "tar_stream",
+        "tar_stream protobuf",
         "matrix",
         "network docker_client layers",
         "sources",

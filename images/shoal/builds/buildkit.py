@@ -2,7 +2,7 @@
 
 BuildKit inside Docker answers `POST /build?version=2` with JSON lines; the ones with the id `moby.buildkit.trace`
 carry a base64 protobuf message, `StatusResponse` of BuildKit's public control API. A few fields of its messages are
-needed. They are read here from protobuf's wire format: field number and wire type, then a varint or bytes.
+needed.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
+
+from shoal.protobuf import split_fields
 
 Fields = dict[int, list[Any]]
 _STEP = re.compile(r"^\[(?:[\w.-]+ +)?(\d+)/(\d+)\] (.*)$", re.DOTALL)
@@ -49,40 +51,12 @@ class BuildFailed:
 Event = StepEvent | OutputLine | BuildFailed
 
 
-def decode_protobuf(message: bytes) -> Fields:
-    """Return a protobuf message's fields: number → values in order; nested messages and strings stay bytes.
-
-    Raises ValueError for an unknown wire type.
-    """
+def _decode(message: bytes) -> Fields:
+    """Return a protobuf message's fields: number → values in order; nested messages and strings stay bytes."""
     fields: Fields = defaultdict(list)
-    position = 0
-    while position < len(message):
-        key, position = _varint(message, position)
-        number, wire_type = key >> 3, key & 7
-        if wire_type == 0:
-            value: Any
-            value, position = _varint(message, position)
-        else:
-            size = {1: 8, 5: 4}.get(wire_type)
-            if size is None:
-                if wire_type != 2:
-                    raise ValueError(f"protobuf wire type {wire_type} at byte {position}")
-                size, position = _varint(message, position)
-            value, position = message[position : position + size], position + size
+    for number, value in split_fields(message):
         fields[number].append(value)
     return fields
-
-
-def _varint(message: bytes, position: int) -> tuple[int, int]:
-    """Return the number at a position, and the position after it."""
-    value = shift = 0
-    while True:
-        byte = message[position]
-        position += 1
-        value |= (byte & 0x7F) << shift
-        shift += 7
-        if byte < 0x80:
-            return value, position
 
 
 def read_events(stream: Iterable[Mapping[str, Any]]) -> Iterator[Event]:
@@ -94,10 +68,10 @@ def read_events(stream: Iterable[Mapping[str, Any]]) -> Iterator[Event]:
     partial: dict[str, bytes] = {}
     for entry in stream:
         if entry.get("id") == "moby.buildkit.trace":
-            status = decode_protobuf(base64.b64decode(entry["aux"]))
-            for log in map(decode_protobuf, status[3]):
+            status = _decode(base64.b64decode(entry["aux"]))
+            for log in map(_decode, status[3]):
                 yield from _lines(log, partial)
-            for vertex in map(decode_protobuf, status[1]):
+            for vertex in map(_decode, status[1]):
                 if (step := _step(vertex)) and (step.key, step.state) not in known:
                     known.add((step.key, step.state))
                     if step.state != "started":
@@ -158,5 +132,5 @@ def _seconds(fields: Fields, number: int) -> float | None:
     """Return the seconds of a Timestamp field (1 seconds, 2 nanoseconds); None if there is none."""
     if not fields[number]:
         return None
-    stamp = decode_protobuf(fields[number][-1])
+    stamp = _decode(fields[number][-1])
     return float(sum(stamp[1])) + sum(stamp[2]) / 1e9

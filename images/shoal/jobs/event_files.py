@@ -19,6 +19,7 @@ from shoal.jobs.job_log import MAX_SERIES, Key, Series
 from shoal.jobs.printed_steps import X
 from shoal.jobs.results import list_files
 from shoal.limits import MIB, open_regular
+from shoal.protobuf import split_fields
 
 _MARK = "tfevents"
 _MOST_FILES = 1_000
@@ -100,66 +101,30 @@ def _read_events(file: IO[bytes], left: int) -> Iterator[_Scalar]:
 
 def _parse_event(data: bytes) -> Iterator[_Scalar]:
     """Yield the scalars of an `Event`: its fields are 1 wall_time, 2 step, 5 summary."""
-    fields = dict(_split_fields(data))
+    fields = dict(split_fields(data))
     step, summary = fields.get(2, 0), fields.get(5)
     (seconds,) = struct.unpack("<d", _as_bytes(fields.get(1, bytes(8))))
     if isinstance(step, bytes) or summary is None:
         return
     step = step - (1 << 64) if step >> 63 else step
-    for number, value in _split_fields(_as_bytes(summary)):
+    for number, value in split_fields(_as_bytes(summary)):
         if number == 1 and (found := _parse_value(_as_bytes(value))):
             yield _Scalar(seconds, step, *found)
 
 
 def _parse_value(data: bytes) -> tuple[str, float] | None:
     """Return tag and number of a summary's value: its fields are 1 tag, 2 simple_value, 8 tensor. None: no scalar."""
-    fields = dict(_split_fields(data))
+    fields = dict(split_fields(data))
     tag = _as_bytes(fields.get(1, b"")).decode(errors="replace")
     if 2 in fields:
         return tag, struct.unpack("<f", _as_bytes(fields[2]))[0]
-    tensor = dict(_split_fields(_as_bytes(fields.get(8, b""))))
+    tensor = dict(split_fields(_as_bytes(fields.get(8, b""))))
     kind = tensor.get(1)
     form = _FORMATS.get(kind) if isinstance(kind, int) else None
     content = tensor.get(4) or tensor.get(5) or tensor.get(6)  # tensor_content, float_val, double_val
     if form is None or not isinstance(content, bytes) or len(content) != struct.calcsize(form):
         return None
     return tag, struct.unpack(form, content)[0]
-
-
-def _split_fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """Yield the number and content of each field of a message of protobuf. Raises ValueError if it is none."""
-    at = 0
-    while at < len(data):
-        key, at = _read_varint(data, at)
-        kind = key & 7
-        if kind == 0:
-            value, at = _read_varint(data, at)
-            yield key >> 3, value
-            continue
-        if kind == 2:
-            size, at = _read_varint(data, at)
-        elif kind in (1, 5):
-            size = 8 if kind == 1 else 4
-        else:
-            raise ValueError("not a message of protobuf")
-        if at + size > len(data):
-            raise ValueError("a field that is cut")
-        yield key >> 3, data[at : at + size]
-        at += size
-
-
-def _read_varint(data: bytes, at: int) -> tuple[int, int]:
-    """Return a number of up to 64 bits, and the place after it."""
-    value = 0
-    for shift in range(0, 70, 7):
-        if at >= len(data):
-            break
-        byte = data[at]
-        at += 1
-        value |= (byte & 127) << shift
-        if byte < 128:
-            return value & (1 << 64) - 1, at
-    raise ValueError("a number that is cut or too long")
 
 
 def _as_bytes(value: int | bytes) -> bytes:

@@ -30,22 +30,9 @@ _COUNTS = frozenset(
 )
 _OTHERS = _COUNTS | frozenset(
     (
-        *(
-            "scale",
-            "weight",
-            "weights",
-            "coef",
-            "coeff",
-            "fn",
-            "func",
-            "function",
-            "type",
-            "clip",
-            "threshold",
-            "decay",
-        ),
-        *("scheduler", "schedule", "window", "patience", "delta", "scaler", "warmup", "interval", "freq", "every"),
-        *("time", "timing", "sec", "second", "seconds", "ms", "s"),
+        *("scale", "weight", "weights", "coef", "coeff", "fn", "func", "function", "type", "clip", "threshold"),
+        *("decay", "scheduler", "schedule", "window", "patience", "delta", "scaler", "warmup", "interval", "freq"),
+        *("every", "time", "timing", "sec", "second", "seconds", "ms", "s"),
     )
 )
 """Words at the end of names that are none of metrics, such as loss_scale."""

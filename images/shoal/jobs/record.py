@@ -49,7 +49,7 @@ class JobRecord:
     identity: str = ""
     """The label of the job's objects in Docker, which no other job has. Empty: its name, which is unique then."""
     token: str = ""
-    """Random. The list of jobs has its digest, so nobody can write a record in the place of a job that was removed."""
+    """Random. The list of jobs has its digest: a record that another user writes for a removed job does not count."""
     state: str = RUNNING
     started: float = 0.0
     """When the last command has started it, in seconds since 1970."""

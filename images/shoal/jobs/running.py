@@ -142,7 +142,7 @@ def list_directories() -> list[Path]:
 def check_own(directory: Path, key: str, option: str) -> None:
     """Raise `UsageError` unless the job in a directory is this user's.
 
-    This user's list of jobs must have it with its key, and nobody else may be able to change its files. A list of
+    This user's list of jobs must have it with its key, and no other user may be able to change its files. A list of
     another machine with the same home directory counts too. If the user has named the job's directory with `shoal
     trust`, it is accepted without both.
 

@@ -84,3 +84,14 @@ def test_an_interrupt_stops_the_work_under_way(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(KeyboardInterrupt):
         graph.run_tasks({"a": None, "b": None, "c": None}, work, stopped.set, 2)
     assert sorted(ended) == ["a", "b"]
+
+
+def test_an_interrupt_before_a_thread_runs_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(_: threading.Thread) -> None:
+        raise KeyboardInterrupt
+
+    stopped = threading.Event()
+    monkeypatch.setattr(threading.Thread, "start", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        graph.run_tasks({"a": None}, str.upper, stopped.set, 1)
+    assert stopped.is_set()

@@ -55,7 +55,9 @@ def run_tasks(
     except BaseException:
         stop()
         for thread in running.values():
-            thread.join(_PATIENCE)
+            # An interrupt inside start() leaves a thread that cannot be joined.
+            if thread.is_alive():
+                thread.join(_PATIENCE)
         raise
     return {name: results[name] for name in parents}
 

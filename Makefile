@@ -26,7 +26,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # One for all checkouts: mypy compares digests. The first run takes half a minute of a core.
 export MYPY_CACHE_DIR ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/shoal-tests/mypy
 
-.PHONY: all-tests bench bench-start check-and-test-without-docker help setup setup-all doctor engine known-image image images train test test-fast test-integration conformance faults sagemaker soak cluster-demo check docs docs-serve reference wheels render lock bench-faults bench-launch bench-logs bench-live bench-resume bench-dataparallel bench-link bench-members bench-scale bench-cluster bench-gpu bench-modelparallel bench-tensorflow bench-images bench-everyday clean
+.PHONY: all-tests bench bench-start check-and-test-without-docker help setup setup-all doctor engine known-image image images train test test-fast test-integration conformance faults sagemaker soak cluster-demo check docs docs-serve reference wheels render lock bench-faults bench-launch bench-logs bench-live bench-resume bench-dataparallel bench-link bench-members bench-scale bench-cluster bench-gpu bench-modelparallel bench-tensorflow bench-images bench-everyday bench-house clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -208,6 +208,9 @@ bench-cluster: setup-all #: launch jobs on 2 to 64 hosts of this machine, and on
 
 bench-gpu: setup-all #: measure CUDA tensors on the backend smddp: NCCL, staging, AMP, overlap; exits 2 without a GPU
 	@$(BIN)/python benchmarks/gpu.py
+
+bench-house: setup-all #: count lines, modules, imports and docstrings; SINCE=COMMIT counts that commit too
+	@$(BIN)/python benchmarks/house.py $(if $(SINCE),--since $(SINCE))
 
 bench-everyday: setup-all #: measure which imports and commands of published scripts the default images lack
 	@$(BIN)/python benchmarks/everyday.py

@@ -54,10 +54,9 @@ def run_tasks(
                 results[name] = result
     except BaseException:
         stop()
-        for thread in running.values():
-            # An interrupt inside start() leaves a thread that cannot be joined.
-            if thread.is_alive():
-                thread.join(_PATIENCE)
+        # An interrupt inside start() leaves a thread that cannot be joined.
+        for thread in filter(threading.Thread.is_alive, running.values()):
+            thread.join(_PATIENCE)
         raise
     return {name: results[name] for name in parents}
 

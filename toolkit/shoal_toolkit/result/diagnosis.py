@@ -113,6 +113,8 @@ def _find_traceback(text: str) -> tuple[Cause | None, int]:
         cause = _read_exception(text[start : [*starts, len(text)][index + 1]])
         before = text[:start].rstrip("\n").rpartition("\n")[2]
         is_side_effect = re.search(side_effects["before"], before) or re.search(side_effects["named"], cause.head)
+        if chosen and re.search(side_effects["child"], chosen[0].end):
+            is_side_effect = is_side_effect or re.search(side_effects["of_child"], cause.head)
         if chosen is None or not is_side_effect:
             chosen = cause, start
     return chosen or (None, -1)

@@ -247,7 +247,11 @@ class FirstHost(Host):
             self._grow_if_possible()
 
     def on_rank_output(self, stream: int, rank: int, data: bytes) -> None:
-        self.output.write_rank(stream, rank, self._ranks.host_of.get(rank, "?"), data)
+        self.write_rank_output(stream, rank, self._ranks.host_of.get(rank, "?"), data)
+
+    def fail_rank(self, rank: int, result: Result) -> None:
+        if self._launched and not self._growing_since:
+            self._fail(result, rank=rank)
 
     def on_launcher_output(self, stream: int, data: bytes) -> None:
         """Writes output of the launcher without mpirun's noise. The lines left out say which rank failed.

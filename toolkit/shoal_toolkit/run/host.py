@@ -7,16 +7,17 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from shoal_toolkit import redact
-from shoal_toolkit.errors import TrainError
+from shoal_toolkit.errors import FAILED, TrainError
 from shoal_toolkit.job.contract import Cluster, Paths
 from shoal_toolkit.job.settings import REPORTED_VARIABLES, Settings
 from shoal_toolkit.light_typing import Any, NamedTuple, Protocol
-from shoal_toolkit.log import write_log
+from shoal_toolkit.log import STDERR, write_log
 from shoal_toolkit.output.output import Output
 from shoal_toolkit.output.pipes import FlowControl
 from shoal_toolkit.plan.plan import LaunchPlan
 from shoal_toolkit.result.result import (
     METRICS,
+    Failure,
     Result,
     describe_exit_code,
     remove_script_failure,
@@ -31,6 +32,13 @@ _KILL_SECONDS = 10.0
 _UNREAD_SECONDS = 1.0
 _ECHO_SECONDS = 2.0
 _MIN_DRAIN_SECONDS = 1.0  # for a last upload if the script took the whole grace period
+# In the traceback of a process of multiprocessing (spawn or forkserver) that can't import the script.
+_CHILD_FAILED = b", in _fixup_main_from_"
+_MAX_FAILED_CHILDREN = 10  # of a rank: a Pool starts them again for ever
+_CHILD_HINT = (
+    "a process that the script started failed while it imported the script. Fix: put the code that starts processes "
+    'below `if __name__ == "__main__":`'
+)
 
 
 class Task(NamedTuple):
@@ -71,6 +79,9 @@ class Role(HostEvents, Protocol):
     def send_result(self, result: Result) -> None:
         """Sends the result to the other hosts, or confirms it."""
 
+    def fail_rank(self, rank: int, result: Result) -> None:
+        """Ends the job with a result: a rank runs on, but can't succeed."""
+
     def close(self) -> None:
         """Closes connections and sockets."""
 
@@ -88,6 +99,7 @@ class Host(Role):
         self.flow = FlowControl()
         self.output = self._make_output()
         self._oom_kills = count_oom_kills()
+        self._failed_children: dict[int, int] = {}  # rank → number
         self.processes: HostProcesses | None = None
         self.result: Result | None = None
         self.report: dict[str, Any] = make_report(task)
@@ -121,7 +133,28 @@ class Host(Role):
         Call it at the next start. Until all hosts are ready for that, ranks of the earlier one may still write.
         """
         self.output.forget_tails()
+        self._failed_children.clear()
         remove_script_failure(self.task.paths)
+
+    def write_rank_output(self, stream: int, rank: int, host: str, data: bytes) -> None:
+        """Writes output of a rank. Logs that a process of it can't import the script, and ends the job after several.
+
+        Such a process never works. A name that two reads divide is not counted.
+        """
+        self.output.write_rank(stream, rank, host, data)
+        if stream != STDERR or self.stopped_by or not (count := data.count(_CHILD_FAILED)):
+            return
+        if not self._failed_children:
+            write_log(_CHILD_HINT)
+        before = self._failed_children.get(rank, 0)
+        self._failed_children[rank] = before + count
+        if before < _MAX_FAILED_CHILDREN <= before + count:
+            from shoal_toolkit.run.rank_table import explain
+
+            stderr = self.output.stderr_tail(rank)
+            reason = "The processes that the script starts fail while they import the script, again and again."
+            killed = Failure(128 + signal.SIGKILL, f"rank {rank} on {host}", self.plan.script, stderr, reason=reason)
+            self.fail_rank(rank, explain(killed)._replace(exit_code=FAILED))
 
     def _make_output(self) -> Output:
         """Returns the writer to stdout and stderr, with prefixes, JSON and metrics as the plan and the settings say.

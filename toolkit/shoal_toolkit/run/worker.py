@@ -225,7 +225,10 @@ class Worker(Host):
         if self._has_ranks:
             self._send(messages.Output(stream, rank, data))
         else:
-            self.output.write_rank(stream, rank, self.name, data)
+            self.write_rank_output(stream, rank, self.name, data)
+
+    def fail_rank(self, rank: int, result: Result) -> None:
+        self._send(messages.HostFailed(self._number, result.exit_code, result.message, restartable=False))
 
     def on_launcher_output(self, stream: int, data: bytes) -> None:
         """Writes output of the launcher to stderr of this host, without mpirun's noise.

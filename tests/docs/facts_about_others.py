@@ -308,7 +308,7 @@ def a_backend_cannot_be_subclassed() -> None:
 
 @shows(
     "docs/decisions/nccl-by-device.md",
-    "a kernel in Python cannot see its group (`ProcessGroup.unbox`)",
+    "a kernel in Python also cannot see its group (`ProcessGroup.unbox`)",
     HERE,
     OLD_PYTORCH,
 )

@@ -28,7 +28,7 @@ from smdistributed.core.torch import native_backend, per_device, process_group, 
 
 RANKS = Path(__file__).parent / "ranks"
 LIBRARY = Path(smdistributed.core.torch.__file__).parents[2]
-dispatches = pytest.mark.skipif(not per_device.is_supported(), reason="needs torch 2.10: see per_device.is_supported")
+dispatches = pytest.mark.skipif(not per_device.is_supported(), reason="needs torch 2.9: see per_device.is_supported")
 
 
 def trees() -> Iterator[ast.Module]:

@@ -45,7 +45,7 @@ _creation = _Creation()
 def register(on_first_group: Callable[[int, int], None] | None = None) -> None:
     """Registers the backend, and patches torch's helper that creates groups; once in a process.
 
-    From torch 2.10 it also patches the helper that sets timeouts.
+    From torch 2.9 it also patches the helper that sets timeouts.
 
     Args:
         on_first_group: Called with this rank and the number of ranks, before the job's first group is created with this

@@ -72,7 +72,7 @@ class _Options(NamedTuple):
 
 
 def is_supported() -> bool:
-    """Whether a kernel in Python can find its group and return a handle: torch 2.10 or later, which has get_kernel."""
+    """Whether a kernel in Python can find its group and return a handle: torch 2.9 or later, which has get_kernel."""
     return hasattr(dist.ProcessGroup, "unbox") and hasattr(dist.Work, "boxed") and hasattr(torch.library, "get_kernel")
 
 

@@ -22,7 +22,7 @@ from everyday_scripts import Needs, measure, read_rules, read_scripts, resolve_c
 from report import Figure, finish, make_parser, print_machine
 
 from shoal import docker_client
-from shoal.inspection import sandbox
+from shoal.image import sandbox
 from shoal.matrix import project
 from shoal.matrix.spec import BuildSpec, ImageSpec, load
 from shoal.sources import pins

@@ -17,12 +17,12 @@ DIRECTORIES = ("images", "toolkit", "library", "rehearsal")
 LAYERS: dict[str, tuple[str, ...]] = {
     "shoal": (
         "clean_text errors trust",
-        "console limits",
+        "console formats limits",
         "tar_stream protobuf",
         "matrix",
-        "network docker_client layers",
+        "network docker_client",
         "sources",
-        "builds jobs inspection report scaffold",
+        "builds image jobs report scaffold",
         "deploy doctor",
         "commands",
         "cli",

@@ -15,9 +15,8 @@ from reference_pages.commands import list_commands
 from reference_pages.markdown import code, page, table, wrap
 from shoal import doctor, scaffold
 from shoal.builds import builder, bundle, cache, debian_lock, listing, push
-from shoal.inspection import advisories, differences, manifest
+from shoal.image import advisories, differences, manifest, size_document
 from shoal.jobs import docker_job, known_jobs
-from shoal.report import size_document
 from shoal.sources import lock, render
 from shoal_toolkit.plan.explain import ExplainedPlan
 from smdistributed.modelparallel.__main__ import Estimate
@@ -76,7 +75,6 @@ _NOTES = {
     "init": "The paths that were written.",
     "run": "The hosts' logs are on standard error.",
     "inspect": "With `-o`, it goes into that file.",
-    "size": "The file is next to the page.",
     "timeline": "A list of events in the Trace Event Format of Chrome, in a file next to the page. `pid` is the rank. "
     "[Timeline](../timeline.md#read) explains them.",
 }

@@ -1,4 +1,4 @@
-"""Texts and numbers of a hostile job, image or timeline on our pages, in a real browser: nothing runs or loads."""
+"""Texts and numbers of a hostile job or timeline on our pages, in a real browser: nothing runs or loads."""
 
 from __future__ import annotations
 
@@ -11,13 +11,10 @@ import pytest
 from selenium.webdriver.common.by import By
 
 from shoal.jobs.job_log import parse_line
-from shoal.layers.inventory import Inventory, Layer, Sum
-from shoal.layers.owners import Owner
-from shoal.report import size_page, timeline_page, trace
+from shoal.report import timeline_page, trace
 from shoal.report.job_page import render_comparison_page, render_job_page
 from shoal.report.job_report import Curve, JobReport
 from shoal.report.packed_log import LogLine
-from shoal.report.size_comparison import compare_sizes
 from shoal.report.timeline_analysis import analyse
 
 from .test_pages import Browser, Show, browser, show, wait_for
@@ -67,16 +64,6 @@ def test_texts_of_a_job_run_nothing(browser: Browser, show: Show) -> None:
 
 def test_texts_of_two_jobs_run_nothing(browser: Browser, show: Show) -> None:
     show(render_comparison_page(make_report(), replace(make_report(), name=f"{HOSTILE}2")), "canvas")
-    check_page(browser)
-
-
-@pytest.mark.parametrize("is_compared", [False, True])
-def test_texts_of_an_image_run_nothing(browser: Browser, show: Show, is_compared: bool) -> None:
-    owners = {Owner("python", HOSTILE): Sum(10**6, 10**5, 1), Owner("other", f"/{HOSTILE}"): Sum(10**6, 10**5, 1)}
-    layer = Layer(HOSTILE, HOSTILE, owners)
-    image, other = Inventory(HOSTILE, (layer,), (), ()), Inventory(f"{HOSTILE}2", (Layer("", HOSTILE, {}),), (), ())
-    both = size_page.render_size_page([image, other], compare_sizes(image, other))
-    show(both if is_compared else size_page.render_size_page([image]), ".cell")
     check_page(browser)
 
 

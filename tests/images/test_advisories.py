@@ -11,9 +11,9 @@ from tests.images.test_inspection import contents
 
 from shoal.commands import inspection
 from shoal.errors import CoverageError, SpecError, VulnerabilityError
-from shoal.inspection import advisories
-from shoal.inspection import facts as inside
-from shoal.inspection.advisories import AcceptedVulnerability
+from shoal.image import advisories
+from shoal.image import facts as inside
+from shoal.image.advisories import AcceptedVulnerability
 
 KNOWN = {
     "dependencies": [

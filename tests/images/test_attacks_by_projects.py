@@ -462,7 +462,7 @@ def test_a_debian_package_is_no_command(name: str) -> None:
         StepCollector().functions()["debian"](["gcc", name])
 
 
-@pytest.mark.parametrize("name", ["size.html", "timeline.html", "comparison.html"])
+@pytest.mark.parametrize("name", ["timeline.html", "comparison.html"])
 @pytest.mark.parametrize("exists", [True, False])
 def test_a_report_does_not_write_through_a_link(
     tmp_path: Path, name: str, exists: bool, monkeypatch: pytest.MonkeyPatch

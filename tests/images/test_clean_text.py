@@ -176,14 +176,14 @@ ALLOWED = {
     ("jobs/inside.py", "subprocess.Popen(command, cwd=tree / 'code', env=environment)"),
     ("jobs/model_plan.py", "subprocess.run([sys.executable, *_arguments(factory, options, as_json)], check=False)"),
     # Rendered by the console of `shoal.console`, which cleans what it renders.
-    ("report/size.py", "console.print(table)"),
+    ("image/size.py", "console.print(table)"),
     ("report/timeline.py", "console.print(table, soft_wrap=True)"),
     ("jobs/live_view.py", "self.console.print(LogLines(text), soft_wrap=True, end='')"),
     ("jobs/summary.py", "console.print()"),
     ("jobs/live_view.py", "self.console.file.write('\\x1b[J')"),
     ("jobs/live_view.py", "sys.stderr"),
     ("doctor.py", "sys.stderr"),  # of a script of this package's own checkout
-    ("inspection/probe.py", "print"),  # runs in the image; its output is read, not shown
+    ("image/probe.py", "print"),  # runs in the image; its output is read, not shown
 }
 """Places that write in another way, and why they may."""
 

@@ -21,9 +21,9 @@ from shoal import docker_client
 from shoal.commands import inspection
 from shoal.docker_client import images as find_images
 from shoal.errors import DifferenceError
-from shoal.inspection import differences, filesystem
-from shoal.inspection.differences import Differences
-from shoal.inspection.filesystem import File, FileSystem
+from shoal.image import differences, filesystem
+from shoal.image.differences import Differences
+from shoal.image.filesystem import File, FileSystem
 from shoal.matrix.project import Project
 
 FILE: dict[str, Any] = {"mode": 0o100644, "uid": 0, "gid": 0, "time": 5, "content": "ab", "source_time": 0}

@@ -17,37 +17,48 @@ import docker.models.images
 import pytest
 
 from shoal import limits
+from shoal.commands.common import format_json
 from shoal.docker_client import images
 from shoal.errors import DifferenceError, ImageError, SpecError
-from shoal.inspection import advisories, differences, facts, filesystem, manifest, sandbox, sbom
-from shoal.inspection.facts import Distribution
-from shoal.layers import inventory, owners, saved_image
-from shoal.report import size_document
+from shoal.image import (
+    advisories,
+    differences,
+    facts,
+    filesystem,
+    inventory,
+    manifest,
+    owners,
+    sandbox,
+    sbom,
+    size_document,
+)
+from shoal.image import archive as image_archive
+from shoal.image.facts import Distribution
 from shoal.sources import record
 
 from ..waiting import error_in_time
 from .test_size import Link, legacy, oci, tar
 
 
-def read(archive: bytes) -> tuple[saved_image.LayerTar, ...]:
-    return saved_image.read_layers("a:1", iter([archive]))
+def read(archive: bytes) -> tuple[image_archive.LayerTar, ...]:
+    return image_archive.read_layers("a:1", iter([archive]))
 
 
 def test_a_gzip_bomb_ends_at_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saved_image, "MOST_LAYER", 10 * limits.MIB)
+    monkeypatch.setattr(image_archive, "MOST_LAYER", 10 * limits.MIB)
     with pytest.raises(ImageError, match="a:1: its layers have more unpacked bytes than Shoal reads"):
         read(oci([tar([("zeros", bytes(100 * limits.MIB))])], compressed=True))
 
 
 def test_millions_of_entries_end_at_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saved_image, "MOST_LAYER_ENTRIES", 1000)
+    monkeypatch.setattr(image_archive, "MOST_LAYER_ENTRIES", 1000)
     with pytest.raises(ImageError, match="its layers have more entries"):
         read(oci([tar([(f"f{number}", b"") for number in range(1001)])], compressed=True))
 
 
 @pytest.mark.parametrize("path", ["var/lib/dpkg/status", "opt/x.dist-info/RECORD"])
 def test_a_huge_list_of_packages_is_not_held_in_memory(monkeypatch: pytest.MonkeyPatch, path: str) -> None:
-    monkeypatch.setattr(saved_image, "MOST_LAYER_TEXT", limits.MIB)
+    monkeypatch.setattr(image_archive, "MOST_LAYER_TEXT", limits.MIB)
     layer = tar([(path, bytes(2 * limits.MIB))])
     with pytest.raises(ImageError, match="more bytes of files that describe packages"):
         read(legacy([layer]))
@@ -72,7 +83,7 @@ def endless(begin: bytes) -> Iterator[bytes]:
 @pytest.mark.parametrize("kind", [tarfile.XHDTYPE, tarfile.GNUTYPE_LONGLINK])
 def test_a_huge_header_is_refused(kind: bytes) -> None:
     with pytest.raises(ImageError, match=r"a header of 1,099,511,627,776 bytes"):
-        saved_image.read_layers("a:1", endless(huge(kind)))
+        image_archive.read_layers("a:1", endless(huge(kind)))
 
 
 def holes(is_pax: bool, size: int) -> bytes:
@@ -112,7 +123,7 @@ def test_a_path_that_no_system_opens_takes_no_memory(link: bool) -> None:
 
 
 def test_names_end_at_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saved_image, "MOST_LAYER_TEXT", 100_000)
+    monkeypatch.setattr(image_archive, "MOST_LAYER_TEXT", 100_000)
     layer = tar([(f"{number}{'a' * 4000}", b"") for number in range(30)])
     for read_names in (lambda: read(legacy([layer])), lambda: filesystem.parse_archive([layer])):
         with pytest.raises(ImageError, match=r"more bytes of .*names, than"):
@@ -157,7 +168,7 @@ def test_many_packages_are_described_at_once() -> None:
         (),
         tuple(owners.PythonDistribution(name, f"{number}", "") for name in names for number in range(5)),
     )
-    assert error_in_time(lambda: size_document.format_document([found], None)) is None
+    assert error_in_time(lambda: format_json(size_document.make_document([found]))) is None
 
 
 def facts_of(*packages: str) -> facts.ImageFacts:
@@ -355,4 +366,4 @@ def test_a_tag_that_is_wrong_shows_no_markup() -> None:
 
 def test_an_image_file_that_is_a_stream_of_zeros_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ImageError):
-        saved_image.read_layers("a:1", io.BytesIO(bytes(10_240)))
+        image_archive.read_layers("a:1", io.BytesIO(bytes(10_240)))

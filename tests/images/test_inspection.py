@@ -23,9 +23,9 @@ from shoal.commands import inspection
 from shoal.docker_client import containers
 from shoal.docker_client import images as engine_images
 from shoal.errors import ImageError
-from shoal.inspection import facts as inside
-from shoal.inspection import manifest, probe, sandbox, sbom
-from shoal.inspection.facts import ImageFacts, read_facts
+from shoal.image import facts as inside
+from shoal.image import manifest, probe, sandbox, sbom
+from shoal.image.facts import ImageFacts, read_facts
 from shoal.matrix.project import Project
 from shoal.matrix.spec import BuildSpec
 
@@ -174,7 +174,7 @@ def test_missing_image_has_a_fix_that_fits(
 @pytest.mark.parametrize("name", ["probe.py"])
 def test_probe_runs_with_python_39(name: str) -> None:
     """Images may have an old Python: the probe uses no later syntax, and type hints are not evaluated."""
-    tree = ast.parse(files("shoal.inspection").joinpath(name).read_text(), feature_version=(3, 9))
+    tree = ast.parse(files("shoal.image").joinpath(name).read_text(), feature_version=(3, 9))
     future, *_ = (node for node in tree.body if isinstance(node, ast.ImportFrom))
     assert [alias.name for alias in future.names] == ["annotations"]
     younger = {"freedesktop_os_release"}  # of 3.10
@@ -291,7 +291,7 @@ def test_first_os_release_file_is_read(tmp_path: Path) -> None:
 
 def test_probe_on_this_machine() -> None:
     """Runs as in an image. Needs a Debian system with dpkg-query."""
-    text = files("shoal.inspection").joinpath("probe.py").read_text()
+    text = files("shoal.image").joinpath("probe.py").read_text()
     ended = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True)
     found = ImageFacts.model_validate({**FACTS, **json.loads(ended.stdout)})
     assert found.versions["pytest"] == version("pytest")

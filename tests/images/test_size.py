@@ -1,4 +1,4 @@
-"""`shoal size`: sums of small images made by hand in both layouts, differences, the page, what is refused."""
+"""`shoal size`: sums of small images made by hand in both layouts, differences, tables, what is refused."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ import re
 import subprocess
 import sys
 import tarfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import docker.errors
 import pytest
@@ -26,13 +25,13 @@ from rich.console import Console
 from shoal import docker_client
 from shoal.console import CleanConsole
 from shoal.errors import ImageError, UsageError
-from shoal.layers import deflate, inventory, saved_image
-from shoal.layers.inventory import Inventory, Sum
-from shoal.layers.owners import TAR, DebianPackage, Owner, PythonDistribution
+from shoal.formats import format_byte_change, format_bytes, format_share
+from shoal.image import archive as image_archive
+from shoal.image import deflate, inventory, size
+from shoal.image.inventory import Inventory, Sum
+from shoal.image.owners import TAR, DebianPackage, Owner, PythonDistribution
+from shoal.image.size_comparison import compare_sizes, layer_title
 from shoal.matrix.spec import BuildSpec
-from shoal.report import size, size_page, size_text, treemap
-from shoal.report.formats import format_byte_change, format_bytes, format_share
-from shoal.report.size_comparison import compare_sizes, layer_title
 
 from .command import shoal_command
 
@@ -330,7 +329,7 @@ def test_long_and_odd_names_and_empty_layers_add_up(layout: Any) -> None:
     found = read(layout(layers))
     assert [layer.sum.bytes for layer in found.layers] == [len(layer) for layer in layers]
     assert {owner.name for owner in found.owners} >= {"caf?", "ünï"}
-    assert size_page.render_size_page([found]).encode()
+    assert printed(found).encode()
 
 
 names = st.sampled_from(["a", "b", "a/b", "a/c", "c/d/e/f/g", ".wh.a", "a/.wh.b", "a/.wh..wh..opq", "c/.wh.d"])
@@ -448,25 +447,27 @@ def test_layers_that_images_share_are_read_once(monkeypatch: pytest.MonkeyPatch,
     """A layer is known by the digest in its name, which Docker has computed. In a file of others, it may be wrong."""
     shared, own, other = (tar([(name, name.encode() * 1000)]) for name in ("shared", "own", "other"))
     first, second = (oci([shared, layer], compressed=compressed) for layer in (own, other))
-    expected = [saved_image.read_layers(name, chunked(archive)) for name, archive in (("a:1", first), ("b:1", second))]
+    expected = [
+        image_archive.read_layers(name, chunked(archive)) for name, archive in (("a:1", first), ("b:1", second))
+    ]
     sizes: list[object] = []
-    make_layer = saved_image._layer
+    make_layer = image_archive._layer
 
-    def count(*given: Any) -> saved_image.LayerTar:
+    def count(*given: Any) -> image_archive.LayerTar:
         sizes.append(given)
         return make_layer(*given)
 
-    monkeypatch.setattr(saved_image, "_layer", count)
-    known: saved_image.Blobs = {}
+    monkeypatch.setattr(image_archive, "_layer", count)
+    known: image_archive.Blobs = {}
     found = [
-        saved_image.read_layers(name, chunked(archive), known) for name, archive in (("a:1", first), ("b:1", second))
+        image_archive.read_layers(name, chunked(archive), known) for name, archive in (("a:1", first), ("b:1", second))
     ]
     assert found == expected
     assert len(sizes) == 3
     for archive in (legacy([shared, own]), legacy([shared, other])):
-        saved_image.read_layers("c:1", chunked(archive), known)
+        image_archive.read_layers("c:1", chunked(archive), known)
     assert len(sizes) == 7, "the names of this layout are no digests"
-    saved_image.read_layers("d:1", chunked(second))
+    image_archive.read_layers("d:1", chunked(second))
     assert len(sizes) == 9
 
 
@@ -474,99 +475,39 @@ def test_an_image_does_not_differ_from_itself() -> None:
     one, _ = two_images()
     comparison = compare_sizes(one, one)
     assert not any(change.is_changed for change in (*comparison.packages, *comparison.layers))
-    assert next(size_text.summarize_comparison(comparison)) == "one:1 and one:1 have the same size."
+    assert next(size.summarize_comparison(comparison)) == "one:1 and one:1 have the same size."
 
 
-class Parsed(HTMLParser):
-    """The elements of a page and its words; one that is not closed in its place fails."""
-
-    def __init__(self, html: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.attributes: list[tuple[str, Mapping[str, str | None]]] = []
-        self.words = ""
-        self.feed(html)
-        self.close()
-        assert self.open == []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.attributes.append((tag, dict(attrs)))
-        if tag != "meta":
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        self.words += data
+def printed(*inventories: Inventory) -> str:
+    console = CleanConsole(width=200, file=io.StringIO())
+    size.print_sizes(console, inventories)
+    return cast(io.StringIO, console.file).getvalue()
 
 
-def test_the_page_has_the_packages_and_figures_and_needs_no_other_file() -> None:
-    html = size_page.render_size_page([read(legacy([tar(BASE), tar(TORCH)], COMMANDS))])
-    page = Parsed(html)
-    for words in ("big-torch", "2.0.1+cu117", "libc6", "var/lib/dpkg/info", "big-torch · RUN pip install big-torch"):
-        assert words in page.words
-    assert "20.5 kB in 2 layers" not in page.words
-    assert f"{(len(tar(BASE)) + len(tar(TORCH))) / 1000:.1f} kB in 2 layers" in page.words
-    assert "is wasted" in page.words
-    assert not re.search(r"(src|href)=|url\(|@import|<script", html)
-    cells = [attributes for tag, attributes in page.attributes if "cell" in (attributes.get("class") or "").split()]
-    areas = [re.findall(r"(?:left|top|width|height):([\d.]+)%", cell["style"] or "") for cell in cells]
-    assert sum(float(width) * float(height) for _, _, width, height in areas) == pytest.approx(10_000, rel=0.001)
-    assert all(float(left) + float(width) < 100.01 for left, _, width, _ in areas)
+def test_a_layer_is_named_by_its_largest_packages_and_its_command() -> None:
+    text = printed(read(legacy([tar(BASE), tar(TORCH)], COMMANDS)))
+    assert re.search(r"^ *big-torch · RUN pip install big-torch +[\d.]+ kB", text, re.MULTILINE)
+    assert f"{(len(tar(BASE)) + len(tar(TORCH))) / 1000:.1f} kB in 2 layers" in text
+    assert "is wasted" in text
 
 
-def test_the_page_of_two_images_shows_the_difference() -> None:
-    before, after = two_images()
-    page = Parsed(size_page.render_size_page([before, after], compare_sizes(before, after)))
+def test_the_tables_of_two_images_show_the_difference() -> None:
+    text = printed(*two_images())
     for words in ("other:2 is", "than one:1", "2.0.1+cu117 → 2.1.0", "COPY old /", "gone", "new", "grown"):
-        assert words in page.words
-    assert f"+{taken(NEW) / 1000:.2f} kB" in page.words
-    assert f"−{taken(OLD) / 1000:.2f} kB" in page.words
+        assert words in text
+    assert f"+{taken(NEW) / 1000:.2f} kB" in text
+    assert f"−{taken(OLD) / 1000:.2f} kB" in text
 
 
-def test_nasty_names_are_escaped() -> None:
-    files: list[tuple[str, Content]] = [
-        ("<script>alert(1)</script>/x", NOTES),
-        ('"onload="x', NOTES),
-        ("[red]/x", NOTES),
-    ]
-    found = read(oci([tar(files)], ["RUN <b>echo</b> '\"' && [bold]"]), "<i>name</i>")
-    html = size_page.render_size_page([found, found], compare_sizes(found, found))
-    assert not re.search(r"<script|<i>name|<b>echo", html)
-    assert "<script>alert(1)<" in Parsed(html).words
-    console = Console(width=200, record=True, file=io.StringIO())
-    size.print_size_report(console, [found])
-    text = console.export_text()
+def test_names_in_brackets_are_no_markup() -> None:
+    text = printed(read(oci([tar([("[red]/x", NOTES)])], ["RUN <b>echo</b> '\"' && [bold]"]), "<i>name</i>"))
     assert "[bold]" in text
     assert "[red]" in text
 
 
-def test_a_long_list_of_packages_is_folded() -> None:
+def test_a_long_table_ends_with_the_number_of_further_rows() -> None:
     files: list[tuple[str, Content]] = [(f"dir{number}/x", NOTES) for number in range(60)]
-    page = Parsed(size_page.render_size_page([read(oci([tar(files)]))]))
-    assert "21 more" in page.words
-    assert "dir59" in page.words
-
-
-@settings(deadline=None)
-@given(st.lists(st.floats(0.1, 1e9), max_size=40), st.floats(1, 2000), st.floats(1, 2000))
-def test_a_treemap_has_the_areas_of_its_values_within_its_box(values: list[float], width: float, height: float) -> None:
-    values = sorted(values, reverse=True)
-    whole = treemap.Box(0, 0, width, height)
-    boxes = treemap.squarify(values, whole)
-    assert len(boxes) == len(values)
-    for value, box in zip(values, boxes, strict=True):
-        assert box.area == pytest.approx(value / sum(values) * whole.area, rel=1e-3, abs=1e-6 * whole.area)
-        assert box.x + box.width <= width * 1.001
-        assert box.y + box.height <= height * 1.001
-
-
-def test_a_treemap_of_equals_is_of_squares() -> None:
-    boxes = treemap.squarify([1, 1, 1, 1], treemap.Box(0, 0, 200, 200))
-    assert [(box.x, box.y, box.width, box.height) for box in boxes] == [
-        (0, 0, 100, 100), (0, 100, 100, 100), (100, 0, 100, 100), (100, 100, 100, 100)
-    ]  # fmt: skip
+    assert "and 51 smaller, which --json lists" in printed(read(oci([tar(files)])))
 
 
 def broken_manifest(manifest: object, **files: bytes) -> bytes:
@@ -612,7 +553,7 @@ def test_memory_does_not_grow_with_the_image(tmp_path: Path) -> None:
     program = """
 import io, re, tarfile
 from pathlib import Path
-from shoal.layers import inventory
+from shoal.image import inventory
 size = 250 * 2**20
 def archive():
     layer = tarfile.TarInfo("big/file"); layer.size = size
@@ -637,31 +578,32 @@ def shoal(*arguments: str | Path, cwd: Path, **environment: str) -> subprocess.C
     return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False)
 
 
-def test_the_command_prints_the_tables_and_writes_the_page_and_the_inventory(tmp_path: Path) -> None:
+def test_the_command_prints_the_tables_or_the_document(tmp_path: Path) -> None:
     layers = [tar(BASE), tar(TORCH)]
     (tmp_path / "one.tar").write_bytes(legacy(layers, COMMANDS))
-    result = shoal("one.tar", "-o", "out.html", "--json", cwd=tmp_path)
+    result = shoal("one.tar", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     whole = sum(map(len, layers))
     assert f"one.tar: {whole / 1000:.1f} kB in 2 layers" in result.stdout
     torch = taken(SOURCE, BYTECODE, NOTES, METADATA, RECORD_OF_TORCH, TOOL, SOURCE, SIX, VENDORED)
     assert re.search(rf"^ *big-torch +{format_bytes(torch)} ", result.stdout, re.MULTILINE)
-    assert re.search(r"^ *RUN pip install big-torch +[\d.]+ kB", result.stdout, re.MULTILINE)
-    assert (tmp_path / "out.html").read_text().startswith("<!doctype html>")
-    (image,) = json.loads((tmp_path / "out.json").read_text())["images"]
+    document = json.loads(shoal("one.tar", "--json", cwd=tmp_path).stdout)
+    (image,) = document["images"]
+    assert document["difference"] is None
     assert image["bytes"] == whole == sum(owner["bytes"] for owner in image["owners"])
     assert image["python_distributions"][0]["version"] == "2.0.1+cu117"
     assert {("python", "big-torch"), ("debian", "libc6")} <= {(of["kind"], of["name"]) for of in image["owners"]}
+    assert [path.name for path in tmp_path.iterdir()] == ["one.tar"]
 
 
 def test_the_command_compares_two(tmp_path: Path) -> None:
     (tmp_path / "one.tar").write_bytes(legacy([tar(BASE)], COMMANDS[:1]))
     (tmp_path / "two.tar").write_bytes(oci([tar(BASE), tar(TORCH)], COMMANDS))
-    result = shoal("one.tar", "two.tar", "--json", cwd=tmp_path)
+    result = shoal("one.tar", "two.tar", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     assert re.search(r"two\.tar is [\d.]+ kB \(\d+%\) larger than one\.tar", result.stdout)
     assert re.search(r"big-torch 2\.0\.1\+cu117 +new +\+[\d.]+ kB", result.stdout)
-    found = json.loads((tmp_path / "size.json").read_text())["difference"]
+    found = json.loads(shoal("one.tar", "two.tar", "--json", cwd=tmp_path).stdout)["difference"]
     assert found["bytes"] == len(tar(TORCH))
     assert [layer["state"] for layer in found["layers"]] == ["same", "new"]
 
@@ -675,25 +617,6 @@ def test_the_command_fails_with_the_code_of_its_error(tmp_path: Path) -> None:
     assert missing.returncode == UsageError.exit_code
     assert "missing.tar: cannot be read: No such file or directory" in missing.stderr
     assert "docker save -o missing.tar" in missing.stderr
-
-
-@pytest.mark.parametrize(
-    ("output", "words"),
-    [
-        ("no/such/page.html", "no/such is not a directory. Fix: mkdir -p no/such"),
-        (".", "is a directory"),
-        ("page.json", "would overwrite another file"),
-        ("one.tar", "would overwrite another file"),
-    ],
-)
-def test_output_is_checked_before_the_image_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, output: str, words: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "one.tar").write_text("no image")
-    with pytest.raises(UsageError, match=f"-o {re.escape(output)}: .*{words}"):
-        size.write_size_report(["one.tar"], None, Path(output), True, Console(file=io.StringIO()))
-    assert (tmp_path / "one.tar").read_text() == "no image"
 
 
 class FakeEngine:
@@ -718,25 +641,24 @@ class FakeEngine:
         return chunked(self.archive, chunk_size)
 
 
-def test_image_is_found_by_tag_or_framework(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, matrix: BuildSpec) -> None:
+def test_image_is_found_by_tag_or_framework(monkeypatch: pytest.MonkeyPatch, matrix: BuildSpec) -> None:
     fake = FakeEngine(matrix.defaults["pytorch"], oci([tar(TORCH)]))
     monkeypatch.setattr(docker_client, "connect", lambda: fake)
     console = Console(file=io.StringIO())
     for word in ("pytorch", matrix.defaults["pytorch"]):
-        (found,), written = size.write_size_report([word], matrix, tmp_path / "size.html", False, console)
+        (found,) = size.read_inventories([word], matrix, console)
         assert found.name == matrix.defaults["pytorch"]
         assert found.sum.bytes == len(tar(TORCH))
-        assert written == [tmp_path / "size.html"]
     assert fake.saved == ["sha256:1", "sha256:1"]  # by ID: a name may have several images
     with pytest.raises(UsageError, match="not built yet"):
-        size.write_size_report(["pytorch", "tensorflow"], matrix, tmp_path / "size.html", False, console)
+        size.read_inventories(["pytorch", "tensorflow"], matrix, console)
     assert len(fake.saved) == 2  # nothing is read before all are found
     with pytest.raises(UsageError, match=f"not built yet. Build it: shoal build {matrix.defaults['tensorflow']}"):
-        size.write_size_report(["tensorflow"], matrix, tmp_path / "size.html", False, console)
+        size.read_inventories(["tensorflow"], matrix, console)
     with pytest.raises(UsageError, match=r"pytroch: no such image .* Did you mean 'pytorch'"):
-        size.write_size_report(["pytroch"], matrix, tmp_path / "size.html", False, console)
+        size.read_inventories(["pytroch"], matrix, console)
     with pytest.raises(UsageError, match="debian: no such image"):
-        size.write_size_report(["debian"], None, tmp_path / "size.html", False, console)
+        size.read_inventories(["debian"], None, console)
 
 
 def test_lines_show_the_progress_without_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -746,7 +668,7 @@ def test_lines_show_the_progress_without_a_terminal(tmp_path: Path, monkeypatch:
     content = legacy([tar(TORCH)])
     Path("one.tar").write_bytes(content)
     screen = io.StringIO()
-    size.write_size_report(["one.tar"], None, Path("size.html"), False, Console(file=screen, width=20))
+    size.read_inventories(["one.tar"], None, Console(file=screen, width=20))
     whole = format_bytes(len(content))
     lines = [f"one.tar: {format_bytes(end)} of {whole}" for end in range(8192, len(content), 8192)]
     assert screen.getvalue().splitlines()[: 1 + len(lines)] == [f"reading and compressing one.tar, {whole}", *lines]
@@ -763,8 +685,8 @@ def test_names_have_no_control_characters() -> None:
     found = read(legacy([tar([("opt/\x1b]0;title\x07/f", OLD)])], ["RUN \x1b[2J"]))
     other = read(legacy([tar([("opt/\x1b]0;other\x07/f", NEW * 9)])], ["RUN \x1b[3J"]), "b:1")
     screen = io.StringIO()
-    size.print_size_report(CleanConsole(file=screen, width=200), [found])
-    size.print_size_report(CleanConsole(file=screen, width=200), [found, other])
+    size.print_sizes(CleanConsole(file=screen, width=200), [found])
+    size.print_sizes(CleanConsole(file=screen, width=200), [found, other])
     assert "title" in screen.getvalue()
     assert "\x1b" not in screen.getvalue()
     assert "\x07" not in screen.getvalue()

@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.errors import ShoalError, TraceError, UsageError
+from shoal.formats import format_time
 from shoal.report import timeline_page, timeline_text, trace
-from shoal.report.formats import format_time
 from shoal.report.intervals import Intervals, clip, difference, intersection, length, union
 from shoal.report.timeline import write_timeline_report
 from shoal.report.timeline_analysis import Analysis, analyse, list_caveats

@@ -18,7 +18,7 @@ import pytest
 from docker.models.containers import Container
 
 from shoal.docker_client import containers
-from shoal.inspection import sandbox
+from shoal.image import sandbox
 from shoal.matrix.spec import ImageSpec, load
 
 from ..containers import ROOT
@@ -26,7 +26,7 @@ from ..containers import ROOT
 MATRIX = load(ROOT / "buildspec.yml")
 PROBE = Path(__file__).with_name("image_probe.py").read_text()
 SCRATCH = {"TMPDIR": "/dev/shm"}
-# Some of those of `shoal.inspection.sandbox`; commands are run as several users.
+# Some of those of `shoal.image.sandbox`; commands are run as several users.
 _SETTINGS: dict[str, Any] = {
     "user": "0:0",
     "working_dir": "/",
@@ -134,7 +134,7 @@ def container(image_containers: ImageContainers, image: ImageSpec) -> ImageConta
 
 @pytest.fixture
 def ask_running_containers(monkeypatch: pytest.MonkeyPatch, image_containers: ImageContainers) -> None:
-    """Let the probes of `shoal.inspection` run in the containers that are there, as its user, instead of one for each.
+    """Let the probes of `shoal.image` run in the containers that are there, as its user, instead of one for each.
 
     `test_a_container_of_its_own_says_the_same` shows that this makes no difference.
     """

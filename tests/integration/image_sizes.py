@@ -12,7 +12,7 @@ from pathlib import Path
 
 import docker
 
-from shoal.inspection import sandbox
+from shoal.image import sandbox
 
 MIB = 1024**2
 _PROBE = Path(__file__).with_name("image_sizes_probe.py")

@@ -17,7 +17,7 @@ import pytest
 from shoal.builds import builder
 from shoal.docker_client import archive, images
 from shoal.errors import ImageError
-from shoal.inspection import differences, facts, sandbox
+from shoal.image import differences, facts, sandbox
 from shoal.matrix.project import Project
 
 from .test_build import TAG, build, probe, template

@@ -10,8 +10,8 @@ import docker
 import pytest
 import tomllib
 
-from shoal.inspection import facts, manifest, sandbox, sbom
-from shoal.inspection.facts import ImageFacts
+from shoal.image import facts, manifest, sandbox, sbom
+from shoal.image.facts import ImageFacts
 from shoal.matrix.project import Project
 from shoal.matrix.spec import ImageSpec
 

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import io
 import json
-from pathlib import Path
 
 import docker
 import pytest
 from packaging.utils import canonicalize_name
 from rich.console import Console
 
-from shoal.layers import deflate
-from shoal.layers.inventory import Inventory
-from shoal.layers.owners import Owner
+from shoal.commands.common import format_json
+from shoal.image import deflate, size, size_document
+from shoal.image.inventory import Inventory
+from shoal.image.owners import Owner
 from shoal.matrix.spec import BuildSpec
-from shoal.report import size
 
 pytestmark = pytest.mark.xdist_group("report")
 
@@ -30,19 +29,11 @@ def tag(matrix: BuildSpec) -> str:
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("size")
-
-
-@pytest.fixture(scope="module")
-def found(tag: str, directory: Path, matrix: BuildSpec) -> Inventory:
-    """What the report finds; without compressing, which takes long, and whose tests are elsewhere."""
+def found(tag: str, matrix: BuildSpec) -> Inventory:
+    """What the command finds; without compressing, which takes long, and whose tests are elsewhere."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(deflate, "LEVEL", 0)
-        (inventory,), _ = size.write_size_report(
-            [tag], matrix, directory / "size.html", True, Console(file=io.StringIO())
-        )
-    return inventory
+        return size.read_inventories([tag], matrix, Console(file=io.StringIO()))[0]
 
 
 def run(client: docker.DockerClient, image: str, *command: str) -> str:
@@ -77,8 +68,7 @@ def test_the_packages_are_those_of_pip_and_dpkg(client: docker.DockerClient, tag
     }
 
 
-def test_the_page_names_them(directory: Path, found: Inventory) -> None:
-    html = (directory / "size.html").read_text()
-    assert all(distribution.name in html for distribution in found.python)
-    (image,) = json.loads((directory / "size.json").read_text())["images"]
+def test_the_document_has_every_distribution_and_the_sums(found: Inventory) -> None:
+    (image,) = json.loads(format_json(size_document.make_document([found])))["images"]
+    assert {of["name"] for of in image["python_distributions"]} == {of.name for of in found.python}
     assert (image["bytes"], image["compressed"]) == (found.sum.bytes, found.sum.compressed)

@@ -30,8 +30,8 @@ from shoal.commands.common import (
 from shoal.console import console, print_line, print_lines
 from shoal.docker_client import images
 from shoal.errors import CoverageError, ImageError, VulnerabilityError
-from shoal.inspection import advisories, differences, facts, manifest, sbom
-from shoal.report import output_files, size
+from shoal.image import advisories, differences, facts, manifest, sbom, size, size_document
+from shoal.report import output_files
 
 _SIZE_HELP = "Framework from buildspec.yml, any tag that Docker has, or a .tar file written by docker save."
 _ALLOW_EXAMPLE = "accepted: [{id: CVE-2026-12345, reason: not reached, expires: 2026-12-31}]"
@@ -153,21 +153,20 @@ def _write_output(text: str, file: Path | None, progress: Console) -> None:
 def report_size(
     image: Annotated[str, typer.Argument(help=_SIZE_HELP)],
     other: Annotated[str | None, typer.Argument(help="A later image: the changes from the first to it.")] = None,
-    page: Annotated[Path, typer.Option("-o", "--output", help="HTML page to write.")] = Path("size.html"),
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Also write the sizes to a .json file next to the page.")
-    ] = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Write an HTML page that shows which layers and packages use the space in an image, or how two images differ.
+    """Show which layers and packages use the space in an image, or how two images differ.
 
     Sizes count the layers' tar archives. Compressed sizes are after gzip, as in a registry.
 
     Example: shoal size pytorch
     """
     names = [image, other] if other else [image]
-    inventories, written = size.write_size_report(names, load_matrix(), page, as_json, progress_console(as_json=True))
-    size.print_size_report(console, inventories)
-    print_written(written)
+    inventories = size.read_inventories(names, load_matrix(), progress_console(as_json=True))
+    if as_json:
+        print_json(size_document.make_document(inventories))
+    else:
+        size.print_sizes(console, inventories)
 
 
 @has_old_name(reports, "report differences", "diff")

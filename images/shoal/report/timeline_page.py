@@ -9,8 +9,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from shoal.formats import format_bandwidth, format_bytes, format_time
 from shoal.report import timeline_text
-from shoal.report.formats import format_bandwidth, format_bytes, format_time
 from shoal.report.intervals import Interval, clip, length
 from shoal.report.output_files import render_page
 from shoal.report.timeline_analysis import Analysis, RankReport, list_caveats

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from shoal.report.formats import NONE, format_bandwidth, format_bytes, format_count, format_percent, format_time
+from shoal.formats import NONE, format_bandwidth, format_bytes, format_count, format_percent, format_time
 from shoal.report.intervals import length
 from shoal.report.timeline_analysis import Analysis, RankReport
 from shoal.report.trace import Span

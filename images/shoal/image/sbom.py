@@ -12,7 +12,7 @@ from urllib.parse import quote
 
 from packaging.utils import canonicalize_name
 
-from shoal.inspection.facts import Distribution, ImageFacts, Package
+from shoal.image.facts import Distribution, ImageFacts, Package
 
 _NAMESPACE = uuid.UUID("5f2f6a4e-5d1c-4c63-9c0a-3f0d6f0e8f11")
 

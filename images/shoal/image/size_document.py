@@ -5,13 +5,12 @@ A record has the fields of its bases first, the last base's before all others.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from shoal.layers.inventory import Inventory, Layer, Sum
-from shoal.layers.owners import DebianPackage, Owner, PythonDistribution
-from shoal.report.size_comparison import Change, Comparison, State
+from shoal.image.inventory import Inventory, Layer, Sum
+from shoal.image.owners import DebianPackage, Owner, PythonDistribution
+from shoal.image.size_comparison import Change, Comparison, State, compare_sizes
 
 
 @dataclass(frozen=True)
@@ -94,19 +93,14 @@ class SizeDocument:
 
     images: Sequence[ImageSize]
     difference: ImageChange | None
-    """Only of two images; otherwise there is no such key."""
+    """None for one image."""
 
 
-def make_document(inventories: Sequence[Inventory], comparison: Comparison | None) -> SizeDocument:
-    """Return the document of images, and of their comparison if there is one."""
+def make_document(inventories: Sequence[Inventory]) -> SizeDocument:
+    """Returns the document of one image, or of two and their difference."""
+    comparison = compare_sizes(*inventories) if len(inventories) == 2 else None
     images = [_describe_image(of) for of in inventories]
     return SizeDocument(images, _describe_comparison(comparison) if comparison else None)
-
-
-def format_document(inventories: Sequence[Inventory], comparison: Comparison | None) -> str:
-    """Return the document as JSON. Without a comparison, it has no key `difference`."""
-    document = asdict(make_document(inventories, comparison))
-    return json.dumps({key: value for key, value in document.items() if value is not None}, indent=2) + "\n"
 
 
 def _describe_image(of: Inventory) -> ImageSize:

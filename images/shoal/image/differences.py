@@ -12,8 +12,8 @@ import docker
 
 from shoal.docker_client.images import read_config
 from shoal.errors import DifferenceError
-from shoal.inspection import filesystem
-from shoal.inspection.filesystem import File, FileSystem
+from shoal.image import filesystem
+from shoal.image.filesystem import File, FileSystem
 
 Kind = Literal["added", "removed", "content", "owner or mode", "extended attributes", "bytecode's time", "time"]
 EXPECTED: Mapping[str, str] = {

@@ -13,8 +13,8 @@ import docker
 import pydantic
 
 from shoal.docker_client import containers
-from shoal.layers import owners
-from shoal.layers.saved_image import Budget, Chunks, Entry, entry_kind, normalize_path
+from shoal.image import owners
+from shoal.image.archive import Budget, Chunks, Entry, entry_kind, normalize_path
 from shoal.tar_stream import open_stream
 
 _BLOCK = 1 << 20

@@ -13,8 +13,9 @@ from dataclasses import astuple, dataclass
 from itertools import chain, islice
 
 from shoal.errors import ImageError
-from shoal.layers import saved_image
-from shoal.layers.owners import (
+from shoal.image import archive
+from shoal.image.archive import OPAQUE, WHITEOUT, Entry, LayerTar
+from shoal.image.owners import (
     STATUS,
     TAR,
     DebianPackage,
@@ -24,7 +25,6 @@ from shoal.layers.owners import (
     debian_packages,
     python_distributions,
 )
-from shoal.layers.saved_image import OPAQUE, WHITEOUT, Entry, LayerTar
 from shoal.limits import MOST_OWNERS
 
 _Key = tuple[int, int]
@@ -96,12 +96,12 @@ class Inventory:
         return {owner: ", ".join(versions) for owner, versions in found.items()}
 
 
-def read_inventory(name: str, chunks: Iterable[bytes], known: saved_image.Blobs | None = None) -> Inventory:
+def read_inventory(name: str, chunks: Iterable[bytes], known: archive.Blobs | None = None) -> Inventory:
     """Return the inventory of an image, from the archive that `docker save` writes.
 
-    `known` is as in `saved_image.read_layers`. Raises `ImageError`, with `name`, if it is not an archive of one image.
+    `known` is as in `archive.read_layers`. Raises `ImageError`, with `name`, if it is not an archive of one image.
     """
-    return make_inventory(name, saved_image.read_layers(name, chunks, known))
+    return make_inventory(name, archive.read_layers(name, chunks, known))
 
 
 def make_inventory(name: str, layers: Sequence[LayerTar]) -> Inventory:

@@ -16,7 +16,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 from shoal.errors import SpecError
-from shoal.inspection.facts import Distribution, ImageFacts
+from shoal.image.facts import Distribution, ImageFacts
 from shoal.limits import MOST_LOCK, read_file
 from shoal.matrix import yaml_file
 

@@ -10,7 +10,7 @@ import pydantic
 
 from shoal.docker_client.images import read_labels
 from shoal.errors import ImageError
-from shoal.inspection import sandbox
+from shoal.image import sandbox
 
 _PROBE = Path(__file__).with_name("probe.py")
 

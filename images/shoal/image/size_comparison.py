@@ -1,6 +1,6 @@
 """Compares the sizes of two images, per package and per layer, in uncompressed and compressed bytes.
 
-It only computes: `size_text` and `size_page` show the result.
+It only computes: `size` prints the result.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from shoal.layers.inventory import Inventory, Layer, Sum
+from shoal.image.inventory import Inventory, Layer, Sum
 from shoal.sources.steps import one_line
 
 State = Literal["new", "gone", "grown", "shrunk", "same"]

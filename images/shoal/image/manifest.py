@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from shoal.clean_text import clean_text
-from shoal.inspection.facts import Distribution, ImageFacts, Package
+from shoal.image.facts import Distribution, ImageFacts, Package
 from shoal.matrix.spec import ImageSpec
 
 MIB = 1024**2

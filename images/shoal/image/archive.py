@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import IO, Any, Literal, cast
 
 from shoal.errors import ImageError
-from shoal.layers import deflate
+from shoal.image import deflate
 from shoal.limits import MOST_LAYER, MOST_LAYER_ENTRIES, MOST_LAYER_TEXT, MOST_LAYERS, MOST_PATH
 from shoal.tar_stream import open_stream
 

@@ -1,7 +1,4 @@
-"""`shoal size`: reads one or two images, and writes an HTML page and their inventories as JSON.
-
-It also prints the largest layers and packages, or changes, on the terminal.
-"""
+"""`shoal size`: reads one or two images, and prints their largest layers and packages, or how they differ."""
 
 from __future__ import annotations
 
@@ -18,21 +15,21 @@ from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, Ta
 from rich.table import Table
 
 from shoal import docker_client
-from shoal.console import print_line
+from shoal.console import print_line, print_lines
 from shoal.docker_client.images import describe_missing, find_image
 from shoal.errors import UsageError
-from shoal.layers import inventory
-from shoal.layers.inventory import Inventory, Sum
-from shoal.layers.saved_image import Blobs
+from shoal.formats import format_byte_change, format_bytes, format_count, format_share
+from shoal.image import inventory
+from shoal.image.archive import Blobs
+from shoal.image.inventory import Inventory, Layer, Sum
+from shoal.image.size_comparison import Change, Comparison, compare_sizes, layer_title
 from shoal.matrix.spec import BuildSpec
-from shoal.report import output_files, size_document, size_page, size_text
-from shoal.report.formats import format_byte_change, format_bytes
-from shoal.report.size_comparison import Comparison, compare_sizes, layer_title
 
 _CHUNK = 1024 * 1024  # bytes
 _MAX_ROWS = 10  # of a table on the terminal
 _PAUSE = 10.0  # seconds between two lines about the progress
 _NUMBER_WIDTH = 13  # of a column of numbers, in letters
+_MAX_NAMES = 2  # packages that the row of a layer names
 
 
 @dataclass(frozen=True)
@@ -46,50 +43,87 @@ class _ImageArchive:
     """Whether Docker makes it now, and not anybody before."""
 
 
-def write_size_report(
-    names: Sequence[str], matrix: BuildSpec | None, output: Path, as_json: bool, console: Console
-) -> tuple[list[Inventory], list[Path]]:
-    """Write the page of one image or two, and with `as_json` their inventories next to it.
+def read_inventories(names: Sequence[str], matrix: BuildSpec | None, console: Console) -> list[Inventory]:
+    """Returns the inventories of images, after it has found all of them.
 
     Args:
-        names: Frameworks, tags or .tar files: one, or two to compare.
+        names: Frameworks, tags or .tar files.
         matrix: The matrix, which defines the frameworks; None if there is none.
-        output: The page to write.
-        as_json: Whether to write the inventories.
         console: The console for progress.
 
-    Returns:
-        The inventories, and the files that were written.
-
     Raises:
-        UsageError: If there is no such image, or a file cannot be written. Both are checked first.
+        UsageError: If there is no such image or file.
         ImageError: If an archive is not an image.
         DiskError, DockerError: As their names say.
     """
-    page, *others = output_files.choose_files(output, as_json, [Path(name) for name in names])
     archives = [_open_image(name, matrix) for name in names]
     known: Blobs = {}
-    inventories = [_read_inventory(archive, console, known) for archive in archives]
-    comparison = compare_sizes(*inventories) if len(inventories) == 2 else None
-    texts = {page: size_page.render_size_page(inventories, comparison)}
-    texts |= {other: size_document.format_document(inventories, comparison) for other in others}
-    output_files.write_files(output, texts)
-    return inventories, list(texts)
+    return [_read_inventory(archive, console, known) for archive in archives]
 
 
-def print_size_report(console: Console, inventories: Sequence[Inventory]) -> None:
-    """Print the size of an image with its largest layers and packages, or how two images differ."""
+def print_sizes(console: Console, inventories: Sequence[Inventory]) -> None:
+    """Prints the size of an image with its largest layers and packages, or how two images differ."""
+    for of in inventories:
+        print_lines(summarize_size(of), console)
     if len(inventories) == 2:
         comparison = compare_sizes(*inventories)
-        _print_sentences(console, (sentence for of in inventories for sentence in size_text.summarize_size(of)))
-        _print_sentences(console, size_text.summarize_comparison(comparison))
+        print_lines(summarize_comparison(comparison), console)
         _print_changes(console, comparison)
         return
     for of in inventories:
-        _print_sentences(console, size_text.summarize_size(of))
         layers = sorted(of.layers, key=lambda layer: -layer.sum.bytes)
-        _print_sizes(console, "layer", [(layer_title(layer), layer.sum) for layer in layers])
-        _print_sizes(console, "package", [(owner.name, sums) for owner, sums in of.owners.items()])
+        _print_rows(console, "layer", [(_describe_layer(layer), layer.sum) for layer in layers])
+        _print_rows(console, "package", [(owner.name, sums) for owner, sums in of.owners.items()])
+
+
+def summarize_size(of: Inventory) -> Iterator[str]:
+    """Yields sentences on an image's size: bytes, layers, packages, the largest, and bytes wasted by later layers."""
+    sizes = of.sum
+    layers = format_count(len(of.layers), "layer")
+    yield f"{of.name}: {format_bytes(sizes.bytes)} in {layers}, {format_bytes(sizes.compressed)} compressed."
+    named = [(owner.name, sums) for owner, sums in of.owners.items() if owner.kind != "tar"]
+    largest = ", ".join(f"{name} {format_bytes(sums.bytes)}" for name, sums in named[:3])
+    yield (
+        f"{format_count(len(of.python), 'Python distribution')}, "
+        f"{format_count(len(of.debian), 'Debian package')}; largest: {largest or 'none'}."
+    )
+    if sizes.hidden:
+        yield (
+            f"{format_bytes(sizes.hidden)} ({format_share(sizes.hidden, sizes.bytes)}) is wasted, "
+            f"{format_bytes(sizes.hidden_compressed)} compressed: it is deleted or replaced by later layers."
+        )
+    else:
+        yield "Nothing is wasted: no layer deletes or replaces files of another."
+
+
+def summarize_comparison(comparison: Comparison) -> Iterator[str]:
+    """Yields the sentences that summarize how the sizes of two images differ."""
+    total = comparison.total
+    before = total.before or Sum()
+    if not total.bytes:
+        yield f"{comparison.after.name} and {comparison.before.name} have the same size."
+    else:
+        word = "larger" if total.bytes > 0 else "smaller"
+        share = format_share(abs(total.bytes), before.bytes)
+        yield (
+            f"{comparison.after.name} is {format_bytes(abs(total.bytes))} ({share}) {word} than"
+            f" {comparison.before.name}; compressed: {format_byte_change(total.compressed)}."
+        )
+    yield f"Packages and directories: {_count_states(comparison.packages)}. Layers: {_count_states(comparison.layers)}."
+
+
+def _count_states(changes: tuple[Change, ...]) -> str:
+    """Returns how many changes have each state, such as "2 new, 1 gone"; "none" without changes."""
+    found = [change.state for change in changes]
+    counts = [f"{found.count(state)} {state}" for state in ("new", "gone", "grown", "shrunk", "same") if state in found]
+    return ", ".join(counts) or "none"
+
+
+def _describe_layer(layer: Layer) -> str:
+    """Returns the two largest packages of a layer, and its command. Commands alone look similar."""
+    packages = [(owner.name, of.bytes) for owner, of in layer.owners.items() if owner.kind in ("python", "debian")]
+    names = [name for name, _ in sorted(packages, key=lambda item: -item[1])[:_MAX_NAMES]]
+    return " · ".join([*([", ".join(names)] if names else []), layer_title(layer)])
 
 
 def _open_image(name: str, matrix: BuildSpec | None) -> _ImageArchive:
@@ -165,19 +199,14 @@ def _count_chunks(chunks: Iterable[bytes], progress: Progress, task: TaskID) -> 
         progress.advance(task, len(chunk))
 
 
-def _print_sentences(console: Console, sentences: Iterable[str]) -> None:
-    for sentence in sentences:
-        print_line(sentence, console)
-
-
-def _print_sizes(console: Console, name: str, rows: Sequence[tuple[str, Sum]]) -> None:
+def _print_rows(console: Console, name: str, rows: Sequence[tuple[str, Sum]]) -> None:
     """Print a table of the first ten rows, and how many are left out."""
     table = _make_table(console, name, "size", "compressed", "hidden")
     for text, of in rows[:_MAX_ROWS]:
         table.add_row(escape(text), format_bytes(of.bytes), format_bytes(of.compressed), format_bytes(of.hidden))
     console.print(table)
     if len(rows) > _MAX_ROWS:
-        print_line(f"  and {len(rows) - _MAX_ROWS} smaller", console)
+        print_line(f"  and {len(rows) - _MAX_ROWS} smaller, which --json lists", console)
 
 
 def _print_changes(console: Console, comparison: Comparison) -> None:
@@ -194,7 +223,7 @@ def _print_changes(console: Console, comparison: Comparison) -> None:
         if shown_changes:
             console.print(table)
         if len(shown_changes) > _MAX_ROWS:
-            print_line(f"  and {len(shown_changes) - _MAX_ROWS} smaller changes", console)
+            print_line(f"  and {len(shown_changes) - _MAX_ROWS} smaller changes, which --json lists", console)
 
 
 def _make_table(console: Console, name: str, *others: str) -> Table:

@@ -17,7 +17,7 @@ from typing import Literal
 
 from packaging.utils import canonicalize_name
 
-from shoal.layers.saved_image import Entry, replace_surrogates
+from shoal.image.archive import Entry, replace_surrogates
 from shoal.limits import MOST_METADATA, MOST_OWNERS, MOST_PATH
 
 STATUS = "var/lib/dpkg/status"

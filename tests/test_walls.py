@@ -23,7 +23,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "network docker_client",
         "sources",
         "builds image jobs report scaffold",
-        "deploy doctor",
+        "doctor",
         "commands",
         "cli",
     ),

@@ -16,7 +16,8 @@ from reference_pages.markdown import code, page, table, wrap
 from shoal import doctor, scaffold
 from shoal.builds import builder, bundle, cache, debian_lock, listing, push
 from shoal.image import advisories, differences, manifest, size_document
-from shoal.jobs import docker_job, known_jobs
+from shoal.jobs import known_jobs
+from shoal.jobs.hosts import docker_job
 from shoal.sources import lock, render
 from shoal_toolkit.plan.explain import ExplainedPlan
 from smdistributed.modelparallel.__main__ import Estimate

@@ -18,7 +18,7 @@ import pytest
 from shoal.errors import UsageError
 from shoal.jobs.checkpoints import MARK, copy_tree, open_directory
 from shoal.jobs.job import JobRequest
-from shoal.jobs.record import LOCAL, JobRecord, open_job
+from shoal.jobs.store import LOCAL, JobRecord, open_job
 from smdistributed.core import native
 
 FILTER = native.PATH.with_name("_peer_filter.so")

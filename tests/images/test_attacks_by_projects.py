@@ -23,10 +23,10 @@ from shoal.builds import bundle, noop_cache
 from shoal.commands import completion
 from shoal.docker_client import archive
 from shoal.errors import SpecError, UsageError
-from shoal.jobs import checkpoints, record, running
+from shoal.jobs import checkpoints, running, store
 from shoal.jobs.job import JobRequest
 from shoal.jobs.metric_search import MetricDefinition, MetricSearch
-from shoal.jobs.record import LOCAL, JobRecord, open_job
+from shoal.jobs.store import LOCAL, JobRecord, open_job
 from shoal.limits import MOST_LOCK
 from shoal.matrix import project as projects
 from shoal.matrix.project import Project
@@ -92,7 +92,7 @@ def write_job(directory: Path, hosts: int = 1) -> Path:
     """Write a job as a stranger would."""
     directory.mkdir(parents=True)
     document = {"image": "image:1", "engine": "docker", "request": {"hosts": hosts}, "exit_code": 1, "state": "failed"}
-    (directory / record.RECORD).write_text(json.dumps(document))
+    (directory / store.RECORD).write_text(json.dumps(document))
     return directory
 
 
@@ -105,7 +105,7 @@ def test_a_stranger_in_the_place_of_a_removed_job_stops_no_command(
     """As in /tmp, where a job was, and somebody else makes the directory again: all commands look at each job."""
     place = tmp_path / "removed" / "digits"
     place.mkdir(parents=True)
-    make(place / record.RECORD)
+    make(place / store.RECORD)
     os.chown(place, STRANGER, STRANGER)
     links = tmp_path / "home" / "STATE" / "shoal" / "jobs" / socket.gethostname()
     links.mkdir(parents=True)
@@ -117,13 +117,13 @@ def test_a_stranger_in_the_place_of_a_removed_job_stops_no_command(
 @pytest.mark.parametrize(
     ("name", "make", "words"),
     [
-        (record.RECORD, huge, ("logs", "digits")),
-        (record.RECORD, huge, ("stop", "digits")),
-        (record.RECORD, huge, ("run", "--resume", "digits")),
-        (record.RECORD, nested, ("logs", "digits")),
-        (record.LOG, pipe, ("logs", "digits")),
-        (record.LOG, endless, ("logs", "digits")),
-        (record.LOG, endless, ("logs", "--follow", "digits")),
+        (store.RECORD, huge, ("logs", "digits")),
+        (store.RECORD, huge, ("stop", "digits")),
+        (store.RECORD, huge, ("run", "--resume", "digits")),
+        (store.RECORD, nested, ("logs", "digits")),
+        (store.LOG, pipe, ("logs", "digits")),
+        (store.LOG, endless, ("logs", "digits")),
+        (store.LOG, endless, ("logs", "--follow", "digits")),
         ("report.html", pipe, ("report", "compare", "jobs/digits", "jobs/digits")),
         ("report.html", endless, ("report", "compare", "jobs/digits", "jobs/digits")),
         ("report.html", huge, ("report", "compare", "jobs/digits", "jobs/digits")),

@@ -27,15 +27,16 @@ from shoal.clean_text import clean_message
 from shoal.commands import job_reports
 from shoal.docker_client import containers
 from shoal.errors import DiskError, TraceError, UsageError
-from shoal.jobs import docker_hosts, source_files, summary, volumes
+from shoal.jobs import source_files, summary, volumes
 from shoal.jobs.checkpoints import copy_tree, open_directory
-from shoal.jobs.docker_hosts import DockerHosts
 from shoal.jobs.gpu_usage import GpuMeter, GpuUse, read_lines
+from shoal.jobs.hosts import docker as docker_hosts
+from shoal.jobs.hosts.docker import DockerHosts
 from shoal.jobs.job import JobRequest, JobResult
 from shoal.jobs.job_log import JobLog, parse_line
 from shoal.jobs.printed_metrics import MetricReader
-from shoal.jobs.record import JobRecord, OpenJob
 from shoal.jobs.source_files import Selection
+from shoal.jobs.store import JobRecord, OpenJob
 from shoal.jobs.volumes import Volume
 from shoal.limits import MIB
 from shoal.report import timeline
@@ -303,7 +304,7 @@ CLOSED = """
 import os, sys
 from pathlib import Path
 from shoal.jobs.checkpoints import open_directory
-from shoal.jobs.record import collect_tree
+from shoal.jobs.store import collect_tree
 if not os.geteuid(): os.setgid(65534); os.setuid(65534)
 os.umask(0o022)
 tree, kept, copied = (Path(sys.argv[1], name) for name in ("algo-1", "kept", "copied"))

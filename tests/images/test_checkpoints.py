@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 
 from shoal.errors import UsageError
-from shoal.jobs import checkpoints, record
+from shoal.jobs import checkpoints, store
 from shoal.jobs.checkpoints import CONTENT, MARK, CheckpointDirectory, open_directory
 from shoal.jobs.job import SECRET, JobRequest
-from shoal.jobs.record import DOCKER, LOCAL, JobRecord, open_job, read_record
+from shoal.jobs.store import DOCKER, LOCAL, JobRecord, open_job, read_record
 from shoal.jobs.volumes import Volume
 
 
@@ -209,7 +209,7 @@ def run(request: JobRequest, code: int | None = 7, engine: str = DOCKER, **files
     return opened.name
 
 
-def resume(name: str, output: Path, **changes: Any) -> record.OpenJob:
+def resume(name: str, output: Path, **changes: Any) -> store.OpenJob:
     found = read_record(output, name)
     with open_job(dataclasses.replace(found, **changes), name) as opened:
         return opened
@@ -219,7 +219,7 @@ def test_resumed_job_keeps_its_name_and_checkpoints(request_: JobRequest) -> Non
     name = run(request_, None, model="1")
     opened = resume(name, request_.output)
     assert (opened.name, opened.record.exit_code, content(opened.checkpoints.path)) == (name, None, {"model": "1"})
-    assert sorted(path.name for path in opened.directory.iterdir()) == ["attempt-1", CONTENT, record.RECORD]
+    assert sorted(path.name for path in opened.directory.iterdir()) == ["attempt-1", CONTENT, store.RECORD]
     assert (opened.directory / "attempt-1" / "model.tar.gz").exists()
 
 
@@ -243,7 +243,7 @@ def test_record_has_all_but_the_jobs_secret(request_: JobRequest, monkeypatch: p
         max_restarts=3,
     )
     name = run(request)
-    path = request.output / name / record.RECORD
+    path = request.output / name / store.RECORD
     assert path.stat().st_mode & 0o777 == 0o600
     source = request_.output.parent.resolve() / "code"
     assert read_record(request.output, name).request == JobRequest(
@@ -286,7 +286,7 @@ def test_unknown_job_is_an_error(request_: JobRequest) -> None:
     with pytest.raises(UsageError, match=r"has no request\.json"):
         read_record(request_.output, "other")
     for text in ("", "{}", '{"image": "x", "engine": "docker", "request": {"hosts": "many"}}'):
-        (request_.output / "other" / record.RECORD).write_text(text)
+        (request_.output / "other" / store.RECORD).write_text(text)
         with pytest.raises(UsageError, match=r"--resume other: .*request\.json was not written by this version"):
             read_record(request_.output, "other")
 
@@ -307,7 +307,7 @@ def test_checkpoints_of_a_killed_command_are_found(request_: JobRequest) -> None
     tree = directory / "algo-1" / CONTENT
     tree.mkdir(parents=True)
     (tree / "model").write_text("2")
-    path = directory / record.RECORD
+    path = directory / store.RECORD
     killed = json.loads(path.read_text()) | {"uncollected": True}
     path.write_text(json.dumps(killed))
     opened = resume(name, request_.output)

@@ -171,17 +171,17 @@ ALLOWED = {
     # The user's own terminal in a container: `shoal exec` and `shoal shell`.
     ("docker_client/terminal.py", "os.write"),
     # Without Docker, the script runs as this user and has the terminal; its bytes are passed on.
-    ("jobs/local_hosts.py", "os.write"),
+    ("jobs/hosts/local.py", "os.write"),
     ("jobs/background.py", "os.write"),  # a pipe to the parent
     ("jobs/inside.py", "subprocess.Popen(command, cwd=tree / 'code', env=environment)"),
     ("jobs/model_plan.py", "subprocess.run([sys.executable, *_arguments(factory, options, as_json)], check=False)"),
     # Rendered by the console of `shoal.console`, which cleans what it renders.
     ("image/size.py", "console.print(table)"),
     ("report/timeline.py", "console.print(table, soft_wrap=True)"),
-    ("jobs/live_view.py", "self.console.print(LogLines(text), soft_wrap=True, end='')"),
+    ("jobs/view.py", "self.console.print(LogLines(text), soft_wrap=True, end='')"),
     ("jobs/summary.py", "console.print()"),
-    ("jobs/live_view.py", "self.console.file.write('\\x1b[J')"),
-    ("jobs/live_view.py", "sys.stderr"),
+    ("jobs/view.py", "self.console.file.write('\\x1b[J')"),
+    ("jobs/view.py", "sys.stderr"),
     ("doctor.py", "sys.stderr"),  # of a script of this package's own checkout
     ("image/probe.py", "print"),  # runs in the image; its output is read, not shown
 }

@@ -21,9 +21,9 @@ from typer.testing import CliRunner
 
 from shoal.commands import deploy
 from shoal.commands.common import app
-from shoal.deploy import manifest
-from shoal.deploy.request import Kind, KubernetesRequest, SecretReference, Storage, suggest_name
 from shoal.errors import UsageError
+from shoal.jobs.hosts.kubernetes import manifest
+from shoal.jobs.hosts.kubernetes.request import Kind, KubernetesRequest, SecretReference, Storage, suggest_name
 from shoal.jobs.source_files import Selection
 
 from .. import kubelet

@@ -19,15 +19,16 @@ from tests.fake_docker import checked
 
 from shoal.docker_client import archive, images, users
 from shoal.errors import ImageError
-from shoal.jobs import docker_hosts, docker_job, local_job
-from shoal.jobs.docker_hosts import SECRET_PATH, DockerHosts
+from shoal.jobs.hosts import docker as docker_hosts
+from shoal.jobs.hosts import docker_job, local_job
+from shoal.jobs.hosts.docker import SECRET_PATH, DockerHosts
+from shoal.jobs.hosts.local import LocalHosts
 from shoal.jobs.job import SECRET, SECRET_FILE, JobRequest, JobResult
-from shoal.jobs.live_view import PlainView
-from shoal.jobs.local_hosts import LocalHosts
-from shoal.jobs.record import LOCAL, JobRecord, open_job
+from shoal.jobs.run import HostExit
+from shoal.jobs.store import LOCAL, JobRecord, open_job
 from shoal.jobs.variables import Secret
+from shoal.jobs.view import PlainView
 from shoal.jobs.volumes import Volume
-from shoal.jobs.watch import HostExit
 
 IMAGE_FILES = {
     "/etc/passwd": "root:x:0:0::/root:/bin/sh\nodd line\ntrainer:x:1000:1001::/home/trainer:/bin/sh\n",

@@ -23,11 +23,11 @@ from rich.console import Console
 
 from shoal import trust
 from shoal.errors import UsageError, convert_os_error
-from shoal.jobs import checkpoints, known_jobs, local_processes, record, running
+from shoal.jobs import checkpoints, known_jobs, processes, running, store
 from shoal.jobs.checkpoints import CONTENT, MARK, open_directory
 from shoal.jobs.job import RESOURCE_CONFIG, JobRequest
-from shoal.jobs.record import DOCKER, LOCAL, RECORD, JobRecord, open_job, read_record
 from shoal.jobs.stopping import stop_job
+from shoal.jobs.store import DOCKER, LOCAL, RECORD, JobRecord, open_job, read_record
 
 from .command import shoal_command
 
@@ -244,19 +244,19 @@ def test_only_the_process_that_started_the_job_is_signalled(
 ) -> None:
     """The number of a command that has ended is used again, or the record names any number."""
     directory = run(request_)
-    start = local_processes.describe_start(sleeper.pid)
+    start = processes.describe_start(sleeper.pid)
     found = dataclasses.replace(known_jobs.read_job(directory).record, pid=sleeper.pid, process_start=start)
-    assert local_processes.is_alive(found.pid, found.process_start)
+    assert processes.is_alive(found.pid, found.process_start)
     boot, _, ticks = start.partition(" ")
     others = [f"{boot} {int(ticks) - 1}", f"another-boot {ticks}", ""] if is_same_number else [start]
     number = sleeper.pid if is_same_number else os.getppid()
     for other in others:
-        assert not local_processes.send_signal(number, other, signal.SIGTERM)
+        assert not processes.send_signal(number, other, signal.SIGTERM)
         stale = known_jobs.KnownJob(directory, dataclasses.replace(found, pid=number, process_start=other), "running")
         with running.mark_running(directory, stale.identity), pytest.raises(UsageError, match="not visible here"):
             stop_job(stale, console())
     assert sleeper.poll() is None
-    assert local_processes.send_signal(sleeper.pid, start, signal.SIGTERM)
+    assert processes.send_signal(sleeper.pid, start, signal.SIGTERM)
     assert sleeper.wait(10) == -signal.SIGTERM
 
 
@@ -272,13 +272,13 @@ def test_processes_of_other_users_do_not_belong_to_a_job(tmp_path: Path) -> None
     ):
         try:
             until = time.monotonic() + 10
-            while own.pid not in local_processes.list_processes(tree) and time.monotonic() < until:
+            while own.pid not in processes.list_processes(tree) and time.monotonic() < until:
                 time.sleep(0.01)
-            assert local_processes.list_processes(tree) == [own.pid]
-            assert local_processes.list_descendants(tree, os.getpid()) == [own.pid]
-            assert local_processes.list_descendants(tree, foreign.pid) == [], "not started by that command"
-            start = local_processes.describe_start(foreign.pid)
-            assert not local_processes.send_signal(foreign.pid, start, signal.SIGKILL)
+            assert processes.list_processes(tree) == [own.pid]
+            assert processes.list_descendants(tree, os.getpid()) == [own.pid]
+            assert processes.list_descendants(tree, foreign.pid) == [], "not started by that command"
+            start = processes.describe_start(foreign.pid)
+            assert not processes.send_signal(foreign.pid, start, signal.SIGKILL)
         finally:
             foreign.kill()
             own.kill()
@@ -296,7 +296,7 @@ def test_processes_of_containers_do_not_belong_to_a_job(tmp_path: Path) -> None:
             while not children.read_text() and time.monotonic() < until:
                 time.sleep(0.01)
             assert children.read_text()
-            assert local_processes.list_processes(tree) == [own.pid]
+            assert processes.list_processes(tree) == [own.pid]
         finally:
             own.kill()
 
@@ -353,7 +353,7 @@ def test_a_link_in_the_place_of_a_host_s_tree_is_not_followed(request_: JobReque
         (private / name).mkdir()
         (private / name / "kept").touch()
     (directory / "algo-1").symlink_to(private)
-    assert record.list_host_trees(directory) == record.find_trees(directory) == []
+    assert store.list_host_trees(directory) == store.find_trees(directory) == []
     stop_job(known_jobs.read_job(directory), console())
     with open_job(read_record(request_.output, "digits"), "digits"):
         pass
@@ -502,7 +502,7 @@ def test_a_name_that_is_a_link_is_in_use(tmp_path: Path) -> None:
 def test_logs_of_another_job_are_read_without_effects(tmp_path: Path) -> None:
     project = tmp_path / "project"
     directory = write_foreign_job(project)
-    (directory / record.LOG).write_text('[1, "algo-1", "a line"]\n')
+    (directory / store.LOG).write_text('[1, "algo-1", "a line"]\n')
     before = sorted(directory.rglob("*"))
     result = shoal(project, "logs", "digits")
     assert result.stdout == "algo-1 | a line\n"

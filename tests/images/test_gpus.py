@@ -13,7 +13,8 @@ from tests.fake_docker import FakeDocker
 
 from shoal.docker_client import containers
 from shoal.errors import DockerError, UsageError
-from shoal.jobs import gpus, local_job
+from shoal.jobs import gpus
+from shoal.jobs.hosts import local_job
 
 HOSTS = ("algo-1", "algo-2")
 CPU = {"com.amazonaws.ml.engines.sagemaker.dlc.device.cpu": "true"}

@@ -17,7 +17,8 @@ from rich.console import Console
 from shoal.commands import jobs
 from shoal.docker_client import archive
 from shoal.errors import UsageError
-from shoal.jobs import distribution, job, local_job, results, summary
+from shoal.jobs import distribution, job, results, summary
+from shoal.jobs.hosts import local_job
 
 MP = {"microbatches": 4, "placement_strategy": "spread", "pipeline": "interleaved", "partitions": 2, "ddp": True}
 

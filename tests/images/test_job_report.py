@@ -20,7 +20,7 @@ from shoal.jobs import job_log
 from shoal.jobs.job import JobRequest, JobResult
 from shoal.jobs.job_log import JobLog, parse_line
 from shoal.jobs.printed_metrics import MetricReader
-from shoal.jobs.record import JobRecord, OpenJob
+from shoal.jobs.store import JobRecord, OpenJob
 from shoal.jobs.usage import CPU, MEMORY, Usage, sample_usage
 from shoal.report.job_page import list_differences, render_comparison_page, render_job_page
 from shoal.report.job_report import Curve, JobReport, read_report

@@ -17,15 +17,16 @@ from rich.console import Console
 
 from shoal.docker_client import terminal
 from shoal.errors import UsageError
-from shoal.jobs import docker_hosts, running
+from shoal.jobs import running
 from shoal.jobs.checkpoints import CONTENT
+from shoal.jobs.hosts import docker as docker_hosts
 from shoal.jobs.job import RESOURCE_CONFIG, JobRequest
 from shoal.jobs.job_lines import LineFilter, read_lines
 from shoal.jobs.job_log import JobLog
 from shoal.jobs.known_jobs import check_name, find_job, find_running_job, list_jobs
-from shoal.jobs.live_view import PlainView
-from shoal.jobs.record import DOCKER, LOCAL, LOG, JobRecord, open_job
 from shoal.jobs.stopping import stop_job
+from shoal.jobs.store import DOCKER, LOCAL, LOG, JobRecord, open_job
+from shoal.jobs.view import PlainView
 
 from .test_docker_job import FakeEngine
 

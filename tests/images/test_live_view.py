@@ -21,15 +21,15 @@ from rich.console import Console
 
 from shoal.clean_text import clean_log_line
 from shoal.docker_client.containers import split_lines, split_pieces
-from shoal.jobs import live_view, usage
+from shoal.jobs import usage
 from shoal.jobs.gpu_usage import GpuMeter, GpuUse, read_lines, smi_command
 from shoal.jobs.job import JobRequest
 from shoal.jobs.job_log import JobLog, Line, Series
 from shoal.jobs.live_panel import PanelState, render_panel, render_result
-from shoal.jobs.live_view import LiveView, can_show_panel
 from shoal.jobs.metric_definitions import encode_definitions, read_definitions
 from shoal.jobs.metric_search import MetricDefinition, MetricSearch, find_metrics
 from shoal.jobs.usage import CPU, GPU, GPU_MEMORY, MEMORY, Usage, sample_usage
+from shoal.jobs.view import LiveView, can_show_panel
 
 SHOAL = Path(sys.executable).with_name("shoal")
 SEQUENCES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
@@ -119,7 +119,7 @@ def read_all(file: int, into: list[bytes]) -> None:
 
 
 def test_a_chatty_log_is_shown_in_order_and_a_slow_terminal_delays_no_reader(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live_view, "_MAX_WAITING", 2_000)
+    monkeypatch.setattr("shoal.jobs.view._MAX_WAITING", 2_000)
     receiver, sender = os.pipe()
     view = make_view(sender)
     with view:

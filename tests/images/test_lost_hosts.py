@@ -13,9 +13,9 @@ import pytest
 from rich.console import Console
 
 from shoal.errors import DockerError
-from shoal.jobs import watch
+from shoal.jobs import run
 from shoal.jobs.job import JobRequest
-from shoal.jobs.watch import Arrival, HostExit
+from shoal.jobs.run import Arrival, HostExit
 
 RESULT, LOST, STOPPED = True, False, None
 End = tuple[int, bool | None]
@@ -71,14 +71,14 @@ class FakeHosts:
 
 
 def wait(hosts: FakeHosts) -> tuple[dict[str, int], list[dict[str, Any]]]:
-    watched = watch.Watch(hosts)
+    watched = run.Watch(hosts)
     return {host: end.exit_code for host, end in watched.wait().items()}, watched.restarts
 
 
 @pytest.fixture(autouse=True)
 def _waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch, "STRAGGLER_SECONDS", 0)
-    monkeypatch.setattr(watch, "FAREWELL_SECONDS", 0)
+    monkeypatch.setattr(run, "STRAGGLER_SECONDS", 0)
+    monkeypatch.setattr(run, "FAREWELL_SECONDS", 0)
 
 
 def test_host_that_outlives_the_others_is_stopped() -> None:
@@ -172,7 +172,7 @@ def test_a_host_is_replaced_as_often_as_max_restarts_allows() -> None:
 def test_hosts_that_start_again_have_no_deadline() -> None:
     """The one of the lost first host would stop them in the middle of their work."""
     hosts = FakeHosts({"algo-1": [(137, LOST), (0, STOPPED)], "algo-2": [(143, STOPPED), (0, STOPPED)]}, 1)
-    watched = watch.Watch(hosts)
+    watched = run.Watch(hosts)
     watched._wait_for_one()
     assert [host for host, _ in hosts.created] == ["algo-1", "algo-2"]
     assert watched.deadline is None
@@ -191,7 +191,7 @@ def test_all_hosts_are_stopped_if_the_connection_to_docker_is_lost(capsys: pytes
 def test_elastic_job_goes_on_without_a_host_that_cannot_be_replaced(end: End) -> None:
     """It is not stopped, and its exit code is that of the first host."""
     hosts = FakeHosts({"algo-1": [(0, STOPPED)], "algo-2": [end], "algo-3": [(0, STOPPED)]}, 3, min_hosts=2)
-    watched = watch.Watch(hosts)
+    watched = run.Watch(hosts)
     watched._wait_for_one()
     watched._wait_for_one()  # the deadline
     assert (hosts.stopped, hosts.created, watched.deadline) == ([], [], None)
@@ -208,7 +208,7 @@ def test_elastic_job_replaces_lost_hosts_and_fails_with_the_code_of_a_host() -> 
         "algo-3": [(1, STOPPED)],
     }
     hosts = FakeHosts(ends, 3, min_hosts=1)
-    watched = watch.Watch(hosts)
+    watched = run.Watch(hosts)
     watched._wait_for_one()
     assert hosts.created == [("algo-2", {})]
     hosts._current["algo-1"] = 1, RESULT

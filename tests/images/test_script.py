@@ -16,10 +16,11 @@ from shoal.commands import jobs
 from shoal.commands.common import app
 from shoal.commands.script import split_script
 from shoal.errors import UsageError
-from shoal.jobs import docker_hosts, docker_job
+from shoal.jobs.hosts import docker as docker_hosts
+from shoal.jobs.hosts import docker_job
 from shoal.jobs.job import JobRequest, JobResult
-from shoal.jobs.live_view import PlainView
-from shoal.jobs.record import JobRecord, OpenJob
+from shoal.jobs.store import JobRecord, OpenJob
+from shoal.jobs.view import PlainView
 from shoal.jobs.volumes import Volume
 
 from .test_docker_job import FakeEngine

@@ -21,11 +21,11 @@ from typer.testing import CliRunner
 
 from shoal.commands import deploy, jobs
 from shoal.commands.common import app
-from shoal.deploy import manifest
 from shoal.errors import UsageError
 from shoal.jobs import job, source_files
-from shoal.jobs.record import LOCAL, JobRecord, open_job
+from shoal.jobs.hosts.kubernetes import manifest
 from shoal.jobs.source_files import SECRET_RULES, Selection, copy_source, describe_source, list_source, matches
+from shoal.jobs.store import LOCAL, JobRecord, open_job
 
 NOBODY = 65534
 assert deploy  # it adds its command to the application

@@ -19,7 +19,7 @@ from shoal.jobs import event_files
 from shoal.jobs.event_files import read_scalars
 from shoal.jobs.job import JobRequest, JobResult
 from shoal.jobs.job_log import Key, Series
-from shoal.jobs.record import JobRecord, OpenJob
+from shoal.jobs.store import JobRecord, OpenJob
 from shoal.jobs.summary import summary_rows
 from shoal.jobs.trackers import find_trackers
 from shoal.report.job_page import render_job_page

@@ -17,7 +17,7 @@ from shoal.commands import deploy, jobs
 from shoal.commands.common import app
 from shoal.errors import UsageError
 from shoal.jobs.job import JobRequest
-from shoal.jobs.record import load_record
+from shoal.jobs.store import load_record
 from shoal.jobs.variables import Secret, looks_secret, read_env_file, read_environment
 
 assert deploy  # it adds its command to the application

@@ -33,10 +33,10 @@ from shoal.commands.script import (
     warn_of_visible_secrets,
 )
 from shoal.console import print_line
-from shoal.deploy import manifest
-from shoal.deploy.request import Kind, KubernetesRequest, SecretReference, Storage, suggest_name
 from shoal.errors import UsageError
 from shoal.jobs.distribution import parse_distribution
+from shoal.jobs.hosts.kubernetes import manifest
+from shoal.jobs.hosts.kubernetes.request import Kind, KubernetesRequest, SecretReference, Storage, suggest_name
 from shoal.jobs.job import SHM_SIZE
 from shoal.jobs.variables import read_environment
 

@@ -26,7 +26,7 @@ from shoal.jobs import event_files, summary
 from shoal.jobs.job import SECRET, JobRequest, JobResult
 from shoal.jobs.job_log import MAX_SERIES, Key, Series
 from shoal.jobs.metric_definitions import HYPERPARAMETER
-from shoal.jobs.record import LOCAL, OpenJob
+from shoal.jobs.store import LOCAL, OpenJob
 from shoal.limits import MOST_REPORT, parse_json, read_file
 from shoal.report.job_page import render_job_page
 from shoal.report.job_report import PAGE, Curve, JobReport

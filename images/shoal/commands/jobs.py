@@ -57,22 +57,12 @@ from shoal.commands.script import (
 from shoal.console import CleanConsole, console, print_line
 from shoal.docker_client import images as docker_images
 from shoal.errors import ImageError, UsageError
-from shoal.jobs import (
-    background,
-    docker_job,
-    known_jobs,
-    live_view,
-    local_job,
-    metric_definitions,
-    model_plan,
-    summary,
-    trackers,
-)
+from shoal.jobs import background, known_jobs, metric_definitions, model_plan, summary, trackers
 from shoal.jobs.distribution import parse_distribution
+from shoal.jobs.hosts import docker_job, local_job
 from shoal.jobs.job import JobRequest, JobResult
 from shoal.jobs.known_jobs import KnownJob, read_job
-from shoal.jobs.live_view import View
-from shoal.jobs.record import (
+from shoal.jobs.store import (
     DOCKER,
     FAILED,
     LOCAL,
@@ -85,6 +75,7 @@ from shoal.jobs.record import (
     read_record,
 )
 from shoal.jobs.variables import parse_secrets, read_environment, restore_environment
+from shoal.jobs.view import LiveView, PlainView, View, can_show_panel
 from shoal.jobs.volumes import Volume
 from shoal.report import timeline
 from shoal.report.job_page import render_comparison_page
@@ -497,14 +488,14 @@ def report_comparison(
 
 def _open_view(opened: OpenJob, progress: Console, options: RunOptions) -> contextlib.AbstractContextManager[View]:
     """Return the view of a job: live on a terminal, plain elsewhere."""
-    if options.plain or options.as_json or not live_view.can_show_panel(progress, os.environ):
-        return contextlib.nullcontext(live_view.PlainView(progress))
+    if options.plain or options.as_json or not can_show_panel(progress, os.environ):
+        return contextlib.nullcontext(PlainView(progress))
     request, engine = opened.record.request, opened.record.engine
     merged = 1 if engine == LOCAL and not request.min_hosts else request.hosts
     hosts = f"{request.min_hosts}:{request.hosts}" if request.min_hosts else str(merged)
     ranks = request.hosts * (request.procs_per_host or 1)
     definitions = metric_definitions.read_definitions(request)
-    return live_view.LiveView(progress, opened.log, opened.name, hosts, ranks, definitions)
+    return LiveView(progress, opened.log, opened.name, hosts, ranks, definitions)
 
 
 def _build_image(name: str, progress: Console) -> tuple[str, float]:

@@ -27,10 +27,10 @@ from shoal.jobs import inside, known_jobs, stopping
 from shoal.jobs.inside import choose_host
 from shoal.jobs.job_lines import LineFilter, read_lines
 from shoal.jobs.known_jobs import LOST, KnownJob, find_job, find_running_job
-from shoal.jobs.record import LOCAL, OUTPUT, RUNNING, STOPPED
+from shoal.jobs.run import STOP_SECONDS
+from shoal.jobs.store import LOCAL, OUTPUT, RUNNING, STOPPED
 from shoal.jobs.summary import describe_stop
 from shoal.jobs.volumes import Volume
-from shoal.jobs.watch import STOP_SECONDS
 from shoal.report.job_report import PAGE
 
 _MOST_ENDED = 20

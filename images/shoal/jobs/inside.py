@@ -12,10 +12,10 @@ import docker.errors
 from shoal import docker_client
 from shoal.docker_client import containers, terminal
 from shoal.errors import DockerError, UsageError, did_you_mean
-from shoal.jobs import gpus, local_processes
-from shoal.jobs.docker_hosts import find_containers
+from shoal.jobs import gpus, processes
+from shoal.jobs.hosts.docker import find_containers
 from shoal.jobs.known_jobs import KnownJob
-from shoal.jobs.record import LOCAL, list_host_trees
+from shoal.jobs.store import LOCAL, list_host_trees
 from shoal.jobs.volumes import Volume
 
 SHELL = ["sh", "-c", "command -v bash >/dev/null && exec bash || exec sh"]
@@ -73,10 +73,10 @@ def _run_in_local_host(found: KnownJob, host: str | None, command: Sequence[str]
     if not trees:
         raise DockerError(f"{found.name}: no host has started. Fix: try again")
     tree = trees[choose_host(found.name, host, list(trees))]
-    processes = local_processes.list_descendants(tree, found.record.pid)
-    if not processes:
+    found_processes = processes.list_descendants(tree, found.record.pid)
+    if not found_processes:
         raise DockerError(f"{found.name}: {tree.name} has no process. Fix: try again when the host has started")
-    environment = local_processes.read_environment(processes[0])
+    environment = processes.read_environment(found_processes[0])
     process = subprocess.Popen(command, cwd=tree / "code", env=environment)
     earlier = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the command, such as a debugger
     try:

@@ -16,7 +16,7 @@ from typing import IO
 from shoal.errors import UsageError
 from shoal.jobs import running
 from shoal.jobs.job_log import parse_line
-from shoal.jobs.record import LOG
+from shoal.jobs.store import LOG
 from shoal.limits import MOST_LOG_LINE, open_regular
 
 _PAUSE = 0.2

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from shoal import trust
 from shoal.errors import UsageError, did_you_mean
-from shoal.jobs import record, running
+from shoal.jobs import running, store
 from shoal.jobs.job import JobRequest
-from shoal.jobs.record import RECORD, JobRecord
+from shoal.jobs.store import RECORD, JobRecord
 
 LOST = "lost"
 """The state of a job that has not ended, but no command runs it: the command was killed."""
@@ -70,7 +70,7 @@ class KnownJob:
     @property
     def is_running(self) -> bool:
         """Whether a command runs it."""
-        return self.state == record.RUNNING
+        return self.state == store.RUNNING
 
     @property
     def seconds(self) -> float | None:
@@ -100,16 +100,16 @@ def read_job(directory: Path) -> KnownJob:
     """Return the job in a directory. Raises `UsageError` if it has none."""
     is_running = running.is_running(directory)
     found = _load(directory)
-    if not is_running and found.state == record.RUNNING:
+    if not is_running and found.state == store.RUNNING:
         is_running = running.is_running(directory)  # it may have been resumed between the two steps
         found = _load(directory)
     if is_running:
-        return KnownJob(directory, found, record.RUNNING)
-    return KnownJob(directory, found, LOST if found.state == record.RUNNING else found.state)
+        return KnownJob(directory, found, store.RUNNING)
+    return KnownJob(directory, found, LOST if found.state == store.RUNNING else found.state)
 
 
 def _load(directory: Path) -> JobRecord:
-    return record.load_record(directory / RECORD, directory.name)
+    return store.load_record(directory / RECORD, directory.name)
 
 
 def list_jobs() -> list[KnownJob]:
@@ -164,7 +164,7 @@ def check_name(name: str, output: Path) -> None:
             " ends, as in SageMaker. Example: --name digits-1"
         )
     for each in list_jobs():
-        if each.name == name and each.state in (record.RUNNING, LOST):  # hosts of a lost one may still run
+        if each.name == name and each.state in (store.RUNNING, LOST):  # hosts of a lost one may still run
             raise UsageError(
                 f"--name {name}: in use by a job that is {each.state} ({each.directory}). Fix: choose another name, or"
                 f" shoal stop {each.directory}"

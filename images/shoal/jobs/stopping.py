@@ -16,13 +16,12 @@ from rich.console import Console
 from shoal import docker_client
 from shoal.docker_client import containers
 from shoal.errors import UsageError
-from shoal.jobs import checkpoints, local_processes, results, running
-from shoal.jobs.docker_hosts import DockerHosts, find_containers, stop_containers
-from shoal.jobs.docker_job import collect
+from shoal.jobs import checkpoints, processes, results, running
+from shoal.jobs.hosts.docker import DockerHosts, find_containers, stop_containers
+from shoal.jobs.hosts.docker_job import collect
+from shoal.jobs.hosts.local_job import SECRETS
 from shoal.jobs.known_jobs import LOST, KnownJob, read_job
-from shoal.jobs.live_view import PlainView
-from shoal.jobs.local_job import SECRETS
-from shoal.jobs.record import (
+from shoal.jobs.store import (
     LOCAL,
     STOPPED,
     OpenJob,
@@ -31,6 +30,7 @@ from shoal.jobs.record import (
     find_trees,
     list_host_trees,
 )
+from shoal.jobs.view import PlainView
 
 
 def stop_job(found: KnownJob, console: Console) -> KnownJob:
@@ -51,13 +51,13 @@ def stop_job(found: KnownJob, console: Console) -> KnownJob:
     if found.state == LOST:
         _stop_lost(found, console)
     elif found.is_running:
-        is_signalled = local_processes.send_signal(*process, signal.SIGTERM)
+        is_signalled = processes.send_signal(*process, signal.SIGTERM)
         if not is_signalled and running.is_running(found.directory):  # otherwise it has just ended
             raise UsageError(
                 f"{found.name}: runs in a process that is not visible here ({found.record.pid}), such as one of"
                 " another container or machine. Fix: run this command there"
             )
-        running.wait_for_end(found.directory, lambda: local_processes.is_alive(*process))
+        running.wait_for_end(found.directory, lambda: processes.is_alive(*process))
     try:
         return read_job(found.directory)
     except FileNotFoundError:  # of a new job, which ended before its hosts started
@@ -69,7 +69,7 @@ def stop_job(found: KnownJob, console: Console) -> KnownJob:
 def _stop_lost(found: KnownJob, console: Console) -> None:
     """Stop the hosts of a lost job, collect their files, and remove its objects from Docker."""
     if found.record.engine == LOCAL:
-        local_processes.stop_processes(list_host_trees(found.directory))  # they hold the lock of the checkpoints
+        processes.stop_processes(list_host_trees(found.directory))  # they hold the lock of the checkpoints
     place = find_checkpoints(found.record.request, found.directory)
     with (
         checkpoints.open_directory(place, found.identity, found.name, can_claim=False) as directory,
@@ -77,7 +77,7 @@ def _stop_lost(found: KnownJob, console: Console) -> None:
     ):
         opened = OpenJob(found.name, found.directory, found.record, directory, resumed=True)
         pid = os.getpid()  # so that another `shoal stop` reaches this one
-        opened.update(pid=pid, process_start=local_processes.describe_start(pid))
+        opened.update(pid=pid, process_start=processes.describe_start(pid))
         if found.record.engine == LOCAL:
             _end_local_job(opened)
         else:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from shoal.deploy.request import Kind, KubernetesRequest, Storage
 from shoal.jobs import gpus, job, restarts
+from shoal.jobs.hosts.kubernetes.request import Kind, KubernetesRequest, Storage
 from shoal.jobs.variables import SECRETS
 
 CONFIG = "/opt/ml/input/config"

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from shoal import trust
-from shoal.jobs.watch import STOP_SECONDS
+from shoal.jobs.run import STOP_SECONDS
 
 BASE = "SAGEMAKER_BASE_DIR"
 """The variable with the tree of a host. All of its processes inherit it."""

@@ -36,10 +36,10 @@ from shoal.errors import DockerError, ShoalError, UsageError
 from shoal.jobs import checkpoints, gpus, job, restarts, results, variables
 from shoal.jobs.gpu_usage import GpuMeter, read_lines, smi_command
 from shoal.jobs.job_log import JobLog
-from shoal.jobs.live_view import View
+from shoal.jobs.run import STOP_SECONDS, Arrival, HostExit
 from shoal.jobs.usage import Usage
+from shoal.jobs.view import View
 from shoal.jobs.volumes import Volume
-from shoal.jobs.watch import STOP_SECONDS, Arrival, HostExit
 from shoal.limits import GIB, MOST_PROCESSES
 from shoal.tar_stream import open_stream
 

@@ -15,9 +15,9 @@ first one is lost, the others end with 138, and all are made again. Without `ret
 
 from __future__ import annotations
 
-from shoal.deploy.pod import Object, build_pod_template, job_labels, name_object
-from shoal.deploy.request import Kind, KubernetesRequest
 from shoal.jobs import restarts
+from shoal.jobs.hosts.kubernetes.pod import Object, build_pod_template, job_labels, name_object
+from shoal.jobs.hosts.kubernetes.request import Kind, KubernetesRequest
 
 _LOST = (137, restarts.HOST_LOST)
 """Exit codes of a pod that was killed, and of `train` in the pods that have lost it."""

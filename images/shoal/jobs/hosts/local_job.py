@@ -17,10 +17,10 @@ from shoal.console import print_line
 from shoal.docker_client import containers
 from shoal.errors import DiskError, DockerError, UsageError
 from shoal.jobs import checkpoints, distribution, gpu_usage, gpus, job, restarts, results, usage, variables
-from shoal.jobs.live_view import View
-from shoal.jobs.local_hosts import LocalHosts
-from shoal.jobs.record import OpenJob, collect_tree
-from shoal.jobs.watch import STOP_SECONDS, Watch
+from shoal.jobs.hosts.local import LocalHosts
+from shoal.jobs.run import STOP_SECONDS, Watch
+from shoal.jobs.store import OpenJob, collect_tree
+from shoal.jobs.view import View
 from shoal.matrix import project
 
 _MOST_HOSTS = 254

@@ -18,7 +18,7 @@ import pydantic
 
 from shoal import trust
 from shoal.errors import UsageError, did_you_mean
-from shoal.jobs import checkpoints, job, local_processes, results, running
+from shoal.jobs import checkpoints, job, processes, results, running
 from shoal.jobs.job_log import JobLog
 from shoal.limits import MOST_HOSTS, MOST_RECORD, read_file
 
@@ -58,7 +58,7 @@ class JobRecord:
     pid: int = 0
     """The process of the command that runs it."""
     process_start: str = ""
-    """The start of that process, as `local_processes.describe_start` returns it: numbers are used again."""
+    """The start of that process, as `processes.describe_start` returns it: numbers are used again."""
     owners: Mapping[str, int] = field(default_factory=dict)
     """The users that own the files of `list_deciding`, by path, when the last command has started it."""
 
@@ -240,7 +240,7 @@ def open_job(record: JobRecord, resumed: str | None, name: str | None = None) ->
         ):
             if resumed is not None:
                 record = _prepare_resume(directory, record, opened)
-            start = local_processes.describe_start(pid)
+            start = processes.describe_start(pid)
             record = replace(record, state=RUNNING, started=time.time(), ended=None, pid=pid, process_start=start)
             record = replace(record, owners=_read_owners(request))
             log = JobLog(path=directory / LOG)

@@ -17,11 +17,12 @@ from shoal import docker_client
 from shoal.console import print_line
 from shoal.docker_client import containers, images
 from shoal.errors import UsageError
-from shoal.jobs import docker_hosts, job, results, usage
-from shoal.jobs.docker_hosts import DockerHosts
-from shoal.jobs.live_view import View
-from shoal.jobs.record import JobRecord, OpenJob
-from shoal.jobs.watch import Watch
+from shoal.jobs import job, results, usage
+from shoal.jobs.hosts import docker as docker_hosts
+from shoal.jobs.hosts.docker import DockerHosts
+from shoal.jobs.run import Watch
+from shoal.jobs.store import JobRecord, OpenJob
+from shoal.jobs.view import View
 
 _NEVER_RAN = 1  # the exit code of `train` for a job that could not run
 

@@ -20,9 +20,9 @@ from rich.console import Console
 from shoal.docker_client import containers
 from shoal.jobs import job, restarts
 from shoal.jobs.job_log import JobLog
-from shoal.jobs.live_view import View
-from shoal.jobs.local_processes import BASE, read_environment
-from shoal.jobs.watch import Arrival, HostExit
+from shoal.jobs.processes import BASE, read_environment
+from shoal.jobs.run import Arrival, HostExit
+from shoal.jobs.view import View
 from shoal.limits import MOST_REPORT, read_file
 
 _PR_SET_CHILD_SUBREAPER = 36  # of Linux

@@ -17,12 +17,12 @@ from typing import Any
 from ruamel.yaml import YAML
 from ruamel.yaml.scalarstring import DoubleQuotedScalarString, LiteralScalarString
 
-from shoal.deploy.pod import ARCHIVE, SECRET_KEY, Object, has_secret, job_labels, list_taken, name_object
-from shoal.deploy.request import KubernetesRequest, parse_network
-from shoal.deploy.workload import build_metadata, build_workload
 from shoal.docker_client import archive
 from shoal.errors import UsageError
 from shoal.jobs import job, source_files
+from shoal.jobs.hosts.kubernetes.pod import ARCHIVE, SECRET_KEY, Object, has_secret, job_labels, list_taken, name_object
+from shoal.jobs.hosts.kubernetes.request import KubernetesRequest, parse_network
+from shoal.jobs.hosts.kubernetes.workload import build_metadata, build_workload
 from shoal.jobs.source_files import Selection
 
 MAX_CONFIG_MAP = 2**20

@@ -256,7 +256,8 @@ def stages(case: Case) -> _Times:
 def transfers(case: Case) -> _Times:
     """Two stages with a device each: tensors by NCCL, against tensors through the host. The losses must be equal."""
     import smdistributed.modelparallel.torch as smp
-    from smdistributed.modelparallel.torch import carrier, state_mod
+    from smdistributed.modelparallel.torch.pipeline import carrier
+    from smdistributed.modelparallel.torch.script import state as state_module
 
     if case.device.type != "cuda":  # gloo, so that all but the device is tried
 
@@ -264,7 +265,7 @@ def transfers(case: Case) -> _Times:
             group = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=seconds))
             return carrier.Carrier(group, case.device, 1)
 
-        state_mod.open_carrier = open_on_cpu  # type: ignore[attr-defined]
+        state_module.open_carrier = open_on_cpu  # type: ignore[attr-defined]
     os.environ[carrier.VARIABLE] = "nccl"
     smp.init({"partitions": 2, "microbatches": 4})
     torch.manual_seed(0)

@@ -13,11 +13,10 @@ from partition_models import MODELS, construct
 from report import Figure, finish
 from tree_partition import tree_partition
 
-from smdistributed.modelparallel.backend.balance import cut
 from smdistributed.modelparallel.backend.config import check
-from smdistributed.modelparallel.backend.partition import shares
-from smdistributed.modelparallel.torch.auto_partition import items, partition
-from smdistributed.modelparallel.torch.trace import trace
+from smdistributed.modelparallel.backend.partition import cut, shares
+from smdistributed.modelparallel.torch.plan.auto_partition import items, partition
+from smdistributed.modelparallel.torch.plan.trace import trace
 
 STAGES = (2, 4, 8)
 NEAR = 1.03

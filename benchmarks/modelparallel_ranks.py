@@ -18,7 +18,7 @@ from torch.nn import functional
 
 import smdistributed.modelparallel.torch as smp
 from smdistributed.modelparallel.backend.config import check
-from smdistributed.modelparallel.torch.module_routing import route_calls
+from smdistributed.modelparallel.torch.pipeline.module_routing import route_calls
 
 FORWARD_S, BACKWARD_S = 0.030, 0.060
 CALL_BYTES = 64 << 10

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 
-from smdistributed.modelparallel.backend.balance import anchored
+from smdistributed.modelparallel.backend.partition import anchored
 
 
 def tree_partition(

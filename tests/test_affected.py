@@ -30,7 +30,11 @@ def chosen(*changed: str) -> set[str]:
     [
         ("toolkit/shoal_toolkit/hosts/wire.py", "tests/toolkit/test_wire.py", "tests/library/test_smddp.py"),
         ("toolkit/shoal_toolkit/hosts/wire.py", "tests/faults/test_losses.py", "tests/library/test_store.py"),
-        ("library/smdistributed/modelparallel/torch/stage.py", "tests/library/test_modelparallel.py", "tests/toolkit"),
+        (
+            "library/smdistributed/modelparallel/torch/pipeline/stage.py",
+            "tests/library/test_modelparallel.py",
+            "tests/toolkit",
+        ),
         ("library/native/reduce.c", "tests/integration/test_library.py", "tests/faults"),
         ("rehearsal/shoal_rehearsal/settings.py", "tests/library/test_rehearsal.py", "tests/toolkit/test_plan.py"),
         ("dockerfiles/base.j2", "tests/integration/test_structure.py", "tests/toolkit"),

@@ -43,6 +43,13 @@ LAYERS: dict[str, tuple[str, ...]] = {
     ),
     "smdistributed": ("core", "dataparallel modelparallel", "horovod"),
     "smdistributed.modelparallel": ("backend", "torch tensorflow", "__main__ test"),
+    "smdistributed.modelparallel.torch": (
+        "exceptions",
+        "pipeline",
+        "plan",
+        "script",
+        "amp nn optimizers patches state_mod utils",
+    ),
     "shoal_rehearsal": ("after_import settings", "notice replacements", "torch tensorflow"),
 }
 """What each package consists of, lowest layer first. A part imports only parts of lower layers."""

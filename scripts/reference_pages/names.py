@@ -75,7 +75,7 @@ def _explain(package: str, name: str) -> tuple[str, str]:
         return UNSUPPORTED, "A tensor-parallel module."
     module, node = _find(package, name)
     if module.endswith(".unsupported"):
-        return UNSUPPORTED, "For tensor parallelism."
+        return UNSUPPORTED, _first_line(node) or "For tensor parallelism."
     return _state(node), _first_line(node) or _constant(package, name, node)
 
 
@@ -104,7 +104,7 @@ def _state(node: ast.AST) -> str:
     if isinstance(body[0], ast.Raise):
         return UNSUPPORTED
     if any(isinstance(each, ast.Call) and "raise_unsupported" in ast.unparse(each.func) for each in ast.walk(node)):
-        enabled = [each for each in body if not isinstance(each, ast.If) and "_check_options" not in ast.unparse(each)]
+        enabled = [each for each in body if not isinstance(each, ast.If) and "check_tensor_parallel_options" not in ast.unparse(each)]
         return UNSUPPORTED if all(ast.unparse(each).strip("()") == "yield" for each in enabled) else WORKS
     return NO_EFFECT if ast.unparse(body[0]).startswith("warn_without_effect(") else WORKS
 
@@ -184,6 +184,6 @@ def _find(module: str, name: str) -> Definition:
 @functools.cache
 def _refused_modules() -> tuple[str, ...]:
     """Returns the names of modules that `smp.nn` refuses."""
-    node = _find("smdistributed.modelparallel.torch.unsupported", "MODULES").node
+    node = _find("smdistributed.modelparallel.torch.script.unsupported", "MODULES").node
     assert isinstance(node, ast.Assign)
     return tuple(ast.literal_eval(node.value))

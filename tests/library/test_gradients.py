@@ -14,10 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from shoal_toolkit.system.idle import wait_for_idle_threads
-from smdistributed.modelparallel.torch import master_weights, reducer
-from smdistributed.modelparallel.torch.gradient_norms import clip_gradients
-from smdistributed.modelparallel.torch.loss_scale import LossScale
-from smdistributed.modelparallel.torch.master_weights import MasterWeights
+from smdistributed.modelparallel.torch.script import master_weights, reducer
+from smdistributed.modelparallel.torch.script.gradient_norms import clip_gradients
+from smdistributed.modelparallel.torch.script.loss_scale import LossScale
+from smdistributed.modelparallel.torch.script.master_weights import MasterWeights
 
 COUNT = 30
 

@@ -18,12 +18,12 @@ from smdistributed.modelparallel.backend.config import Config
 from smdistributed.modelparallel.backend.exceptions import SMPRuntimeError
 from smdistributed.modelparallel.backend.schedule import Schedule, TurnKind
 from smdistributed.modelparallel.backend.slot import Slot
-from smdistributed.modelparallel.torch import failures
-from smdistributed.modelparallel.torch.messages import Kind, Message
-from smdistributed.modelparallel.torch.observation import Observer
-from smdistributed.modelparallel.torch.scheduler import Scheduler, Step
-from smdistributed.modelparallel.torch.stage import Stage
-from smdistributed.modelparallel.torch.tasks import Task
+from smdistributed.modelparallel.torch.pipeline import failures
+from smdistributed.modelparallel.torch.pipeline.messages import Kind, Message
+from smdistributed.modelparallel.torch.pipeline.observation import Observer
+from smdistributed.modelparallel.torch.pipeline.scheduler import Scheduler, Step
+from smdistributed.modelparallel.torch.pipeline.stage import Stage
+from smdistributed.modelparallel.torch.pipeline.tasks import Task
 
 if TYPE_CHECKING:
     from tests.library.conftest import Alone, Mpirun, Python
@@ -147,7 +147,7 @@ def test_checkpoints_resume_and_a_partial_one_on_another_number_of_stages(mpirun
 
 
 def test_ranks_finish_the_renames_of_a_killed_job_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from smdistributed.modelparallel.torch import partial_checkpoints
+    from smdistributed.modelparallel.torch.script import partial_checkpoints
 
     (tmp_path / ".tag_partial.old").mkdir()
     rename = Path.rename

@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from smdistributed.modelparallel.backend.balance import SLACK, cut, largest_of
 from smdistributed.modelparallel.backend.config import PLACEMENTS, check, read_config
 from smdistributed.modelparallel.backend.exceptions import SMPConfigError, SMPUnsupportedError
+from smdistributed.modelparallel.backend.partition import SLACK, cut, largest_of
 from smdistributed.modelparallel.backend.ranks import GROUPS, Grid
 from smdistributed.modelparallel.backend.schedule import Schedule, Turn, TurnKind
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from smdistributed.modelparallel.backend.config import check
-from smdistributed.modelparallel.torch.auto_partition import auto_partition
+from smdistributed.modelparallel.torch.plan.auto_partition import auto_partition
 
 
 class Halves(nn.Module):
@@ -81,7 +81,7 @@ def stages(module: nn.Module, *args: torch.Tensor) -> dict[str, int]:
 def test_a_loop_that_waits_for_a_value_is_given_up(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("smdistributed.modelparallel.torch.trace._MAX_READS", 100)
+    monkeypatch.setattr("smdistributed.modelparallel.torch.plan.trace._MAX_READS", 100)
     found = stages(Halves(), torch.ones(3, 4))
     assert (found["parts.0"], found["parts.1"]) == (0, 1)
     assert "it reads more than 100 values, each taken as 1" in caplog.text

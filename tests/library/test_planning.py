@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from smdistributed.modelparallel.backend.config import check
-from smdistributed.modelparallel.torch import planning
-from smdistributed.modelparallel.torch.activations import set_activation_checkpointing
-from smdistributed.modelparallel.torch.auto_partition import auto_partition
-from smdistributed.modelparallel.torch.trace import trace
+from smdistributed.modelparallel.torch.pipeline.activations import set_activation_checkpointing
+from smdistributed.modelparallel.torch.plan import planning
+from smdistributed.modelparallel.torch.plan.auto_partition import auto_partition
+from smdistributed.modelparallel.torch.plan.trace import trace
 
 if TYPE_CHECKING:
     from tests.library.conftest import Python

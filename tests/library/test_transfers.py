@@ -16,8 +16,8 @@ from tests.repeats import SEED, times
 from torch._C._distributed_c10d import HashStore
 
 from smdistributed.modelparallel.backend.exceptions import SMPConfigError
-from smdistributed.modelparallel.torch import carrier
-from smdistributed.modelparallel.torch.carrier import VARIABLE, Carrier, open_carrier, read_choice
+from smdistributed.modelparallel.torch.pipeline import carrier
+from smdistributed.modelparallel.torch.pipeline.carrier import VARIABLE, Carrier, open_carrier, read_choice
 
 RANKS = Path(__file__).parent / "ranks"
 REHEARSE = {"SHOAL_REHEARSE": "1", "SHOAL_REHEARSE_GPUS": "4"}

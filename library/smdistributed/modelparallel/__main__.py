@@ -60,7 +60,7 @@ def main(arguments: Sequence[str]) -> int:
     ends the process with 2. The command line is described at the top.
     """
     options = _parsed(arguments)
-    planning: Any = importlib.import_module("smdistributed.modelparallel.torch.planning")
+    planning: Any = importlib.import_module("smdistributed.modelparallel.torch.plan.planning")
     memory = None if options.memory is None else int(options.memory * _GIB)
     try:
         with contextlib.redirect_stdout(sys.stderr if options.json else sys.stdout):

@@ -26,7 +26,7 @@ from torch.nn.utils import clip_grad_norm_
 
 import smdistributed.modelparallel.torch as smp
 from smdistributed.modelparallel.backend.config import check
-from smdistributed.modelparallel.torch import calls, module_routing
+from smdistributed.modelparallel.torch.pipeline import calls, module_routing
 
 STEPS, BATCH, TOLERANCE = 20, 16, 1e-6
 

@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from smdistributed.modelparallel.torch import carrier, state_mod
+from smdistributed.modelparallel.torch.pipeline import carrier
+from smdistributed.modelparallel.torch.script import state as state_module
 
 _given: list[int] = []
 
@@ -52,7 +53,7 @@ def main(words: list[str]) -> None:
         patched.open_group, patched.nccl_problem = open_group, lambda *_: ""
         patched.Carrier = Counting
     else:
-        state_mod.open_carrier = open_on_cpu  # type: ignore[attr-defined]
+        state_module.open_carrier = open_on_cpu  # type: ignore[attr-defined]
     atexit.register(lambda: print(f"transferred {sum(_given)} tensors\n", end=""))
     sys.argv = words
     runpy.run_path(str(Path(__file__).parent / words[0]), run_name="__main__")

@@ -19,7 +19,7 @@ from torch.nn import functional
 
 import smdistributed.modelparallel.torch as smp
 from smdistributed.modelparallel.backend.exceptions import SMPRuntimeError
-from smdistributed.modelparallel.torch.messages import Kind, Message, send
+from smdistributed.modelparallel.torch.pipeline.messages import Kind, Message, send
 
 LIMIT_S = 120
 THREADS = 3

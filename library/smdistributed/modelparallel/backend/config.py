@@ -1,4 +1,4 @@
-"""The configuration: `mp_parameters` of the launch over the argument of `smp.init`, and SMP_VERIFY_STEPS.
+"""The configuration: `mp_parameters` of the launch over the argument of `smp.init`, and variables.
 
 The keys are AWS's, except `uneven_microbatches`. Some of AWS's have no effect and warn, or are refused.
 """
@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from smdistributed.core.diagnostics import read_seconds
 from smdistributed.core.options import did_you_mean, warn_without_effect
 from smdistributed.modelparallel.backend.exceptions import SMPConfigError, SMPUnsupportedError
 
@@ -20,6 +21,13 @@ PIPELINES = ("interleaved", "simple")
 OPTIMIZE = ("memory", "speed")
 PLACEMENTS = {"cluster": "DPT", "spread": "TPD", **{"".join(p): "".join(p) for p in itertools.permutations("DPT")}}
 BACKENDS = ("auto", "nccl", "gloo", "smddp")
+TIMEOUT_VARIABLE = "SMP_TIMEOUT_SECONDS"
+TIMEOUT_FIX = f"Fix: find out why it is slow; if it may take longer, set {TIMEOUT_VARIABLE} higher on all ranks."
+"""The last sentence of every message about an exceeded limit."""
+CONNECTION_LOST = (
+    "connection lost (the process exited or its host is unreachable). Fix: look for the error that it reported itself."
+)
+_DEFAULT_SECONDS = 1800.0  # as in torch.distributed
 _MEMORY_WEIGHTS = {"memory": 0.8, "speed": 0.2}
 _ALIASES = {"partitions": "pipeline_parallel_degree"}
 
@@ -258,3 +266,15 @@ def _check_together(values: Mapping[str, Any]) -> None:
                 f"{name!r} is {values[name]!r}: it came with version 1.6 of the interface and is not implemented. "
                 f"Fix: leave it out, or set it to {neutral!r}: {instead}."
             )
+
+
+def timeout_seconds() -> float:
+    """Reads the limit of each wait from SMP_TIMEOUT_SECONDS.
+
+    Returns:
+        Seconds; 1800 if the variable is not set.
+
+    Raises:
+        CollectiveError: If the value is not a number above 0.
+    """
+    return read_seconds(TIMEOUT_VARIABLE, _DEFAULT_SECONDS)

@@ -12,8 +12,8 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from smdistributed.modelparallel.backend.config import CONNECTION_LOST, TIMEOUT_FIX
 from smdistributed.modelparallel.backend.exceptions import SMPRuntimeError
-from smdistributed.modelparallel.backend.limits import CONNECTION_LOST, TIMEOUT_FIX
 
 _LOST = object()
 

@@ -11,11 +11,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from smdistributed.modelparallel.backend.balance import cut
 from smdistributed.modelparallel.backend.config import Config
 from smdistributed.modelparallel.backend.exceptions import SMPConfigError
-from smdistributed.modelparallel.backend.layer_costs import STATE_BYTES, group_overlapping, relative_costs
-from smdistributed.modelparallel.backend.partition import Partition, shares
+from smdistributed.modelparallel.backend.partition import (
+    STATE_BYTES,
+    Partition,
+    cut,
+    group_overlapping,
+    relative_costs,
+    shares,
+)
 from smdistributed.modelparallel.tensorflow.model_trace import LayerCall, ModelTrace
 from smdistributed.modelparallel.tensorflow.stage_variables import unwrap
 

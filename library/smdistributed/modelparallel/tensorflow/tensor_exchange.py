@@ -23,8 +23,8 @@ from smdistributed.core.diagnostics import StallDetector
 from smdistributed.core.native import ITEM_BYTES
 from smdistributed.core.tensorflow import operations
 from smdistributed.core.tensorflow.operations import PendingOperation
+from smdistributed.modelparallel.backend.config import CONNECTION_LOST, TIMEOUT_FIX, timeout_seconds
 from smdistributed.modelparallel.backend.exceptions import SMPRuntimeError
-from smdistributed.modelparallel.backend.limits import CONNECTION_LOST, TIMEOUT_FIX, timeout_seconds
 from smdistributed.modelparallel.backend.object_exchange import ObjectExchange
 from smdistributed.modelparallel.backend.transport import Access, Transport, Waiter
 

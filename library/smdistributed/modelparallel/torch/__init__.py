@@ -54,9 +54,11 @@ from smdistributed.modelparallel.backend.api import (
     tp_rank,
     tp_size,
 )
-from smdistributed.modelparallel.torch import amp, exceptions, model, nn, optimizers, utils
-from smdistributed.modelparallel.torch.activations import set_activation_checkpointing
-from smdistributed.modelparallel.torch.api import (
+from smdistributed.modelparallel.torch import amp, exceptions, nn, optimizers, state_mod, utils
+from smdistributed.modelparallel.torch.pipeline.activations import set_activation_checkpointing
+from smdistributed.modelparallel.torch.plan.construction import delay_param_initialization
+from smdistributed.modelparallel.torch.plan.manual_partition import partition, set_partition
+from smdistributed.modelparallel.torch.script.api import (
     get_dp_process_group,
     get_mp_process_group,
     get_pp_process_group,
@@ -65,18 +67,18 @@ from smdistributed.modelparallel.torch.api import (
     get_world_process_group,
     init,
     is_tracing,
-)
-from smdistributed.modelparallel.torch.checkpoints import load, resume_from_checkpoint, save, save_checkpoint
-from smdistributed.modelparallel.torch.construction import (
-    delay_param_initialization,
     model_creation,
+)
+from smdistributed.modelparallel.torch.script.checkpoints import load, resume_from_checkpoint, save, save_checkpoint
+from smdistributed.modelparallel.torch.script.model import DistributedModel
+from smdistributed.modelparallel.torch.script.optimizer import DistributedOptimizer
+from smdistributed.modelparallel.torch.script.splitting import StepOutput
+from smdistributed.modelparallel.torch.script.state import state
+from smdistributed.modelparallel.torch.script.step import step
+from smdistributed.modelparallel.torch.script.unsupported import (
+    prepare_optimizer,
     set_tensor_parallelism,
     tensor_parallelism,
+    tp_register,
+    tp_register_with_module,
 )
-from smdistributed.modelparallel.torch.manual_partition import partition, set_partition
-from smdistributed.modelparallel.torch.model import DistributedModel
-from smdistributed.modelparallel.torch.optimizer import DistributedOptimizer
-from smdistributed.modelparallel.torch.splitting import StepOutput
-from smdistributed.modelparallel.torch.state_mod import state
-from smdistributed.modelparallel.torch.step import step
-from smdistributed.modelparallel.torch.unsupported import prepare_optimizer, tp_register, tp_register_with_module

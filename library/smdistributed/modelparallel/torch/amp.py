@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from smdistributed.core.torch.devices import device_of
-from smdistributed.modelparallel.torch.optimizer import DistributedOptimizer
-from smdistributed.modelparallel.torch.state_mod import state
+from smdistributed.modelparallel.torch.script.optimizer import DistributedOptimizer
+from smdistributed.modelparallel.torch.script.state import state
 
 
 class GradScaler(torch.cuda.amp.GradScaler):

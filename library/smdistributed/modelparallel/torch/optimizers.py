@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from smdistributed.modelparallel.backend.exceptions import SMPConfigError
-from smdistributed.modelparallel.torch.state_mod import state
+from smdistributed.modelparallel.torch.script.state import state
 
 __all__ = ["FusedLAMB", "FusedLamb", "FusedNovoGrad"]
 

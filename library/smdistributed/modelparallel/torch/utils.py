@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from smdistributed.modelparallel.torch.state_mod import state
+from smdistributed.modelparallel.torch.script.state import state
 
 __all__ = ["get_distribution_axis", "rmsg"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from smdistributed.modelparallel.torch.nn import huggingface
-from smdistributed.modelparallel.torch.unsupported import MODULES, unsupported_module
+from smdistributed.modelparallel.torch.script.unsupported import MODULES, unsupported_module
 
 
 class FusedLayerNorm(nn.LayerNorm):

@@ -48,7 +48,7 @@ def checkpoint_sequential(
     Returns:
         The output of the sequence.
     """
-    from smdistributed.modelparallel.torch.activations import set_activation_checkpointing
+    from smdistributed.modelparallel.torch.pipeline.activations import set_activation_checkpointing
 
     set_activation_checkpointing(sequential_module, preserve_rng_state, strategy=strategy)
     return sequential_module(*input) if pack_args_as_tuple else sequential_module(input)

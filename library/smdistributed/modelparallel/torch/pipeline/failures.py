@@ -1,0 +1,102 @@
+"""Failures end a pipeline: the first one on any stage is sent to all stages, and raised in all their threads."""
+
+from __future__ import annotations
+
+import threading
+import time
+import traceback
+from collections.abc import Callable
+
+from smdistributed.core.handshake import HandshakeError
+from smdistributed.modelparallel.backend.exceptions import SMPRuntimeError
+from smdistributed.modelparallel.torch.pipeline.messages import Kind
+from smdistributed.modelparallel.torch.pipeline.peers import Peers
+
+_REASON_SECONDS = 1.0  # a stage that is lost has mostly sent the reason, which is still on its way
+_REPORT_SECONDS = 5.0
+
+
+class Failures:
+    """The failure of this rank's pipeline. It is final: every later step fails too.
+
+    Args:
+        peers: The stages of the pipeline.
+        on_failure: Called once, after `error` is set. It must wake all threads that wait on this stage.
+    """
+
+    def __init__(self, peers: Peers, on_failure: Callable[[], None]) -> None:
+        self._peers, self._on_failure = peers, on_failure
+        self.error: BaseException | None = None
+        """The first failure; None as long as there is none."""
+        self.occurred = threading.Event()
+        self._lock = threading.Lock()
+        self._reporting = threading.Lock()
+        self._is_reported = False
+        self._reports: list[threading.Thread] = []
+
+    def raise_if_failed(self) -> None:
+        """Raises the first failure of the pipeline, on any stage."""
+        if self.error is not None:
+            raise self.error
+
+    def fail(self, error: BaseException) -> None:
+        """Ends the step on all stages because of an error here, and every later step. Waits for no other stage.
+
+        Only the first failure is sent and kept. A lost connection is reported too: other stages may not notice it, and
+        would wait for this stage.
+        """
+        try:
+            with self._reporting:  # before a thread of this process sees the failure, and ends it: see `leave`
+                is_reported, self._is_reported = self._is_reported, True
+                if not is_reported:
+                    text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+                    self._reports = self._peers.notify_all(Kind.FAILED, text)
+        finally:
+            self._record(error)
+
+    def fail_by_report(self, source: int, traceback_text: str) -> None:
+        """Ends the step here because another stage has reported a failure to all stages. Sends nothing itself."""
+        self._is_reported = True
+        self._record(SMPRuntimeError(f"{self._peers.describe(source)} failed:\n{traceback_text}"))
+
+    def fail_by_loss(self, rank: int) -> None:
+        """Ends the step here if the connection to a stage of this pipeline has ended: it exited or died.
+
+        The loss of another rank is only noted.
+        """
+        self._peers.lost.add(rank)
+        if rank in self._peers.ranks:
+            self._record(self._peers.lost_error(rank))
+
+    def explain_send_error(self, to: int, error: OSError) -> BaseException:
+        """Finds out why a message could not be sent.
+
+        After a time-out, or if the key is wrong, it says so at once. Otherwise it notes the other stage as lost, and
+        waits a moment for its report.
+
+        Returns:
+            The error to raise instead of `error`.
+        """
+        if isinstance(error, (HandshakeError, TimeoutError)):
+            return SMPRuntimeError(f"{self._peers.describe(to)} cannot be reached: {error}")
+        self._peers.lost.add(to)
+        self.occurred.wait(_REASON_SECONDS)
+        return self.error or self._peers.lost_error(to)
+
+    def wait_until_reported(self) -> None:
+        """Waits until a failure here has been sent to the other stages, as this process may end next.
+
+        It waits no longer than `_REPORT_SECONDS` for stages that take no messages.
+        """
+        deadline = time.monotonic() + _REPORT_SECONDS
+        for report in self._reports:
+            report.join(max(0, deadline - time.monotonic()))
+
+    def _record(self, error: BaseException) -> None:
+        """Keeps the first error, wakes waiting threads and calls `on_failure`; drops later errors."""
+        with self._lock:
+            if self.error is not None:
+                return
+            self.error = error
+        self.occurred.set()
+        self._on_failure()

@@ -1,0 +1,339 @@
+"""Which threads of a stage compute and which wait, in a step.
+
+Tasks run on worker threads, and on the script's own thread while it waits for events. One task computes at a time: see
+`backend.slot`. A task that waits for another stage lets others compute. A failure wakes all threads that wait.
+"""
+
+from __future__ import annotations
+
+import functools
+import queue
+import threading
+from collections.abc import Callable
+
+from smdistributed.modelparallel.backend.exceptions import SMPRuntimeError
+from smdistributed.modelparallel.backend.schedule import Turn, TurnKind
+from smdistributed.modelparallel.backend.slot import Slot, TurnRequest, WorkerThreads
+from smdistributed.modelparallel.backend.transport import Transport, Waiter
+from smdistributed.modelparallel.torch.pipeline import devices
+from smdistributed.modelparallel.torch.pipeline.failures import Failures
+from smdistributed.modelparallel.torch.pipeline.messages import Message
+from smdistributed.modelparallel.torch.pipeline.observation import Observer
+from smdistributed.modelparallel.torch.pipeline.random_numbers import Generators
+from smdistributed.modelparallel.torch.pipeline.tasks import Task, as_current_task, current_task
+
+
+class Reply(Waiter):
+    """A reply that a thread waits for: a message, or the end of all forwards.
+
+    Args:
+        turn: The turn that the thread asks for when it continues. None: it keeps the turn that it has.
+    """
+
+    __slots__ = ("message", "turn")
+
+    def __init__(self, turn: Turn | None) -> None:
+        super().__init__()
+        self.turn = turn
+        self.message: Message | None = None
+
+
+class _IdleScript(Waiter):
+    """The script's thread: it waits for an event, or for a task to run meanwhile."""
+
+    __slots__ = ("run",)
+
+    def __init__(self, receives: bool) -> None:
+        super().__init__(receives)
+        self.run: Callable[[], None] | None = None
+
+
+class Step:
+    """The turns of one step on one stage.
+
+    Args:
+        slot: Grants the turns.
+        in_order: Whether backwards run in the order of the microbatches.
+        forwards: How many forwards must end before the first backward may begin; 0: backwards do not wait.
+    """
+
+    def __init__(self, slot: Slot, in_order: bool, forwards: int) -> None:
+        self.slot, self.in_order, self.forwards = slot, in_order, forwards
+        self.generators = Generators()
+        self.replies: dict[int, Reply] = {}
+        """By the number of the call."""
+        self.waiting_backwards: list[Reply] = []
+        self.past_forward: set[int] = set()
+        """The microbatches that have ended their forward."""
+
+
+class Scheduler:
+    """Runs the tasks of one stage.
+
+    Args:
+        transport: Threads that wait receive messages meanwhile.
+        failures: Raised in every thread that waits or begins here.
+        observer: Records turns.
+        receives_events: Whether the script's thread receives messages while it waits. Not on the first stage: only
+            answers arrive there, for threads that wait themselves.
+    """
+
+    def __init__(self, transport: Transport, failures: Failures, observer: Observer, receives_events: bool) -> None:
+        self._transport, self._failures, self._observer, self._receives = transport, failures, observer, receives_events
+        self._workers = WorkerThreads(devices.select_device)
+        self._lock = threading.Lock()
+        self._events: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        self._idle: _IdleScript | None = None
+        self._step: Step | None = None
+
+    @property
+    def step(self) -> Step:
+        """The step that runs. Raises SMPRuntimeError if there is none."""
+        if self._step is None:
+            raise SMPRuntimeError("This is part of a step, and none runs: call it inside a function under smp.step.")
+        return self._step
+
+    def begin_step(self, step: Step) -> None:
+        """Enters a step."""
+        self._step = step
+
+    def end_step(self) -> None:
+        """Leaves the step, and restores the script's random numbers."""
+        step, self._step = self._step, None
+        if step:
+            step.generators.take_back()
+
+    # --- tasks
+
+    def submit(self, task: Task, run: Callable[[], None]) -> None:
+        """Runs a task as soon as it is granted a turn, on a worker thread or on the script's thread while that is idle.
+
+        Does not wait for it. Its errors end the step on all stages. Raises SMPRuntimeError if no step runs.
+        """
+        step = self.step
+
+        def run_in_turn() -> None:
+            try:
+                with as_current_task(task):
+                    self._failures.raise_if_failed()
+                    self._begin_turn(step, task)
+                    run()
+                    self._observer.turn_ends(task)
+            except BaseException as error:  # a worker has no caller
+                self._failures.fail(error)
+
+        self._start(step.slot.request(TurnRequest(Turn(task.kind, task.microbatch), run=run_in_turn)))
+
+    def finish_microbatch(self, step: Step, microbatch: int) -> None:
+        """Notes that a microbatch needs no more turns here."""
+        self._start(step.slot.finish(microbatch))
+
+    def _start(self, request: TurnRequest | None) -> None:
+        """Starts a granted request: wakes its thread; new work goes to the script's thread, if idle, or a worker."""
+        if request is None:
+            return
+        if request.waiter is not None:
+            self._transport.wake(request.waiter)
+            return
+        assert request.run is not None
+        with self._lock:
+            idle, self._idle = self._idle, None
+        if idle is None:
+            self._workers.run(functools.partial(self._run_tasks, request.run))
+        else:
+            idle.run = request.run
+            self._transport.wake(idle)
+
+    def _run_tasks(self, run: Callable[[], None] | None) -> None:
+        """Runs this task, and on the same thread the tasks that are granted next, as long as they are new work."""
+        step = self._step
+        while run is not None and step is not None:
+            run()
+            granted = step.slot.release()
+            run = granted.run if granted else None
+            if run is None:
+                self._start(granted)
+
+    def _begin_turn(self, step: Step, task: Task) -> None:
+        """Notes that a turn begins, and gives torch's generators the task's random numbers."""
+        step.generators.hand_to(task)
+        self._observer.turn_begins(task)
+
+    # --- waiting, on the threads of tasks
+
+    def expect_reply(self, call: int, task: Task, is_backward: bool = False) -> Reply:
+        """Registers a reply before its request is sent.
+
+        Args:
+            call: The number of the call, unique on this stage.
+            task: The task that will wait.
+            is_backward: Whether the call is part of a backward.
+
+        Returns:
+            What to pass to `wait_for`.
+        """
+        step = self.step
+        kind = TurnKind.BACKWARD if is_backward and step.in_order else TurnKind.RESUME
+        reply = step.replies[call] = Reply(Turn(kind, task.microbatch))
+        return reply
+
+    def wait_for(self, reply: Reply) -> Message:
+        """Gives up the turn until the reply has arrived and a new turn is granted. Raises the pipeline's failure."""
+        task = require_task()
+        self._sleep(self.step, task, reply)
+        task.kind = TurnKind.RESUME
+        assert reply.message is not None
+        return reply.message
+
+    def wait_in_turn(self, replies: list[Reply]) -> None:
+        """Waits for replies and keeps the turn. Raises the pipeline's failure."""
+        task = require_task()
+        self._observer.turn_ends(task)  # from now on the time limit counts
+        for reply in replies:
+            if self._failures.error is None:
+                self._transport.wait(reply)
+        self._failures.raise_if_failed()
+        self._observer.turn_begins(task)
+
+    def receive_reply(self, call: int, message: Message) -> None:
+        """Hands an answer to the thread that waits for it, which continues at once or when it is granted a turn."""
+        step = self.step
+        reply = step.replies.pop(call)
+        reply.message = message
+        self._resume(step, reply)
+
+    def _resume(self, step: Step, reply: Reply) -> None:
+        """Continues the thread that waits for a reply: at once, or when it is granted its turn."""
+        if reply.turn is None:
+            self._transport.wake(reply)
+        else:
+            self._start(step.slot.request(TurnRequest(reply.turn, waiter=reply)))
+
+    def _sleep(self, step: Step, task: Task, reply: Reply) -> None:
+        """Gives up the turn; returns with a new one. Raises the pipeline's failure."""
+        self._observer.turn_ends(task)
+        self._start(step.slot.release())
+        if self._failures.error is None:
+            self._transport.wait(reply)
+        self._failures.raise_if_failed()
+        self._begin_turn(step, task)
+
+    def make_way(self, kind: TurnKind) -> None:
+        """Lets more urgent turns go first where a part of the model begins. Does nothing outside a step.
+
+        A task that was granted a turn to resume, and reaches a new part to compute, asks for a turn of that kind.
+        """
+        task, step = current_task(), self._step
+        if task is None or step is None:
+            return
+        if task.kind is not kind:
+            task.kind = kind
+            self._exchange_turn(step, task, Turn(kind, task.microbatch))
+        elif step.slot.has_resumable:
+            self._exchange_turn(step, task, Turn(TurnKind.INTERRUPTED, task.microbatch))
+
+    def _exchange_turn(self, step: Step, task: Task, turn: Turn) -> None:
+        """Gives up the turn for another one, and returns when that is granted. Raises the pipeline's failure."""
+        waiter = Waiter()
+        self._observer.turn_ends(task)
+        granted = step.slot.exchange(TurnRequest(turn, waiter=waiter))
+        if granted is None or granted.waiter is not waiter:
+            self._start(granted)
+            self._transport.wait(waiter)
+        self._failures.raise_if_failed()
+        self._begin_turn(step, task)
+
+    # --- the simple pipeline: all forwards before the first backward
+
+    def wait_for_all_forwards(self, task: Task) -> None:
+        """Ends the turn if backwards must wait for the forwards of all microbatches, and returns when those have ended.
+
+        Then it also makes `task` a backward. Raises the pipeline's failure.
+        """
+        step = self.step
+        if not step.forwards or task.microbatch in step.past_forward:
+            return
+        reply = Reply(Turn(TurnKind.BACKWARD, task.microbatch))
+        task.kind = TurnKind.BACKWARD
+        self._count_forward(step, task.microbatch, reply)
+        self._sleep(step, task, reply)
+
+    def count_forward(self, microbatch: int) -> None:
+        """Notes that a microbatch has ended, perhaps without a backward: the others do not wait for it."""
+        step = self.step
+        if step.forwards and microbatch not in step.past_forward:
+            self._count_forward(step, microbatch)
+
+    def _count_forward(self, step: Step, microbatch: int, *replies: Reply) -> None:
+        """Counts the end of a forward. After the last one, the backwards that wait continue."""
+        with self._lock:
+            step.forwards -= 1
+            step.past_forward.add(microbatch)
+            step.waiting_backwards.extend(replies)
+            ready = () if step.forwards else tuple(step.waiting_backwards)
+        for reply in ready:
+            self._resume(step, reply)
+
+    # --- the script's thread
+
+    def add_event(self, event: Message | None) -> None:
+        """Hands an event to the script's thread, and wakes it if it is idle. None: the pipeline has failed."""
+        self._events.put(event)
+        with self._lock:
+            idle, self._idle = self._idle, None
+        if idle is not None:
+            self._transport.wake(idle)
+
+    def next_event(self) -> Message:
+        """Waits for the next event, and runs tasks meanwhile. Events that came before a failure are returned first.
+
+        Raises:
+            BaseException: The pipeline's failure.
+        """
+        while self._events.empty():
+            self._run_while_idle()
+        message = self._events.get()
+        if message is None:
+            assert self._failures.error is not None
+            raise self._failures.error
+        return message
+
+    def _run_while_idle(self) -> None:
+        """Waits for an event, or runs the task that comes before one.
+
+        It returns at once if there is an event. After a task, it also runs new tasks that are granted next.
+        """
+        idle = _IdleScript(self._receives)
+        with self._lock:
+            if not self._events.empty():
+                return
+            self._idle = idle
+        self._transport.wait(idle)
+        self._run_tasks(idle.run)
+
+    def wake_all(self) -> None:
+        """Wakes every thread that waits here, to see that the pipeline has failed."""
+        self.add_event(None)
+        step = self._step
+        if step:
+            for reply in (*step.replies.values(), *step.waiting_backwards):
+                self._transport.wake(reply)
+            for request in step.slot.drain():
+                self._start(request)
+
+
+def require_task() -> Task:
+    """The task of this thread.
+
+    Raises:
+        SMPRuntimeError: If it has none. On a GPU, backward runs in a thread of autograd that all microbatches share,
+            and that must not wait for another stage.
+    """
+    task = current_task()
+    if task is None:
+        raise SMPRuntimeError(
+            "A part of the model that is on another stage is called in a thread that the step did not start. On a GPU, "
+            "a checkpointed module is computed again in such a thread. Fix: checkpoint modules that are on one stage "
+            "each (smp.set_activation_checkpointing of the parts), and call the model in the step's own thread."
+        )
+    return task

@@ -1,0 +1,399 @@
+"""The protocol between the stages of a pipeline: how a rank calls modules on other stages, and serves calls to its own.
+
+The body of a step runs on the first stage, on one thread for each microbatch in flight. The other stages serve calls
+until the first stage ends the step. See `scheduler` for threads and turns, and `failures` for errors.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from smdistributed.modelparallel.backend.config import TIMEOUT_FIX, Config
+from smdistributed.modelparallel.backend.exceptions import SMPRuntimeError
+from smdistributed.modelparallel.backend.schedule import Schedule, TurnKind
+from smdistributed.modelparallel.backend.slot import Slot
+from smdistributed.modelparallel.backend.transport import Transport
+from smdistributed.modelparallel.torch.pipeline import devices
+from smdistributed.modelparallel.torch.pipeline.calls import ReceivedInputs, RemoteCall
+from smdistributed.modelparallel.torch.pipeline.failures import Failures
+from smdistributed.modelparallel.torch.pipeline.messages import Kind, Message
+from smdistributed.modelparallel.torch.pipeline.observation import Observer
+from smdistributed.modelparallel.torch.pipeline.packing import pack, unpack
+from smdistributed.modelparallel.torch.pipeline.peers import Peers
+from smdistributed.modelparallel.torch.pipeline.random_numbers import derive_seed, draw_seed
+from smdistributed.modelparallel.torch.pipeline.scheduler import Reply, Scheduler, Step, require_task
+from smdistributed.modelparallel.torch.pipeline.tasks import Task
+from smdistributed.modelparallel.torch.pipeline.thread_modes import ThreadModes
+from smdistributed.modelparallel.torch.pipeline.transfers import Transfers
+
+_MICROBATCH_DONE = Message(Kind.FINISHED, -1, -1, -1, None, None, [])
+Hop = tuple[int, tuple[str, ...]]
+"""A stage, and the modules, by name, that a call runs there one after the other."""
+
+
+class Stage:
+    """This rank's stage of the pipeline.
+
+    Args:
+        transport: Carries messages between the ranks.
+        ranks: The ranks of the job that hold the stages, in order.
+        rank: This rank.
+        module: Finds a module by its name.
+        seconds: How long this stage waits without a message from another stage.
+    """
+
+    def __init__(
+        self, transport: Transport, ranks: Sequence[int], rank: int, module: Callable[[str], Any], seconds: float
+    ) -> None:
+        self._peers, self._module, self._seconds = Peers(transport, ranks, rank), module, seconds
+        self.ranks, self.index = self._peers.ranks, self._peers.index
+        self.failures = Failures(self._peers, self._stop)
+        self.transfers: Transfers | None = None
+        """Sends large tensors from device to device, if the job asks for it. Set after construction."""
+        self._observer = Observer(
+            f"stage {self.index} (rank {rank})", seconds, self._fail_by_timeout, self._report_working
+        )
+        self._scheduler = Scheduler(transport, self.failures, self._observer, receives_events=self.index > 0)
+        self._calls = itertools.count()
+        self._lock = threading.Lock()
+        self.steps = 0
+        """How many steps this rank has entered."""
+        self._steps_before = 0
+        self._is_in_step = self._had_backward = False
+        self._early: list[Message] = []
+        self._received: dict[int, dict[Any, ReceivedInputs]] = defaultdict(dict)
+        self._working_reports: list[threading.Thread] = []
+
+    # --- the step, on the script's thread
+
+    def begin(self, config: Config) -> None:
+        """Enters the next step, with a new schedule and no received inputs.
+
+        Raises the pipeline's failure, if there was one.
+
+        Messages of this step that came early are handled now.
+        """
+        self.failures.raise_if_failed()
+        devices.remember_device()
+        simple, microbatches = config.pipeline == "simple", config.microbatches
+        window = microbatches if simple else config.active_microbatches - self.index
+        slot = Slot(Schedule(window, config.deterministic_server))
+        step = Step(slot, config.deterministic_server, forwards=microbatches if simple else 0)
+        with self._lock:
+            self.steps += 1
+            self._had_backward = False
+            self._received = defaultdict(dict)
+            self._scheduler.begin_step(step)
+            self._is_in_step = True
+            early, self._early = self._early, []
+        if self.transfers:
+            self.transfers.begin(self.steps)
+        self._observer.step_begins(self.steps)
+        for message in early:
+            self._handle(message)
+
+    def run(self, body: Callable[[int], Any], microbatches: int) -> list[Any]:
+        """Runs the body of the step for every microbatch. Only on the first stage. Raises the pipeline's failure.
+
+        Args:
+            body: Called with the number of a microbatch, on a thread of its own.
+            microbatches: How many there are.
+
+        Returns:
+            The result of each microbatch, in order.
+        """
+        results: list[Any] = [None] * microbatches
+        modes = ThreadModes.current()
+
+        def run_microbatch(microbatch: int) -> None:
+            with modes.apply():
+                results[microbatch] = body(microbatch)
+            self._finish(microbatch)
+            self._scheduler.add_event(_MICROBATCH_DONE)
+
+        tasks = [Task(i, TurnKind.FORWARD, self.seed_of(i)) for i in range(microbatches)]  # before one sets a seed
+        for task in tasks:
+            self._scheduler.submit(task, functools.partial(run_microbatch, task.microbatch))
+        for _ in range(microbatches):
+            self._scheduler.next_event()
+        return results
+
+    def seed_of(self, microbatch: int) -> int:
+        """The seed of a microbatch's random numbers in the step that runs, or that ran last."""
+        return derive_seed(torch.initial_seed(), self.all_steps, microbatch)
+
+    @property
+    def all_steps(self) -> int:
+        """How many steps this rank has entered, with the ones before the checkpoint from which it resumed."""
+        return self.steps + self._steps_before
+
+    def resume(self, steps: int) -> None:
+        """Continues the random numbers of a job that had entered this many steps. Between steps only."""
+        self._steps_before = steps - self.steps
+
+    def serve(self, on_partition: Callable[[Any], None]) -> tuple[bytes, list[torch.Tensor]]:
+        """Serves calls until the first stage ends the step. On all other stages. Raises the pipeline's failure.
+
+        Args:
+            on_partition: Called with the stage of every module, by name, when the first stage has decided it.
+
+        Returns:
+            What the first stage passed to `end`.
+        """
+        while True:
+            message = self._scheduler.next_event()
+            if message.kind is Kind.END:
+                body, self._had_backward = message.about
+                return body, [tensor for tensor in message.all_here() if tensor is not None]
+            on_partition(message.about)
+            self._send(message.source, Kind.ANSWER, message.step, call=message.call)
+
+    def partition(self, about: object) -> None:
+        """Sends the partition to the other stages and waits until all have applied it. On the first stage, in a task.
+
+        Args:
+            about: The stage of every module, by name.
+        """
+        calls = {rank: next(self._calls) for rank in self.ranks[1:]}
+        replies = [self._scheduler.step.replies.setdefault(call, Reply(None)) for call in calls.values()]
+        for rank, call in calls.items():
+            self._send(rank, Kind.PARTITION, self.steps, call=call, about=about)
+        self._scheduler.wait_in_turn(replies)
+
+    def end(self, packed: tuple[bytes, list[torch.Tensor]]) -> None:
+        """Ends the step on the other stages, and sends them its packed results. On the first stage."""
+        for rank in self.ranks[1:]:
+            self._send(rank, Kind.END, self.steps, about=(packed[0], self._had_backward), tensors=packed[1])
+
+    def leave(self) -> bool:
+        """Leaves the step. Calls that arrive later wait for the next one.
+
+        After a failure it waits until that is sent to the other stages, as this process may end next.
+
+        Returns:
+            Whether a backward ran in the step.
+        """
+        with self._lock:
+            was_in_step, self._is_in_step = self._is_in_step, False
+            self._received = defaultdict(dict)  # graphs of calls without a backward
+        self._scheduler.end_step()
+        self._observer.step_ends()
+        self.failures.wait_until_reported()
+        return was_in_step and self._had_backward
+
+    # --- calls, on the threads of tasks
+
+    def call(self, route: Sequence[Hop], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls modules on other stages, one stage after the other.
+
+        The inputs go to the first stage of the route, and from each stage directly to the next.
+
+        Gives up its turn and waits for the output. Raises the pipeline's failure.
+
+        Args:
+            route: The stages, and the modules to run on each. The first module gets `args` and `kwargs`, every other
+                one the output of the module before it.
+            args: Positional arguments; tensors may be anywhere in them.
+            kwargs: Named arguments.
+
+        Returns:
+            The output of the last module, in this thread's autograd graph.
+        """
+        task = require_task()
+        body, tensors = pack((args, kwargs))
+        call, ranks = (self.index, next(self._calls)), [self.ranks[stage] for stage, _ in route]
+        answers: list[bytes] = []
+        replies: list[Reply] = []
+        modes = ThreadModes.current()
+
+        def send_forward(inputs: Sequence[torch.Tensor]) -> Sequence[tuple[torch.Tensor, bool]]:
+            about = (0, tuple(route), modes, draw_seed(), body)
+            reply = self._scheduler.expect_reply(call[1], task)
+            self._observer.call_begins(call[1], lambda: self._describe_call(task, route, "forward"))
+            self._send(ranks[0], Kind.FORWARD, self.steps, task.microbatch, call, about, inputs)
+            message = self._scheduler.wait_for(reply)
+            self._observer.call_ends(call[1])
+            answers.append(message.about)
+            return message.for_autograd()
+
+        def send_backward(gradients: Sequence[torch.Tensor | None]) -> None:
+            task.is_backward = True  # on a GPU this is autograd's thread, which has no task itself
+            replies.append(self._scheduler.expect_reply(call[1], task, is_backward=True))
+            self._observer.call_begins(call[1], lambda: self._describe_call(task, route[::-1], "backward"))
+            about = (len(route) - 1, tuple(route))
+            self._send(ranks[-1], Kind.BACKWARD, self.steps, task.microbatch, call, about, gradients)
+
+        def receive_backward() -> Sequence[torch.Tensor | None]:
+            gradients = self._scheduler.wait_for(replies.pop()).all_here()
+            self._observer.call_ends(call[1])
+            return gradients
+
+        outputs = RemoteCall(send_forward, send_backward, receive_backward).run(tensors)
+        return unpack(answers[0], outputs)
+
+    def _describe_call(self, task: Task, route: Sequence[Hop], direction: str) -> str:
+        """Describes a call that does not end: its microbatch, modules and stages."""
+        hops = (f"{', '.join(names)} on stage {stage} (rank {self.ranks[stage]})" for stage, names in route)
+        return f"microbatch {task.microbatch} waits for the {direction} of {', then '.join(hops)}"
+
+    def make_way(self, kind: TurnKind) -> None:
+        """Called where a part of the model begins: lets tasks go first that another stage waits for."""
+        self._scheduler.make_way(kind)
+
+    def before_backward(self) -> None:
+        """Called before the backward of a microbatch: notes that the step trains.
+
+        In the simple pipeline it waits for all forwards.
+        """
+        task = require_task()
+        task.is_backward = self._had_backward = True
+        self._scheduler.wait_for_all_forwards(task)
+
+    def _finish(self, microbatch: int) -> None:
+        """Ends a microbatch on all stages: its received inputs are not needed any more. On the first stage.
+
+        It also counts as a forward that has ended, for backwards that wait.
+        """
+        for rank in self.ranks[1:]:
+            self._send(rank, Kind.FINISHED, self.steps, microbatch)
+        self._scheduler.count_forward(microbatch)
+        self._scheduler.finish_microbatch(self._scheduler.step, microbatch)
+
+    # --- messages, on receiving threads
+
+    def deliver(self, message: Message) -> None:
+        """Takes a message from another stage, on a receiving thread.
+
+        One of a later step waits until this stage enters it.
+
+        A reported failure, or any error here, makes this stage fail; nothing is raised.
+        """
+        try:
+            self._observer.message_received()
+            if message.kind is Kind.WORKING:
+                return
+            if message.kind is Kind.FAILED:
+                self.failures.fail_by_report(message.source, message.about)
+                return
+            with self._lock:
+                if not self._is_in_step or message.step != self.steps:
+                    self._early.append(message)
+                    return
+            self._handle(message)
+        except BaseException as error:  # a receiving thread has no caller
+            self.failures.fail(error)
+
+    def _handle(self, message: Message) -> None:
+        """Carries out a message of the running step: starts a task, or wakes the thread that waits for it.
+
+        The end of a microbatch drops its inputs and frees its place in the window, so a waiting turn may begin. A
+        partition and the end of the step go to the script's thread.
+        """
+        if message.kind is Kind.FORWARD:
+            task = Task(message.microbatch, TurnKind.FORWARD, message.about[3])
+            self._scheduler.submit(task, functools.partial(self._serve_forward, self._received, message))
+        elif message.kind is Kind.BACKWARD:
+            task = Task(message.microbatch, TurnKind.BACKWARD, derive_seed(self.all_steps, message.microbatch))
+            self._scheduler.submit(
+                task, functools.partial(self._serve_backward, self._received, self._scheduler.step, message)
+            )
+        elif message.kind is Kind.ANSWER:
+            self._scheduler.receive_reply(message.call, message)
+        elif message.kind is Kind.FINISHED:
+            self._received.pop(message.microbatch, None)
+            self._scheduler.finish_microbatch(self._scheduler.step, message.microbatch)
+        else:
+            self._scheduler.add_event(message)
+
+    def _serve_forward(self, received: dict[int, dict[Any, ReceivedInputs]], message: Message) -> None:
+        """Runs the modules of one hop, and sends the output to the next hop or, after the last, to the caller.
+
+        Keeps inputs and outputs for backward if an output requires grad.
+        """
+        hop, route, modes, seed, body = message.about
+        came = message.for_autograd()
+        inputs = ReceivedInputs(len(came))
+        with modes.apply():
+            args, kwargs = unpack(body, inputs.tensors(came))
+            value = self._module(route[hop][1][0])(*args, **kwargs)
+            for name in route[hop][1][1:]:
+                value = self._module(name)(value)
+        is_last = hop == len(route) - 1
+        answer, inputs.outputs = pack(value if is_last else ((value,), {}))
+        if any(tensor.requires_grad for tensor in inputs.outputs):
+            received[message.microbatch][message.call, hop] = inputs
+        if is_last:
+            self._answer(message, answer, inputs.outputs)
+        else:
+            about = (hop + 1, route, modes, derive_seed(seed), answer)
+            self._pass_on(route[hop + 1][0], message, about, inputs.outputs)
+
+    def _serve_backward(self, received: dict[int, dict[Any, ReceivedInputs]], step: Step, message: Message) -> None:
+        """Runs the backward of one hop, and sends the gradients to the hop before it or back to the caller.
+
+        After the last one, it ends the microbatch here. Raises SMPRuntimeError if it ran before.
+        """
+        hop, route = message.about
+        unfinished = received[message.microbatch]
+        inputs = unfinished.pop((message.call, hop), None)
+        given = message.all_here()
+        if inputs is None:
+            raise SMPRuntimeError(
+                f"Backward ran twice through {', '.join(route[hop][1])}: a graph that spans stages can be used once. "
+                "Add the losses, and call model.backward once for each microbatch."
+            )
+        gradients = inputs.backward(given)
+        if hop:
+            self._pass_on(route[hop - 1][0], message, (hop - 1, route), gradients)
+        else:
+            self._answer(message, None, gradients)
+        if not unfinished:  # the answer may have ended the step, or begun the next one
+            self._scheduler.finish_microbatch(step, message.microbatch)
+
+    def _answer(self, message: Message, about: Any, tensors: Sequence[torch.Tensor | None]) -> None:
+        """Sends tensors back to the stage that made the call. If that fails, raises the reason."""
+        origin, call = message.call
+        self._send(self.ranks[origin], Kind.ANSWER, message.step, message.microbatch, call, about, tensors)
+
+    def _pass_on(self, stage: int, message: Message, about: Any, tensors: Sequence[torch.Tensor | None]) -> None:
+        """Sends a call to its next hop. If that fails, raises the reason."""
+        step, microbatch = message.step, message.microbatch
+        self._send(self.ranks[stage], message.kind, step, microbatch, message.call, about, tensors)
+
+    def _send(self, to: int, *args: Any, **kwargs: Any) -> None:
+        """Sends a message to a stage. If that fails, raises the reason, which the other stage may have reported."""
+        try:
+            self._peers.send(to, *args, **kwargs, transfers=self.transfers)
+        except OSError as error:
+            reason = self.failures.explain_send_error(to, error)
+            self.failures.raise_if_failed()
+            raise reason from error
+
+    def _stop(self) -> None:
+        """Stops transfers and wakes all threads of this stage, because the pipeline has failed."""
+        if self.transfers:
+            self.transfers.stop()
+        self._scheduler.wake_all()
+
+    # --- called by the observer's thread
+
+    def _report_working(self) -> None:
+        """Lets the other stages know that this one is computing for long, not hanging.
+
+        Does nothing while an earlier message of that kind is still being sent.
+        """
+        if not any(report.is_alive() for report in self._working_reports):
+            self._working_reports = self._peers.notify_all(Kind.WORKING)
+
+    def _fail_by_timeout(self, waits_for: str) -> None:
+        """Fails the step on all stages, because nothing has arrived for too long."""
+        stage = self._peers.describe(self.ranks[self.index])
+        silence = f"{stage} has received nothing from the other stages for {self._seconds:g} s"
+        self.failures.fail(SMPRuntimeError(f"{silence}, in step {self.steps}: {waits_for}. {TIMEOUT_FIX}"))

@@ -1,0 +1,105 @@
+"""Partition by hand: `smp.partition` and `smp.set_partition`. Importing this changes nothing in torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from smdistributed.modelparallel.backend.exceptions import SMPConfigError
+from smdistributed.modelparallel.torch.pipeline.module_manager import ModuleManager
+from smdistributed.modelparallel.torch.pipeline.module_routing import routing_manager
+
+_PARTITION = "_smp_partition"
+_active_partitions: list[int] = []
+
+
+@contextmanager
+def partition(index: int) -> Iterator[None]:
+    """Puts modules that are constructed inside `with` into a partition; of nested ones the innermost counts (AWS API).
+
+    The first use patches the constructor of nn.Module.
+
+    Args:
+        index: The partition, from 0.
+    """
+    _patch_constructor()
+    _active_partitions.append(index)
+    try:
+        yield
+    finally:
+        _active_partitions.pop()
+
+
+def set_partition(module: nn.Module, index: int) -> None:
+    """Puts a module, and its descendants that have no partition of their own, into a partition (AWS API).
+
+    Args:
+        module: A part of the script's model.
+        index: The partition, from 0.
+
+    Raises:
+        SMPConfigError: If the module is already placed on another stage.
+    """
+    manager = routing_manager()
+    placed = manager.stage_of(module) if manager else None
+    if placed is not None and placed != index:
+        raise SMPConfigError(
+            f"smp.set_partition: the module is in partition {placed} already, and cannot go to {index}. Fix: call it "
+            "before the model's first step, and with 1 partition for index 0 only."
+        )
+    module.__dict__[_PARTITION] = index
+
+
+def has_partition(module: nn.Module) -> bool:
+    """Whether `smp.partition` or `smp.set_partition` has given the module a partition."""
+    return _PARTITION in module.__dict__
+
+
+def manual_stages(manager: ModuleManager, default: int, partitions: int) -> dict[str, int]:
+    """Finds the stages that `smp.partition` and `smp.set_partition` gave.
+
+    Modules without a partition have their parent's. Modules that share a parameter are on the stage of the first one.
+
+    Args:
+        manager: The modules of the model.
+        default: The model's own partition, if it has none.
+        partitions: The number of partitions.
+
+    Returns:
+        The stage of every module, by name.
+
+    Raises:
+        SMPConfigError: If a partition does not exist.
+    """
+    stages: dict[str, int] = {}
+    owners: dict[int, int] = {}
+    for name, module in manager.modules.items():
+        inherited = stages[name.rpartition(".")[0]] if name else default
+        stage = module.__dict__.get(_PARTITION, inherited)
+        if not 0 <= stage < partitions:
+            raise SMPConfigError(
+                f"{name or 'The model'} is put into partition {stage}: they count from 0 to {partitions - 1}."
+            )
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                stage = owners.setdefault(id(parameter), stage)
+        stages[name] = stage
+    return stages
+
+
+def _patch_constructor() -> None:
+    """Patches nn.Module.__init__, once, so that new modules note the active partition."""
+    if getattr(nn.Module.__init__, "_smp", False):
+        return
+    original = nn.Module.__init__
+
+    def __init__(self: nn.Module, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+        original(self, *args, **kwargs)
+        if _active_partitions:
+            self.__dict__[_PARTITION] = _active_partitions[-1]
+
+    __init__._smp = True  # type: ignore[attr-defined]
+    nn.Module.__init__ = __init__  # type: ignore[method-assign]

@@ -1,0 +1,105 @@
+"""Patches of torch.nn.utils.clip_grad_norm_, to clip by the norm over all stages, and of clip_grad_value_.
+
+Scripts and trainers clip `model.parameters()`. With the norm of one stage alone, each stage would scale its gradients
+by a different factor, without any error. If all given parameters are on one stage, such as the result of
+`local_parameters`, it is their norm, and no other stage has to call. Both functions clip the gradients that the next
+update uses. With a loss scale, gradients are unscaled before they are clipped, and all ranks must call.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils import clip_grad
+
+from smdistributed.modelparallel.torch.script.gradient_norms import clip_gradients
+from smdistributed.modelparallel.torch.script.state import State, state
+
+
+def install() -> None:
+    """Replaces torch's functions in every module that has imported them, under any name.
+
+    Calling it again patches modules that were imported since.
+    """
+    for name, patch in (("clip_grad_norm_", _patch_norm), ("clip_grad_value_", _patch_value)):
+        found: Any = getattr(clip_grad, name)
+        original = getattr(found, "_smp_original", found)
+        patched = patch(original) if found is original else found
+        patched._smp_original = original
+        _replace(original, patched)
+
+
+def updated_parameters(state: State, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    """Lists the parameters that the next update uses for these parameters: see `MasterWeights.updated`.
+
+    It finishes the averages over replicas, which all of them call.
+    """
+    if state.model is not None:
+        state.model.gradients.finish_averages()
+    return list(parameters) if state.optimizer is None else state.optimizer.master_weights.updated(parameters)
+
+
+def _replace(original: Any, patched: Any) -> None:
+    """Replaces a function in all modules that have it, under any name."""
+    for module in list(sys.modules.values()):
+        names = getattr(module, "__dict__", {})
+        for name in [name for name, value in list(names.items()) if value is original]:
+            names[name] = patched
+
+
+def _patch_norm(original: Any) -> Any:
+    """Wraps torch's function: if parameters are on several stages, it clips by the norm over all of them.
+
+    Then all stages must call it, because they exchange norms. With `error_if_nonfinite` it raises RuntimeError if that
+    norm is not finite. Otherwise torch's function clips the parameters that the next update uses.
+    """
+
+    @functools.wraps(original)
+    def clip_grad_norm_(
+        parameters: torch.Tensor | Iterable[torch.Tensor],
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        given, stages = _find_updated(parameters)
+        if len(stages) < 2:
+            return original(given, max_norm, norm_type, error_if_nonfinite, *args, **kwargs)
+        norm = clip_gradients(given, float(max_norm), float(norm_type), state.gather_over_stages)
+        if error_if_nonfinite and not norm < float("inf"):
+            raise RuntimeError(f"The norm of the gradients over all stages is {norm}: they have not been clipped.")
+        return torch.tensor(norm)
+
+    return clip_grad_norm_
+
+
+def _patch_value(original: Any) -> Any:
+    """Wraps torch's function: it clips the gradients that the next update uses.
+
+    If parameters belong to the model, all ranks must call it: see `_find_updated`.
+    """
+
+    @functools.wraps(original)
+    def clip_grad_value_(parameters: torch.Tensor | Iterable[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+        return original(_find_updated(parameters)[0], *args, **kwargs)
+
+    return clip_grad_value_
+
+
+def _find_updated(parameters: torch.Tensor | Iterable[torch.Tensor]) -> tuple[list[Any], set[int]]:
+    """Finds the parameters that the next update uses, and the stages of parameters that belong to the model.
+
+    If any belong to the model, all ranks call it, because `updated_parameters` makes their gradients ready for the
+    update. Otherwise it returns the given parameters.
+    """
+    given: list[Any] = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    model, optimizer = state.model, state.optimizer
+    originals = optimizer.master_weights.model_parameters(given) if optimizer else given
+    stages = set() if model is None or not model.partitioned else model.manager.stages_of(originals)
+    return updated_parameters(state, given) if stages else given, stages

@@ -1,0 +1,575 @@
+"""`smp.DistributedModel`: a model with its modules on several stages.
+
+It runs calls and backward, places the modules, and has the model's parameters, state dicts and hooks.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from smdistributed.core.options import only_known, warn_without_effect
+from smdistributed.modelparallel.backend.exceptions import (
+    SMPConfigError,
+    SMPRuntimeError,
+    SMPUnsupportedError,
+    StepUsageError,
+)
+from smdistributed.modelparallel.torch.pipeline import devices
+from smdistributed.modelparallel.torch.pipeline.module_manager import ModuleManager
+from smdistributed.modelparallel.torch.pipeline.module_routing import route_calls
+from smdistributed.modelparallel.torch.pipeline.tasks import current_task
+from smdistributed.modelparallel.torch.plan.construction import dtype_of
+from smdistributed.modelparallel.torch.plan.manual_partition import manual_stages
+from smdistributed.modelparallel.torch.script import clipping, state_dicts
+from smdistributed.modelparallel.torch.script.gradient_norms import clip_gradients
+from smdistributed.modelparallel.torch.script.half_precision import convert, to_half, to_single
+from smdistributed.modelparallel.torch.script.placement import choose_stages, materialize_local_modules, move_to_gpu
+from smdistributed.modelparallel.torch.script.reducer import Reducer
+from smdistributed.modelparallel.torch.script.state import State, WrappedModel, state
+from smdistributed.modelparallel.torch.script.step_gradients import StepGradients
+
+_Hook = Callable[["DistributedModel", Any], Any]
+
+
+class DistributedModel(WrappedModel):
+    """Wraps the model of a script, one in each (AWS API). It is cut and placed at the first call inside a step.
+
+    Wrapping the same model again returns the existing wrapper. With one partition the model is placed at once, and may
+    be called outside a step. Then call this wrapper's `backward`, not the loss's, so that replicas average gradients.
+
+    With `fp16` or `bf16`, parameters and buffers are cast to half precision at once. Positional arguments of a call are
+    cast to it, and outputs to float32; tensors are found inside tuples and lists only.
+
+    Args:
+        module: The model.
+        trace_device: No effect, and a warning if it is not the default: the model is traced on the meta device.
+        trace_execution_times: No effect, and a warning if it is true.
+        overlapping_allreduce: With `ddp`, whether gradients are averaged while later ones are still computed.
+        backward_passes_per_step: Average gradients over the replicas after this many steps.
+        average_grads_across_microbatches: Whether gradients are means over the microbatches; otherwise sums.
+        bucket_cap_mb: How much is averaged at once, in MiB.
+        trace_memory_usage: No effect, and a warning if it is true.
+        broadcast_buffers: With `ddp`, whether the first replica's buffers are copied to the others before each step.
+        gradient_as_bucket_view: No effect, and a warning if it is true.
+
+    Raises:
+        StepUsageError: Before `smp.init`.
+        SMPRuntimeError: If the script has wrapped another model before.
+        SMPConfigError: If `trace_device` is not 'gpu' or 'cpu'.
+    """
+
+    def __new__(cls, module: nn.Module, *_: Any, **__: Any) -> DistributedModel:
+        """Returns the existing wrapper of this module, if there is one: transformers' Trainer wraps it again.
+
+        Other arguments then have no effect.
+        """
+        if isinstance(state.model, DistributedModel) and state.model.module is module:
+            return state.model
+        return super().__new__(cls)
+
+    @only_known
+    def __init__(
+        self,
+        module: nn.Module,
+        trace_device: str = "gpu",
+        trace_execution_times: bool = False,
+        overlapping_allreduce: bool = True,
+        backward_passes_per_step: int = 1,
+        average_grads_across_microbatches: bool = True,
+        bucket_cap_mb: int = 25,
+        trace_memory_usage: bool = False,
+        broadcast_buffers: bool = True,
+        gradient_as_bucket_view: bool = False,
+    ) -> None:
+        state.require()
+        if state.model is self:
+            return
+        super().__init__()
+        if state.model is not None:
+            raise SMPRuntimeError("There is an smp.DistributedModel already: a script has one.")
+        _warn_of_tracing(trace_device, trace_execution_times, trace_memory_usage, gradient_as_bucket_view)
+        self._state = state
+        self._dtype = dtype_of(state.cfg)
+        if self._dtype is not None:
+            convert(module, self._dtype)
+        self.module = module
+        self.manager = ModuleManager(module, lambda: self._state.stage)
+        self.partitioned = False
+        self.weights: list[float] = []
+        """The share of each microbatch of the running step in its batch."""
+        self.gradients = StepGradients(self._placed_parameters, self._must_have_mean_gradients)
+        self._average = average_grads_across_microbatches
+        self._broadcast_buffers = broadcast_buffers
+        self._reducer_options = (overlapping_allreduce, bucket_cap_mb << 20, backward_passes_per_step)
+        self._placement_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
+        self._step_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
+        self._to_load: tuple[Mapping[str, Any], bool] | None = None
+        self._resumed_stages: dict[str, int] | None = None
+        self._replaced: dict[nn.Parameter, nn.Parameter] = {}
+        self._is_whole = False
+        state.model = self
+        if state.cfg.partitions == 1:
+            self.apply_partition(choose_stages(state, self.manager, None, (), {}))
+
+    # --- inside a step
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the model (AWS API). Tensors on the CPU are moved to this rank's GPU, if it has one.
+
+        The first call decides which stage has which module.
+
+        Returns:
+            The output of the wrapped model.
+
+        Raises:
+            StepUsageError: Outside a step, if there are several partitions.
+            SMPConfigError: In the first call, if the model cannot be cut as configured.
+        """
+        if current_task() is None:
+            self._begin_outside()
+        if not self.partitioned:
+            if self._dtype is not None:
+                args = to_half(args, self._dtype)
+            stages = choose_stages(self._state, self.manager, self._resumed_stages, args, kwargs)
+            self._state.stage.partition(stages)
+            self.apply_partition(stages)
+        args, kwargs = devices.move_all_here((args, kwargs))
+        if self._dtype is None:
+            return self.module(*args, **kwargs)
+        return to_single(self.module(*to_half(args, self._dtype), **kwargs), self._dtype)
+
+    def backward(self, tensors: Any, grad_tensors: Any = None) -> None:
+        """Runs backward from the losses of this microbatch (AWS API).
+
+        If gradients are means, it multiplies them by the microbatch's share of the batch. With `fp16`, it multiplies by
+        the loss scale. Outside a step, it also averages gradients over replicas, and calls the hooks of the step.
+
+        Args:
+            tensors: A loss, or a list or tuple of losses.
+            grad_tensors: The gradient of each; None: 1.
+
+        Raises:
+            StepUsageError: Outside a step, if there are several partitions.
+        """
+        task, optimizer = current_task(), self._state.optimizer
+        if task is None:
+            self._require_one_partition("model.backward is called")
+        tensors = list(tensors) if isinstance(tensors, (list, tuple)) else [tensors]
+        given = list(grad_tensors) if isinstance(grad_tensors, (list, tuple)) else [grad_tensors] * len(tensors)
+        weight = self.weights[task.microbatch] if task and self._average else 1.0
+        scale = optimizer.master_weights.scale.value if optimizer else 1.0
+        gradients = [
+            (torch.ones_like(tensor) if gradient is None else gradient) * (weight * scale)
+            for tensor, gradient in zip(tensors, given)
+        ]
+        if task:
+            self._state.stage.before_backward()
+        torch.autograd.backward(tensors, gradients)
+        if task is None:
+            self.gradients.was_called_outside = False
+            self.after_step(True)
+
+    def train(self, mode: bool = True) -> DistributedModel:
+        """Sets the training mode on this rank: see torch.nn.Module.train. Call it on all ranks.
+
+        Raises:
+            StepUsageError: Inside a step with several partitions, if it changes the mode.
+        """
+        if current_task() is not None and self._state.cfg.partitions > 1 and mode is not self.training:
+            raise StepUsageError(
+                f"model.{'train' if mode else 'eval'}() is called inside a step: the other stages would not call it. "
+                "Fix: call it before the function under @smp.step, on all ranks."
+            )
+        return super().train(mode)
+
+    # --- outside a step, with one partition
+
+    def _begin_outside(self) -> None:
+        """Prepares the model for a call outside a step, as `before_step` does.
+
+        Calls with gradients up to the next `backward` count as one step. Raises StepUsageError if there are several
+        partitions.
+        """
+        self._require_one_partition("The model is called")
+        self.before_step(is_new=not self.gradients.was_called_outside)
+        self.gradients.was_called_outside |= torch.is_grad_enabled()
+
+    def _require_one_partition(self, what: str) -> None:
+        """Raises StepUsageError if there are several partitions. `what`: the begin of its message."""
+        if self._state.cfg.partitions > 1:
+            raise StepUsageError(f"{what} outside a step: call it in a function under @smp.step.")
+
+    # --- around a step
+
+    def before_step(self, is_new: bool = True) -> None:
+        """Copies buffers to the replicas, and frees what `cpu` has gathered, before a step; all ranks call it.
+
+        Before the model is placed, it finds the model's modules again.
+
+        Args:
+            is_new: Whether gradients from before belong to another step.
+        """
+        if not self.partitioned:
+            self.manager.refresh_modules()
+        if self._is_whole:
+            self._is_whole = False
+            self.manager.release_remote_tensors()
+            move_to_gpu(self.manager)
+        if self.gradients.reducer and self._broadcast_buffers:
+            self.gradients.reducer.broadcast(self.local_buffers())
+        if is_new:
+            self.gradients.begin()
+
+    def after_step(self, had_backward: bool) -> None:
+        """Averages gradients, and calls and removes the hooks of the step; all ranks call it.
+
+        Args:
+            had_backward: Whether the step trained. An evaluation leaves gradients alone.
+
+        Raises:
+            StepUsageError: If gradients were not computed by `model.backward`.
+        """
+        optimizer = self._state.optimizer
+        if had_backward and optimizer is not None:
+            optimizer.master_weights.note_new_gradients()
+        self.gradients.end(had_backward)
+        for hook in list(self._step_hooks.values()):
+            hook(self, optimizer)
+        self._step_hooks.clear()
+
+    def apply_partition(self, stages: Mapping[str, int]) -> None:
+        """Places the modules: every rank keeps the parameters of its own modules. Calls the placement hooks.
+
+        All ranks call it.
+
+        It loads a state dict that waits, and copies the values of the first replica to the others.
+
+        It patches nn.Module.__call__ and torch's clipping functions, and replaces parameters that were made without
+        memory.
+
+        Args:
+            stages: The stage of every module, by name.
+        """
+        self.manager.assign(stages)
+        route_calls(self.manager)
+        clipping.install()
+        self.partitioned = True
+        self._replaced = materialize_local_modules(self.manager)
+        if self._state.optimizer is not None:
+            self.replace_parameters(self._state.optimizer.optimizer)
+        move_to_gpu(self.manager)
+        if self._to_load:
+            self.load_state_dict(*self._to_load)
+            self._to_load = None
+        ranks = self._state.group("DP_GROUP")
+        if len(ranks) > 1:
+            parameters, group = list(self.local_named_parameters()), self._state.process_group("DP_GROUP")
+            reducer = self.gradients.reducer = Reducer(parameters, group, ranks, *self._reducer_options)
+            reducer.broadcast((*self.local_parameters(), *self.local_buffers()))
+            reducer.begin()
+        for hook in list(self._placement_hooks.values()):
+            hook(self, self._state.optimizer)
+        self._placement_hooks.clear()  # they may hold what they have loaded
+
+    def adopt_stages(self, stages: Mapping[str, int]) -> bool:
+        """Keeps the stages of a checkpoint for the first call, if nothing else is decided. Places nothing now.
+
+        If the model is placed, or cut by hand, it only compares. Other names of modules give False.
+
+        Args:
+            stages: The stage of every module, by name.
+
+        Returns:
+            Whether the modules are, or will be, on these stages.
+        """
+        if set(stages) != set(self.manager.modules):
+            return False
+        if self.partitioned:
+            return self.manager.stages == stages
+        cfg = self._state.cfg
+        if not cfg.auto_partition:
+            return manual_stages(self.manager, cfg.default_partition, cfg.partitions) == stages
+        self._resumed_stages = dict(stages)
+        return True
+
+    def replace_parameters(self, optimizer: torch.optim.Optimizer) -> None:
+        """Gives an optimizer the parameters that were made in place of those constructed without memory."""
+        if self._replaced:
+            for group in optimizer.param_groups:
+                group["params"] = [self._replaced.get(parameter, parameter) for parameter in group["params"]]
+
+    def _placed_parameters(self) -> Iterator[nn.Parameter]:
+        """Yields the parameters of this stage; none before the model is placed."""
+        return self.local_parameters() if self.partitioned else iter(())
+
+    def _must_have_mean_gradients(self) -> bool:
+        """Whether gradients of this placed model must be means over several microbatches."""
+        return self._average and self.partitioned and self._state.cfg.microbatches > 1
+
+    # --- parameters, buffers and modules of this stage
+
+    def local_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yields the names, as in the wrapped model, and parameters of this stage.
+
+        Raises:
+            StepUsageError: Before the model is placed.
+        """
+        self._require_placement()
+        return self.manager.local_parameters()
+
+    def local_parameters(self) -> Iterator[nn.Parameter]:
+        """Yields the parameters of this stage. Raises StepUsageError before the model is placed."""
+        return (parameter for _, parameter in self.local_named_parameters())
+
+    def local_named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields names and buffers of this stage. Raises StepUsageError before the model is placed."""
+        self._require_placement()
+        return self.manager.local_buffers()
+
+    def local_buffers(self) -> Iterator[torch.Tensor]:
+        """Yields the buffers of this stage. Raises StepUsageError before the model is placed."""
+        return (buffer for _, buffer in self.local_named_buffers())
+
+    def local_named_modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """Yields names and modules of this stage. Raises StepUsageError before the model is placed."""
+        self._require_placement()
+        return self.manager.local_modules()
+
+    def local_modules(self) -> Iterator[nn.Module]:
+        """Yields the modules of this stage. Raises StepUsageError before the model is placed."""
+        return (module for _, module in self.local_named_modules())
+
+    def default_reducer_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yields this stage's parameters with gradients that are averaged over DP_GROUP: all (AWS API 1.6)."""
+        return self.local_named_parameters()
+
+    def scaled_batch_reducer_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yields parameters with gradients that are averaged over RDP_GROUP: none (AWS API 1.6)."""
+        return iter(())
+
+    def distributed_modules(self) -> Iterator[nn.Module]:
+        """Yields the tensor-parallel modules: none (AWS API 1.6)."""
+        return iter(())
+
+    def is_distributed_parameter(self, param: torch.Tensor) -> bool:
+        """Whether tensor-parallel ranks have a part each: no (AWS API 1.6)."""
+        return False
+
+    def is_distributed_buffer(self, buf: torch.Tensor) -> bool:
+        """Whether tensor-parallel ranks have a part each: no (AWS API 1.6)."""
+        return False
+
+    def is_scaled_batch_parameter(self, param: torch.Tensor) -> bool:
+        """Whether it gets the batches of all tensor-parallel ranks: no (AWS API 1.6)."""
+        return False
+
+    def is_scaled_batch_buffer(self, buf: torch.Tensor) -> bool:
+        """Whether it gets the batches of all tensor-parallel ranks: no (AWS API 1.6)."""
+        return False
+
+    def virtual_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yields what the optimizer updates of this stage, without single-precision copies (AWS API 1.6)."""
+        return self.local_named_parameters()
+
+    # --- state dicts
+
+    def local_state_dict(self) -> dict[str, Any]:
+        """The part of the wrapped model's state dict that belongs to this stage.
+
+        Raises:
+            StepUsageError: Before the model is placed.
+        """
+        self._require_placement()
+        return state_dicts.select_local(self.manager)
+
+    def state_dict(self, *args: Any, gather_to_rank0: bool = False, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """The whole model's state dict, in plain PyTorch's names; all ranks of the first replica call it.
+
+        Before the model is placed, it is the wrapped model's own state dict, and no rank waits.
+
+        Args:
+            *args: Ignored.
+            gather_to_rank0: Whether only the first stage gets it; the others get an empty one.
+            **kwargs: Ignored.
+
+        Returns:
+            Tensors on the CPU, by name.
+        """
+        if not self.partitioned:
+            return dict(self.module.state_dict())
+        local = {key: value.cpu() if hasattr(value, "cpu") else value for key, value in self.local_state_dict().items()}
+        ranks, objects = self._state.group("PP_GROUP"), self._state.objects
+        parts = objects.gather_to_first(local, ranks, "state") if gather_to_rank0 else objects.gather(local, ranks)
+        return state_dicts.merge_parts(self.manager, parts)
+
+    def load_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        strict: bool = True,
+        assign: bool = False,
+        *,
+        same_partition_load: bool = False,
+    ) -> Any:
+        """Loads a state dict, also into single-precision copies: at once if the model is placed, else as soon as it is.
+
+        Args:
+            state_dict: The whole model's, or at least what this stage has of it. Each stage takes its own part, and
+                asks no other.
+            strict: Whether missing and unexpected keys are errors.
+            assign: No effect, and a warning if it is True: the parameters stay the same objects.
+            same_partition_load: Whether `local_state_dict` returned it for the same partition. Either is as fast.
+
+        Raises:
+            RuntimeError: If `strict`, and keys are missing or unexpected.
+        """
+        if assign:
+            warn_without_effect("assign=True of load_state_dict", "the optimizer knows the model's parameters")
+        if not self.partitioned:
+            self._to_load = dict(state_dict), strict
+            return None
+        state_dicts.load_local(self.manager, state_dict, strict)
+        if self._state.optimizer is not None:
+            self._state.optimizer.master_weights.refresh()
+        return None
+
+    def cpu(self) -> DistributedModel:
+        """Gathers the parameters and buffers of all stages on every stage, on the CPU (AWS API).
+
+        All ranks of a replica call it. `get_module()` is then the whole model, but calls of it still go to the stages:
+        load its `state_dict` into another model. The next step frees the parameters of other stages again. Before the
+        model is placed, it only moves the model to the CPU.
+        """
+        if not self.partitioned:
+            return super().cpu()
+        own = {name: p.detach().cpu() for name, p in (*self.local_named_parameters(), *self.local_named_buffers())}
+        parts = self._state.gather_over_stages(own)
+        state_dicts.fill_in_parameters(self.manager, {name: tensor for part in parts for name, tensor in part.items()})
+        self._is_whole = True
+        return self
+
+    # --- as the wrapped model
+
+    def get_module(self) -> nn.Module:
+        """The wrapped model."""
+        return self.module
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yields the wrapped model's names and parameters. Parameters of other stages have no elements."""
+        return self.module.named_parameters(*args, **kwargs)
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields the wrapped model's names and buffers. Buffers of other stages have no elements."""
+        return self.module.named_buffers(*args, **kwargs)
+
+    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        """Yields the wrapped model's children: names built from them are the names of `named_parameters`."""
+        return self.module.named_children()
+
+    def children(self) -> Iterator[nn.Module]:
+        """Yields the wrapped model, so that `train`, `apply` and others walk down the tree."""
+        return iter((self.module,))
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> float:
+        """Scales gradients down so that their norm over all stages is at most `max_norm`.
+
+        All ranks of a replica call it, after the step. torch.nn.utils.clip_grad_norm_ of all parameters does the same.
+
+        Args:
+            max_norm: The largest norm that is allowed.
+            norm_type: The p of the p-norm; inf for the largest absolute value.
+
+        Returns:
+            The norm before clipping.
+        """
+        parameters = clipping.updated_parameters(self._state, self.local_parameters())
+        return clip_gradients(parameters, max_norm, norm_type, self._state.gather_over_stages)
+
+    def join(self) -> NoReturn:
+        """Not implemented (AWS API 1.2). Raises SMPUnsupportedError."""
+        raise SMPUnsupportedError(
+            "model.join() is not implemented: every replica must have as many batches as the others. Fix: give the "
+            "loader's sampler drop_last=True, and call step functions outside of model.join()."
+        )
+
+    def register_comm_hook(self, state: Any, hook: Any) -> NoReturn:
+        """Not implemented (AWS API 1.3). Raises SMPUnsupportedError."""
+        raise SMPUnsupportedError(
+            "model.register_comm_hook() is not implemented: it belongs to torch's DistributedDataParallel. "
+            "Fix: leave it out; bucket_cap_mb and overlapping_allreduce say how gradients are averaged."
+        )
+
+    # --- hooks
+
+    def when_placed(self, action: Callable[..., Any]) -> None:
+        """Calls `action()` at once if the model is placed; otherwise `action(model, optimizer)` as soon as it is."""
+        if self.partitioned:
+            action()
+        else:
+            _register(self._placement_hooks, action)
+
+    def register_post_partition_hook(self, hook: _Hook) -> RemovableHandle:
+        """Registers a hook that is called when the model is placed; at once if it is.
+
+        Args:
+            hook: Called as `hook(model, optimizer)`.
+
+        Returns:
+            A handle; its `remove()` removes the hook.
+        """
+        if self.partitioned:
+            hook(self, self._state.optimizer)
+        return _register(self._placement_hooks, hook)
+
+    def register_post_step_hook(self, hook: _Hook) -> RemovableHandle:
+        """Registers a hook that is called once, when the current or the next step has ended.
+
+        transformers' Trainer loads the optimizer's state there, and never removes the hook.
+
+        Args:
+            hook: Called as `hook(model, optimizer)`.
+
+        Returns:
+            A handle; its `remove()` removes the hook.
+        """
+        return _register(self._step_hooks, hook)
+
+    def _require_placement(self) -> None:
+        """Raises StepUsageError before the model is placed."""
+        if not self.partitioned:
+            raise StepUsageError(
+                "The model is not placed yet: its first call in a step does that. Use register_post_partition_hook for "
+                "code that needs its local parameters."
+            )
+
+
+def script_model(state: State) -> DistributedModel:
+    """The model that the script has wrapped. Raises StepUsageError if there is none."""
+    if not isinstance(state.model, DistributedModel):
+        raise StepUsageError("There is no smp.DistributedModel yet: wrap the model before the first step.")
+    return state.model
+
+
+def _warn_of_tracing(device: str, times: bool, memory: bool, bucket_view: bool) -> None:
+    """Warns of arguments without effect. Raises SMPConfigError if `device` is not 'gpu' or 'cpu'."""
+    if device not in ("gpu", "cpu"):
+        raise SMPConfigError(f"trace_device is {device!r}: it must be 'gpu' or 'cpu'.")
+    traced = "the model is traced on the meta device, without computing"
+    if device != "gpu":
+        warn_without_effect("trace_device of smp.DistributedModel", traced)
+    if times or memory:
+        warn_without_effect("trace_execution_times and trace_memory_usage of smp.DistributedModel", traced)
+    if bucket_view:
+        warn_without_effect("gradient_as_bucket_view of smp.DistributedModel", "gradients have memory of their own")
+
+
+def _register(hooks: OrderedDict[int, Callable[..., Any]], hook: Callable[..., Any]) -> RemovableHandle:
+    """Adds a hook and returns the handle that removes it."""
+    handle = RemovableHandle(hooks)
+    hooks[handle.id] = hook
+    return handle

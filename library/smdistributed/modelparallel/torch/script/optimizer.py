@@ -1,0 +1,386 @@
+"""`smp.DistributedOptimizer`: an optimizer of a model that is on several stages.
+
+It adds the loss scale, single-precision copies, sharded state, clipping, and state dicts of all stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from smdistributed.core.options import did_you_mean, only_known, warn_without_effect
+from smdistributed.modelparallel.backend.exceptions import SMPRuntimeError, SMPUnsupportedError, StepUsageError
+from smdistributed.modelparallel.torch.pipeline.tasks import current_task
+from smdistributed.modelparallel.torch.script.gradient_norms import clip_gradients
+from smdistributed.modelparallel.torch.script.loss_scale import LossScale
+from smdistributed.modelparallel.torch.script.master_weights import MasterWeights
+from smdistributed.modelparallel.torch.script.model import DistributedModel, script_model
+from smdistributed.modelparallel.torch.script.optimizer_shards import OptimizerShards
+from smdistributed.modelparallel.torch.script.state import WrappedOptimizer, state
+
+_SHARDED_DATA_NAMES = (
+    "_global_grad_norm",
+    "ds_param_shard_group",
+    "fp16_groups",
+    "fp32_partitioned_groups_flat",
+)
+"""Attributes that scripts read with `sharded_data_parallel_degree`."""
+
+
+class DistributedOptimizer(WrappedOptimizer):
+    """Wraps the optimizer of a script (AWS API). It updates the parameters of this stage; the others have no gradients.
+
+    It is a torch.optim.Optimizer because learning rate schedulers require one. Groups, state and defaults belong to the
+    wrapped optimizer.
+
+    With a dynamic loss scale, `step` skips a step if gradients overflowed on any rank. With `shard_optimizer_state`
+    each replica keeps the state of its share of the parameters, and sends the updated parameters to the others.
+
+    Args:
+        optimizer: The optimizer to wrap.
+        static_loss_scale: See `LossScale`. Used with `fp16` only: `model.backward` multiplies losses by the scale, and
+            `step` and `update_master_grads` divide gradients by it.
+        dynamic_loss_scale: See `LossScale`. Used with `fp16` only.
+        dynamic_loss_args: See `LossScale`. Used with `fp16` only.
+
+    Raises:
+        StepUsageError: Before `smp.init`.
+        SMPConfigError: If `dynamic_loss_args` is not allowed.
+        SMPUnsupportedError: If it is the second optimizer, and the first one must have all parameters.
+    """
+
+    _is_accelerate_prepared = True
+    """Keeps accelerate from wrapping this: its wrapper would hide `local_state_dict`."""
+
+    _step_supports_amp_scaling = False
+    """Makes GradScaler skip steps itself: a fused optimizer would read attributes that this wrapper does not have."""
+
+    @only_known
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        static_loss_scale: float | None = 1.0,
+        dynamic_loss_scale: bool = False,
+        dynamic_loss_args: Mapping[str, Any] | None = None,
+    ) -> None:
+        # Does not call the constructor of Optimizer, which would make groups and state of its own.
+        self._state = state
+        state.require()
+        scale = LossScale(static_loss_scale, dynamic_loss_scale, dynamic_loss_args)
+        if not state.cfg.fp16 and (dynamic_loss_scale or scale.value != 1.0):
+            warn_without_effect("The loss scale", "it is for 'fp16': true, and other gradients do not vanish")
+        if not state.cfg.fp16:
+            scale = LossScale(1.0, False, None)
+        self.optimizer = optimizer
+        self.master_weights = MasterWeights(
+            optimizer,
+            state.cfg.fp16 or state.cfg.bf16,
+            scale,
+            lambda: None if state.model is None else state.model.gradients,
+        )
+        self._require_only_one()
+        self._shards: OptimizerShards | None = None
+        if isinstance(state.model, DistributedModel):
+            state.model.replace_parameters(optimizer)
+        state.optimizer = self
+
+    def _require_only_one(self) -> None:
+        """Raises SMPUnsupportedError if a second optimizer would leave the parameters of the first untrained."""
+        if self._state.optimizer is None:
+            return
+        first = self._state.optimizer.master_weights
+        parameters, cfg = first.parameters(), self._state.cfg
+        needs_all = cfg.fp16 or cfg.bf16 or any(parameter.is_meta for parameter in parameters)
+        if needs_all and not {*first.model_parameters(parameters)}.intersection(self.master_weights.parameters()):
+            raise SMPUnsupportedError(
+                "This is the second smp.DistributedOptimizer, of other parameters than the first. With 'fp16', 'bf16' "
+                "or delayed initialization only one works: the loss scale and the parameters' copies belong to it. "
+                "Fix: give one optimizer all parameters, in groups."
+            )
+
+    def __getattr__(self, name: str) -> Any:
+        """Returns an attribute of the wrapped optimizer. Raises AttributeError, with a hint, if it has none."""
+        if "optimizer" not in self.__dict__:  # while it is copied
+            raise AttributeError(name)
+        inner = self.__dict__["optimizer"]
+        if hasattr(inner, name):
+            return getattr(inner, name)
+        if name in _SHARDED_DATA_NAMES:
+            raise AttributeError(f"{name!r} belongs to sharded data parallelism, which is not implemented.")
+        hint = did_you_mean(name, (known for known in (*dir(type(self)), *dir(inner)) if not known.startswith("_")))
+        raise AttributeError(
+            f"smp.DistributedOptimizer has no attribute {name!r}, nor has the {type(inner).__name__} that it wraps."
+            + hint
+        )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a parameter group to the wrapped optimizer: see torch.optim.Optimizer.add_param_group."""
+        self.optimizer.add_param_group(param_group)
+
+    @property
+    def overflow(self) -> bool:
+        """Whether the gradients of the last update overflowed, on any rank."""
+        return self.master_weights.overflow
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last step was skipped because gradients overflowed. accelerate reads it."""
+        return self.overflow
+
+    @property
+    def loss_scale(self) -> float:
+        """The current factor of losses; 1 without `fp16`."""
+        return self.master_weights.scale.value
+
+    # --- inside a step
+
+    def backward(self, loss: torch.Tensor, update_master_grads: bool = False) -> None:
+        """Calls `model.backward(loss)`, which multiplies by the loss scale (AWS API before 1.10).
+
+        Args:
+            loss: The loss of this microbatch.
+            update_master_grads: Must be False: other microbatches have no gradients yet.
+
+        Raises:
+            StepUsageError: If `update_master_grads` is true, or there is no `DistributedModel`.
+        """
+        if update_master_grads:
+            raise StepUsageError(
+                "optimizer.backward(update_master_grads=True) is called in a step, before all microbatches have "
+                "gradients. Fix: leave it out, and call optimizer.update_master_grads() after the step."
+            )
+        script_model(self._state).backward(loss)
+
+    # --- outside a step
+
+    def zero_grad(self, set_to_none: bool | None = None, set_grads_to_None: bool | None = None) -> None:  # noqa: N803
+        """Resets the gradients, as the wrapped optimizer does. Gradients of parameters that have copies become None.
+
+        Args:
+            set_to_none: See torch.optim.Optimizer.zero_grad. None: the wrapped optimizer's default.
+            set_grads_to_None: The name of `set_to_none` before AWS API 1.10.
+
+        Raises:
+            StepUsageError: Inside a step.
+        """
+        _refuse_in_step("zero_grad")
+        chosen = set_to_none if set_grads_to_None is None else set_grads_to_None
+        self.optimizer.zero_grad(**({} if chosen is None else {"set_to_none": chosen}))
+        if self._state.model is not None:
+            self._state.model.gradients.were_scaled = False
+        self.master_weights.forget_gradients()
+
+    def update_master_grads(self) -> None:
+        """Averages gradients over replicas, and divides the optimizer's by the loss scale; all ranks call it.
+
+        With `fp16` or `bf16`, the optimizer's single-precision copies of parameters get the divided gradients. `.grad`
+        of the model's half-precision parameters is averaged, but not divided.
+
+        With a dynamic loss scale, `overflow` then says whether any gradient overflowed, on any rank.
+
+        Raises:
+            StepUsageError: Inside a step, or if gradients were not computed by `model.backward`.
+        """
+        _refuse_in_step("update_master_grads")
+        self.master_weights.unscale()
+
+    def clip_master_grads(self, max_norm: float, norm_type: float = 2.0) -> float:
+        """Scales the gradients down so that their norm over all stages is at most `max_norm`; all ranks call it.
+
+        First calls `update_master_grads` if the script has not, which may raise StepUsageError.
+
+        Args:
+            max_norm: The largest norm that is allowed.
+            norm_type: The p of the p-norm; inf for the largest absolute value.
+
+        Returns:
+            The norm before clipping; -1 if gradients overflowed.
+        """
+        if not self.master_weights.is_unscaled:
+            self.update_master_grads()
+        if self.overflow:
+            return -1.0
+        parameters = self.master_weights.with_gradients()
+        return clip_gradients(parameters, max_norm, norm_type, self._state.gather_over_stages)
+
+    def step(self, closure: Any = None) -> Any:
+        """Updates the parameters of this stage. If gradients overflowed on any rank, updates the loss scale only.
+
+        All ranks call it. First calls `update_master_grads` if the script has not. At the end, single-precision copies
+        are rounded into the model.
+
+        Args:
+            closure: See torch.optim.Optimizer.step.
+
+        Returns:
+            The result of the wrapped optimizer; None if the step is skipped.
+
+        Raises:
+            StepUsageError: Inside a step, or if gradients were not computed by `model.backward`.
+        """
+        _refuse_in_step("step")
+        master = self.master_weights
+        if not master.is_unscaled:
+            self.update_master_grads()
+        master.is_unscaled = False
+        master.scale.update(self.overflow)
+        if self.overflow:
+            return None
+        shards = self._assigned_shards()
+        if shards:
+            result = shards.step(lambda: self.optimizer.step(closure), master.with_gradients())
+        else:
+            result = self.optimizer.step(closure)
+        master.write_back()
+        return result
+
+    def _assigned_shards(self) -> OptimizerShards | None:
+        """Returns the shards, with an owner for every parameter; None without `shard_optimizer_state`.
+
+        The first call makes them. Each call gives owners to new parameters.
+        """
+        if not self._state.cfg.shard_optimizer_state:
+            return None
+        if self._shards is None:
+            ranks, group = self._state.group("RDP_GROUP"), self._state.process_group("RDP_GROUP")
+            self._shards = OptimizerShards(ranks, self._state.rank, group)
+        self._shards.assign(self.master_weights.parameters())
+        return self._shards
+
+    # --- state dicts
+
+    def local_state_dict(self, gather_if_shard: bool = True) -> dict[str, Any]:
+        """The wrapped optimizer's state dict for this stage, with the single-precision copies and the loss scale.
+
+        Args:
+            gather_if_shard: With `shard_optimizer_state`, whether it includes the shares of all replicas. All ranks of
+                RDP_GROUP must then call it.
+
+        Returns:
+            `state`, `param_groups`, `masters`, `loss_scale`, and `gathered`: whether all shares are in it.
+        """
+        local = self.optimizer.state_dict()
+        sharded = self._state.cfg.shard_optimizer_state
+        if sharded and self._shards:
+            local["state"] = self._shards.select_own(local["state"], self.master_weights.parameters())
+        if sharded and gather_if_shard:
+            local["state"] = _merge(self._state.objects.gather(local["state"], self._state.group("RDP_GROUP")))
+        local["masters"] = self.master_weights.values()
+        local["loss_scale"] = self.master_weights.scale.state_dict()
+        local["gathered"] = gather_if_shard or not sharded
+        return local
+
+    def state_dict(self, gather_to_rank0: bool = False) -> dict[str, Any]:
+        """The wrapped optimizer's state dict for all stages; all ranks of a replica call it.
+
+        Args:
+            gather_to_rank0: Whether only the first stage gets it; the others get an empty one.
+
+        Returns:
+            As `local_state_dict`.
+        """
+        return self.with_other_stages(self.local_state_dict(), gather_to_rank0)
+
+    def with_other_stages(self, local: dict[str, Any], gather_to_rank0: bool = False) -> dict[str, Any]:
+        """Adds the other stages' states to a result of `local_state_dict`: see `state_dict`.
+
+        All ranks of a replica call it.
+        """
+        ranks, kept = self._state.group("PP_GROUP"), {key: local[key] for key in ("state", "masters")}
+        if gather_to_rank0:
+            parts = self._state.objects.gather_to_first(kept, ranks, "state")
+        else:
+            parts = self._state.objects.gather(kept, ranks)
+        return {**local, **{key: _merge(part[key] for part in parts) for key in kept}} if parts else {}
+
+    def save_optimizer_backcompat(
+        self, cast_to_cpu: bool = True, gather_if_shard: bool = True, fp32_states_only: bool = False
+    ) -> dict[str, Any]:
+        """Returns `local_state_dict` in the form that `load_optimizer_backcompat` takes (AWS API 1.10).
+
+        Args:
+            cast_to_cpu: Whether tensors are copied to the CPU.
+            gather_if_shard: See `local_state_dict`. Save a dict that is not gathered by `smp.save(..., v3=True)`.
+            fp32_states_only: Leave out the wrapped optimizer's state: only single-precision copies and the loss scale.
+        """
+        local = self.local_state_dict(bool(gather_if_shard))
+        if fp32_states_only:
+            del local["state"]
+        return tree_map(_to_cpu, local) if cast_to_cpu else local
+
+    def load_optimizer_backcompat(self, state_dict: Mapping[str, Any], gather_if_shard: bool = False) -> None:
+        """Loads what `save_optimizer_backcompat` returned (AWS API 1.10).
+
+        Args:
+            state_dict: The state.
+            gather_if_shard: Whether it must hold every replica's share.
+
+        Raises:
+            SMPRuntimeError: If it must, and does not.
+        """
+        if gather_if_shard and not state_dict.get("gathered", True):
+            raise SMPRuntimeError(
+                "load_optimizer_backcompat: this optimizer state has the share of one replica only. Fix: save it with "
+                "gather_if_shard=True, or load every replica's own with gather_if_shard=False."
+            )
+        self.load_state_dict(state_dict)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Loads a state dict: at once if the model is placed, else as soon as it is.
+
+        States of other stages' parameters are ignored, and with `shard_optimizer_state` states of other replicas'
+        shares.
+
+        Args:
+            state_dict: A result of `state_dict` or `local_state_dict`.
+
+        Raises:
+            StepUsageError: If there is no `DistributedModel`.
+        """
+        saved, master = dict(state_dict), self.master_weights
+
+        def load(*_: Any) -> None:
+            if "loss_scale" in saved:
+                master.scale.load_state_dict(saved["loss_scale"])
+            master.make_copies()
+            parameters = master.parameters()
+            if "state" in saved:
+                here = {i: s for i, s in saved["state"].items() if parameters[i].numel()}
+                shards = self._assigned_shards()
+                if shards:
+                    here = shards.select_own(here, parameters)
+                self.optimizer.load_state_dict({"state": here, "param_groups": saved["param_groups"]})
+            master.load_values(saved.get("masters", {}))
+            saved.clear()  # the model may keep this function
+
+        script_model(self._state).when_placed(load)
+
+    def reload_model_params(self, model: Any = None, optimizer: Any = None) -> None:
+        """Sets the single-precision copies to the model's parameters.
+
+        Call it after something else has changed the parameters. It can be a hook of the model, which passes `model`
+        and `optimizer`; both are ignored.
+        """
+        self.master_weights.refresh()
+
+
+def _refuse_in_step(name: str) -> None:
+    """Raises StepUsageError inside a step: its body runs on the first stage alone, once for each microbatch."""
+    if current_task() is not None:
+        raise StepUsageError(
+            f"optimizer.{name}() is called inside a step: the other stages would not call it. Fix: call it after the "
+            "function under @smp.step, on all ranks."
+        )
+
+
+def _to_cpu(value: Any) -> Any:
+    return value.detach().cpu() if isinstance(value, torch.Tensor) else value
+
+
+def _merge(parts: Iterable[Mapping[int, Any]]) -> dict[int, Any]:
+    """Merges dicts into one that is sorted by key; of equal keys the last one counts."""
+    found = {key: value for part in parts for key, value in part.items()}
+    return {key: found[key] for key in sorted(found)}

@@ -1,0 +1,241 @@
+"""Partial checkpoints: a directory with a file for each stage.
+
+A checkpoint is written to another directory, which is renamed when it is complete: a job that is killed leaves the one
+before. Parameters have their names in it, so that another number of stages can read it.
+
+It notes which stage has which module. With as many stages, a model that is not placed yet is placed as it was. A rank
+then reads the files of its stage alone. Every rank reads the files of all stages if the number of stages differs, or if
+modules are placed differently or have other names. It also does for an old checkpoint, which lacks the placement.
+
+It also notes how many steps the job had made, because the random numbers of a step depend on it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from smdistributed.modelparallel.backend.api import barrier, dp_rank, pp_rank, pp_size
+from smdistributed.modelparallel.backend.exceptions import SMPRuntimeError
+from smdistributed.modelparallel.torch.script.checkpoint_files import (
+    list_files,
+    read_object,
+    remove,
+    write_newest,
+    write_object,
+    write_text,
+    write_user_content,
+)
+from smdistributed.modelparallel.torch.script.model import DistributedModel, script_model
+from smdistributed.modelparallel.torch.script.optimizer import DistributedOptimizer
+from smdistributed.modelparallel.torch.script.state import State
+
+USER_CONTENT = "user_content.pt"
+_STAGES, _SEEN = "stages.json", ".seen_by_"
+
+
+def save_partial(
+    state: State,
+    directory: Path,
+    tag: str,
+    model: DistributedModel | None,
+    optimizer: DistributedOptimizer | None,
+    content: Any,
+) -> bool:
+    """Saves a partial checkpoint and notes it as the newest; every rank calls it.
+
+    The first replica writes a file for each stage. The leading rank writes `content` and the placement, then renames
+    the directory. A checkpoint with this tag is replaced. Ranks wait for each other.
+
+    Args:
+        state: This rank, and the configuration.
+        directory: The directory of checkpoints.
+        tag: The name of this one.
+        model: Its parameters and buffers are saved.
+        optimizer: Its state is saved.
+        content: Anything that can be pickled.
+
+    Returns:
+        Whether this rank is the first of those that see `directory`: it renames and removes checkpoints there.
+    """
+    final, unfinished = directory / f"{tag}_partial", directory / f".{tag}_partial.unfinished"
+    leads = _make_empty(state, unfinished)
+    _write_stage(unfinished, state, model, optimizer)
+    if leads:
+        write_user_content(content, unfinished / USER_CONTENT)
+        if model:
+            notes = {"partitions": state.cfg.partitions, "stages": model.manager.stages, "steps": state.stage.all_steps}
+            write_text(unfinished / _STAGES, json.dumps(notes))
+    barrier()
+    if leads:
+        for mark in unfinished.glob(f"{_SEEN}*"):
+            mark.unlink()
+        old = directory / f".{tag}_partial.old"
+        remove(old)
+        if os.path.lexists(final):
+            final.rename(old)
+        unfinished.rename(final)
+        write_newest(directory, tag, "partial")
+        remove(old)
+    return leads
+
+
+def load_partial(
+    state: State, directory: Path, tag: str, strict: bool, load_optimizer: bool, weights_only: bool | None
+) -> Path:
+    """Loads a partial checkpoint into the script's model and optimizer; every rank calls it.
+
+    A checkpoint that a killed job has renamed and not replaced is restored first. If the checkpoint lacks a model or an
+    optimizer, that keeps its values. Dropout goes on as in the job that saved it, with the same seed.
+
+    If the model is not placed yet, both are loaded when it is, and errors of `strict` come then. It takes the stages
+    of the checkpoint, if it can.
+
+    Args:
+        state: The script's model and optimizer.
+        directory: The directory of checkpoints.
+        tag: The name of the checkpoint.
+        strict: Whether missing and unexpected parameters are errors (RuntimeError).
+        load_optimizer: Whether the optimizer's state is loaded too.
+        weights_only: See `checkpoint_files.read_object`.
+
+    Returns:
+        The directory of this checkpoint.
+
+    Raises:
+        SMPRuntimeError: If there is no such checkpoint, or a file holds more than `weights_only` allows.
+    """
+    own = directory / f"{tag}_partial"
+    finish_rename(own)
+    files = {kind: sorted(own.glob(f"{kind}_*.pt")) for kind in ("model", "optimizer")}
+    if not any(files.values()):
+        raise SMPRuntimeError(
+            f"There is no partial checkpoint {own.name} in {own.parent}: it holds {list_files(own.parent)}."
+        )
+    notes = _read_notes(own)
+    state.stage.resume(notes.get("steps", state.stage.all_steps))
+    if _has_same_stages(state, notes):
+        files = {kind: [own / f"{kind}_{pp_rank()}.pt"] if found else [] for kind, found in files.items()}
+    parameters: dict[str, Any] = {}
+    for file in files["model"]:
+        parameters.update(read_object(file, weights_only=weights_only))
+    if parameters:
+        script_model(state).load_state_dict(parameters, strict)
+    if load_optimizer and state.optimizer is not None and files["optimizer"]:
+        parts = [read_object(file, weights_only=weights_only) for file in files["optimizer"]]
+        state.optimizer.load_state_dict(_merge_parts(parts, _parameter_names(state)))
+    return own
+
+
+def remove_old(directory: Path, kept: int | None) -> None:
+    """Removes all but the newest `kept` partial checkpoints, at least one; None: removes none.
+
+    The newest are the directories that were modified last.
+    """
+    if kept is None:
+        return
+    partial = sorted(_list_partial(directory), key=lambda path: path.stat().st_mtime_ns)
+    for path in partial[: max(0, len(partial) - max(1, kept))]:
+        remove(path)
+
+
+def finish_rename(directory: Path) -> None:
+    """Restores the checkpoint that a job has renamed and not replaced, because it was killed. All ranks call it."""
+    old = directory.with_name(f".{directory.name}.old")
+    if not directory.exists() and old.is_dir():
+        with suppress(FileNotFoundError):  # another rank was faster
+            old.rename(directory)
+
+
+def _write_stage(
+    directory: Path, state: State, model: DistributedModel | None, optimizer: DistributedOptimizer | None
+) -> None:
+    """Writes the files of this rank's stage, on the first replica; all ranks call it, for shards are gathered."""
+    gathered = optimizer.local_state_dict() if optimizer else None  # from all replicas
+    if dp_rank() == 0 and model:
+        write_object(model.local_state_dict(), directory / f"model_{pp_rank()}.pt")
+    if dp_rank() == 0 and gathered is not None:
+        write_object({**gathered, "names": _parameter_names(state)}, directory / f"optimizer_{pp_rank()}.pt")
+
+
+def _make_empty(state: State, directory: Path) -> bool:
+    """Makes an empty directory on every host; every rank calls it.
+
+    Returns whether this rank is the first of those that see it: file systems are shared by all hosts, or by none.
+    """
+    if state.local_rank == 0:
+        remove(directory)
+    barrier()
+    if state.local_rank == 0:
+        directory.mkdir(exist_ok=True)
+        (directory / f"{_SEEN}{state.rank}").touch()
+    barrier()
+    return state.rank == min(int(mark.name.removeprefix(_SEEN)) for mark in directory.glob(f"{_SEEN}*"))
+
+
+def _read_notes(directory: Path) -> dict[str, Any]:
+    """Returns the notes of a checkpoint; empty for an old one, and for one of an optimizer alone.
+
+    Raises SMPRuntimeError if they name stages or steps that no job has: the ranks would wait for each other.
+    """
+    saved = directory / _STAGES
+    if not saved.is_file():
+        return {}
+    try:
+        notes: dict[str, Any] = json.loads(saved.read_text())
+        steps, count, stages = notes.get("steps", 0), notes.get("partitions", 1), notes.get("stages", {})
+        is_placed = all(type(each) is int and 0 <= each < count for each in stages.values())
+        if is_placed and type(steps) is int and steps >= 0:
+            return notes
+        problem = "wrong stages or steps"
+    except (AttributeError, RecursionError, TypeError, ValueError) as error:
+        problem = str(error)
+    raise SMPRuntimeError(f"{saved} is damaged ({problem}). Fix: remove it, and the model is placed again.")
+
+
+def _has_same_stages(state: State, notes: dict[str, Any]) -> bool:
+    """Whether modules are, or now will be, on the stages that they had when this checkpoint was saved.
+
+    If nothing is decided yet, the model keeps these stages for its first call. False with another number of stages, and
+    for old checkpoints.
+    """
+    return notes.get("partitions") == pp_size() and script_model(state).adopt_stages(notes["stages"])
+
+
+def _merge_parts(parts: list[dict[str, Any]], names: dict[int, str]) -> dict[str, Any]:
+    """Merges the optimizer's state dicts of all stages, with the numbers that parameters have here.
+
+    States of parameters that are unknown here are dropped; other keys are the first stage's.
+    """
+    numbers = {name: number for number, name in names.items()}
+
+    def renumber(key: str) -> dict[int, Any]:
+        return {
+            numbers[part["names"][number]]: value
+            for part in parts
+            for number, value in part.get(key, {}).items()
+            if part["names"].get(number) in numbers
+        }
+
+    return {**parts[0], "state": renumber("state"), "masters": renumber("masters")}
+
+
+def _parameter_names(state: State) -> dict[int, str]:
+    """Returns the names of the model's parameters by their numbers in the script's optimizer.
+
+    A parameter that is not in the model has its number as name.
+    """
+    assert state.optimizer is not None
+    weights = state.optimizer.master_weights
+    names = {id(parameter): name for name, parameter in script_model(state).named_parameters()}
+    originals = weights.model_parameters(weights.parameters())
+    return {number: names.get(id(parameter), str(number)) for number, parameter in enumerate(originals)}
+
+
+def _list_partial(directory: Path) -> Iterator[Path]:
+    """Yields the directories of complete partial checkpoints, in any order."""
+    return (path for path in directory.glob("*_partial") if path.is_dir() and not path.name.startswith("."))

@@ -1,0 +1,90 @@
+"""Which stage has which module of the script's model, and what happens to the modules when that is decided.
+
+Parameters that were constructed without memory are made, and this stage's tensors move to its GPU.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from smdistributed.core.options import warn_without_effect
+from smdistributed.modelparallel.torch.pipeline.module_manager import ModuleManager
+from smdistributed.modelparallel.torch.plan.auto_partition import auto_partition
+from smdistributed.modelparallel.torch.plan.construction import materialize_module
+from smdistributed.modelparallel.torch.plan.manual_partition import has_partition, manual_stages
+from smdistributed.modelparallel.torch.script.state import State
+
+
+def choose_stages(
+    state: State,
+    manager: ModuleManager,
+    resumed: Mapping[str, int] | None,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> dict[str, int]:
+    """Decides which stage has which module. With `auto_partition` it may trace the model and print the partition.
+
+    It then warns if the script has used `smp.partition` or `smp.set_partition`.
+
+    Args:
+        state: The configuration; its `is_tracing` is set during a trace.
+        manager: The modules of the model.
+        resumed: The stages of a checkpoint, used with `auto_partition`.
+        args: The positional arguments of the model's first call.
+        kwargs: The named arguments of the model's first call.
+
+    Returns:
+        The stage of every module, by name.
+
+    Raises:
+        SMPConfigError: If the model has fewer modules than there are stages, or is given a stage that does not exist.
+    """
+    cfg = state.cfg
+    if not cfg.auto_partition:
+        return manual_stages(manager, cfg.default_partition, cfg.partitions)
+    if any(has_partition(module) for module in manager.modules.values()):
+        warn_without_effect("smp.partition and smp.set_partition", "'auto_partition' of mp_parameters is true")
+    if cfg.partitions == 1:
+        return dict.fromkeys(manager.modules, 0)
+    if resumed is not None:
+        return dict(resumed)
+    state.is_tracing = True
+    try:
+        found = auto_partition(manager.root, cfg, args, kwargs)
+    finally:
+        state.is_tracing = False
+    if state.rank == 0:
+        print(found, file=sys.stderr)
+    return found.stages
+
+
+def materialize_local_modules(manager: ModuleManager) -> dict[nn.Parameter, nn.Parameter]:
+    """Makes the parameters and buffers of this stage that were constructed without memory.
+
+    Returns:
+        The new parameters, by the parameters that they replace.
+    """
+    replaced: dict[nn.Parameter, nn.Parameter] = {}
+    for name, module in manager.local_modules():
+        for key, parameter in module._parameters.items():
+            if parameter in replaced:  # shared
+                module._parameters[key] = replaced[parameter]
+        replaced.update(materialize_module(module, name))
+    return replaced
+
+
+def move_to_gpu(manager: ModuleManager) -> None:
+    """Moves this stage's parameters and buffers to the current GPU, if there is one. Parameter objects stay."""
+    if not torch.cuda.is_available():
+        return
+    for _, parameter in manager.local_parameters():
+        parameter.data = parameter.data.cuda()
+    for _, module in manager.local_modules():
+        for key, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[key] = buffer.cuda()

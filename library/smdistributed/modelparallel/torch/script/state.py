@@ -1,0 +1,204 @@
+"""The state of this process after `smp.init`. `state` is the one instance: public functions read it, others get it.
+
+Scripts read it too: `smp.state.cfg`, `smp.state.module_manager`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._C._distributed_c10d import HashStore, PrefixStore
+
+from smdistributed.core.launch import set_torch_environment
+from smdistributed.core.torch.backend import BACKEND, register
+from smdistributed.core.torch.devices import select_device
+from smdistributed.modelparallel.backend.config import read_verify_steps, timeout_seconds
+from smdistributed.modelparallel.backend.context import Context, start_timeline
+from smdistributed.modelparallel.backend.exceptions import StepUsageError
+from smdistributed.modelparallel.backend.ranks import GROUPS, Grid
+from smdistributed.modelparallel.backend.rendezvous import connect_ranks
+from smdistributed.modelparallel.backend.transport import Access, Transport
+from smdistributed.modelparallel.torch.pipeline import devices
+from smdistributed.modelparallel.torch.pipeline.carrier import open_carrier
+from smdistributed.modelparallel.torch.pipeline.messages import Kind, receive
+from smdistributed.modelparallel.torch.pipeline.module_manager import ModuleManager
+from smdistributed.modelparallel.torch.pipeline.objects import open_object_exchange
+from smdistributed.modelparallel.torch.pipeline.stage import Stage
+from smdistributed.modelparallel.torch.pipeline.transfers import Transfers
+from smdistributed.modelparallel.torch.script.master_weights import MasterWeights
+from smdistributed.modelparallel.torch.script.step_gradients import StepGradients
+
+
+class WrappedModel(nn.Module):
+    """The part of the script's model that the optimizer and the steps use. `DistributedModel` is the only subclass."""
+
+    module: nn.Module
+    """The script's own model."""
+    manager: ModuleManager
+    gradients: StepGradients
+    partitioned: bool
+    """Whether it is decided which stage has which module."""
+
+
+class WrappedOptimizer(torch.optim.Optimizer):
+    """The part of the script's optimizer that the model uses. `DistributedOptimizer` is the only subclass."""
+
+    optimizer: torch.optim.Optimizer
+    """The script's own optimizer."""
+    master_weights: MasterWeights
+
+
+class State(Context):
+    """Set by `init`; before, only `initialized` may be read."""
+
+    stage: Stage
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_tracing = False
+        self.verify_steps = 0
+        """How many steps are run again without stages."""
+        self.model: WrappedModel | None = None
+        self.optimizer: WrappedOptimizer | None = None
+        self.transfers: Transfers | None = None
+        self._process_groups: dict[tuple[int, ...], Any] = {}
+
+    @property
+    def module_manager(self) -> ModuleManager:
+        """The modules of the script's model, by name, and their stages. Raises StepUsageError without a model."""
+        if self.model is None:
+            raise StepUsageError("There is no smp.DistributedModel yet: wrap the model before the first step.")
+        return self.model.manager
+
+    def init(self, argument: Mapping[str, Any] | None) -> None:
+        """Reads the configuration, and connects to the other ranks. Calling it again does nothing.
+
+        It sets torch's environment variables, makes its process groups, selects this rank's GPU, and starts the threads
+        of the transport. With SMP_TIMELINE it starts a recording. Under mpirun it removes LOCAL_RANK.
+
+        Args:
+            argument: `mp_parameters` of the script.
+
+        Raises:
+            SMPConfigError: If a key is unknown or its value is not allowed. Also if SMP_VERIFY_STEPS or
+                SMP_STAGE_TRANSFERS is wrong, or smdistributed.dataparallel is imported.
+            SMPUnsupportedError: If a key is not implemented.
+            TimelineError: If the file of SMP_TIMELINE cannot be written.
+            LaunchError: If the environment does not say which rank this is.
+        """
+        if self.initialized:
+            return
+        set_torch_environment(os.environ)
+        launch = self.configure(argument)
+        self.verify_steps = read_verify_steps(os.environ)
+        register()
+        self._start_process_group(launch.rank, launch.world_size)
+        self.rank = dist.get_rank()
+        self.grid = Grid.of(self.cfg, dist.get_world_size())
+        for name in GROUPS:
+            for ranks in self.grid.groups(name):
+                self._open_group(ranks)
+        if torch.cuda.is_available():
+            select_device()
+        devices.remember_device()
+        store = PrefixStore("smp", dist.distributed_c10d._get_default_store())
+        master = os.environ.get("MASTER_ADDR", "127.0.0.1")
+        is_on_one_host = launch.local_world_size == self.grid.size  # a script may have made a larger group itself
+        transport = connect_ranks(store, self.rank, self.grid.size, master, is_on_one_host, self._open_transport)
+        self._open_transfers(transport, PrefixStore("transfers", store))
+        start_timeline(self.rank, self.grid.size)
+        # AWS's mpirun sets no LOCAL_RANK. If it is set, accelerate takes every rank for a replica with data of its own.
+        if "OMPI_COMM_WORLD_LOCAL_RANK" in os.environ:
+            os.environ.pop("LOCAL_RANK", None)
+        self.begin()
+
+    def process_group(self, name: str) -> Any:
+        """torch.distributed's group of the ranks of `group(name)`."""
+        return self._process_groups[self.group(name)]
+
+    def gather_over_stages(self, obj: object) -> list[Any]:
+        """Exchanges one object between the stages of this rank's pipeline, which all call it; in their order."""
+        return self.objects.gather(obj, self.group("PP_GROUP"))
+
+    def _start_process_group(self, rank: int, size: int) -> None:
+        """Makes torch's default process group, unless the script has made one. May set MASTER_PORT (`ddp_port`)."""
+        if dist.is_initialized():
+            return
+        if self.cfg.ddp_port is not None:
+            os.environ.setdefault("MASTER_PORT", str(self.cfg.ddp_port))
+        if size == 1 and "RANK" not in os.environ:
+            dist.init_process_group(self._backend, store=HashStore(), rank=rank, world_size=size)
+        else:
+            dist.init_process_group(self._backend)
+
+    @property
+    def _backend(self) -> str:
+        """The groups' backend. `smddp` uses NCCL for CUDA tensors if every rank has a device of its own."""
+        return BACKEND if self.cfg.ddp_dist_backend == "auto" else self.cfg.ddp_dist_backend
+
+    def _open_group(self, ranks: tuple[int, ...]) -> None:
+        """Makes torch's group of these ranks, unless there is one. All ranks of the job call it, in the same order."""
+        if ranks in self._process_groups:
+            return
+        is_world = (
+            len(ranks) == dist.get_world_size() and dist.get_backend() == self._backend
+        )  # otherwise the script's own
+        group = dist.group.WORLD if is_world else dist.new_group(list(ranks), backend=self._backend)
+        self._process_groups[ranks] = group
+
+    def _open_transport(self, access: Access) -> Transport:
+        """Makes the transport, which starts threads, and the object exchange and the stage that use it."""
+        seconds = timeout_seconds()
+        transport = Transport(self.rank, access, self._deliver, self._lose, seconds)
+        self.objects = open_object_exchange(transport, self.rank, seconds)
+        self.stage = Stage(transport, self.grid.group("PP_GROUP", self.rank), self.rank, self._find_module, seconds)
+        return transport
+
+    def _open_transfers(self, transport: Transport, store: PrefixStore) -> None:
+        """Makes large tensors go from device to device, if the job asks for it and all ranks can; every rank calls it.
+
+        It opens and tries the connections, and starts the thread of transfers. Raises the pipeline's failure meanwhile.
+        """
+        seconds, replicas = timeout_seconds(), self.grid.size // self.cfg.partitions
+        carrier = open_carrier(store, self.rank, self.grid.size, replicas, seconds)
+        if carrier is None:
+            return
+        self.transfers = Transfers(carrier, transport, self.rank, self.stage.deliver, self.stage.failures.fail, seconds)
+        self.stage.transfers = self.transfers
+        try:
+            carrier.warm_up(self.rank, self.grid.size, self.stage.failures.occurred, seconds)
+        except InterruptedError:
+            self.stage.failures.raise_if_failed()
+            raise
+        self.transfers.start()
+
+    def _find_module(self, name: str) -> nn.Module:
+        return self.module_manager.modules[name]
+
+    def _deliver(self, source: int, head: bytes, bodies: Sequence[bytearray]) -> None:
+        """Called on receiving threads: unpickles a message and hands it to its receiver.
+
+        An error fails the pipeline.
+        """
+        try:
+            message = receive(source, head, bodies)
+        except Exception as error:  # a receiving thread has no caller
+            self.stage.failures.fail(error)
+            return
+        if message.kind is Kind.OBJECT:
+            self.objects.deliver(source, message.call, message)
+        else:
+            (self.transfers.take if self.transfers else self.stage.deliver)(message)
+
+    def _lose(self, source: int) -> None:
+        """Called on a receiving thread when the connection to a rank has ended: its waiters fail."""
+        self.stage.failures.fail_by_loss(source)
+        self.objects.lost(source)
+
+
+state = State()

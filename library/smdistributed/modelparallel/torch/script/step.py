@@ -1,0 +1,109 @@
+"""`smp.step`: a function that runs once for each microbatch, on all stages together."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from smdistributed.modelparallel.backend.exceptions import StepUsageError
+from smdistributed.modelparallel.torch.pipeline.packing import pack, unpack
+from smdistributed.modelparallel.torch.pipeline.stage import Stage
+from smdistributed.modelparallel.torch.pipeline.tasks import current_task
+from smdistributed.modelparallel.torch.script.model import script_model
+from smdistributed.modelparallel.torch.script.splitting import Splitter, detach, merge
+from smdistributed.modelparallel.torch.script.state import state
+from smdistributed.modelparallel.torch.script.verification import Verification
+
+
+def step(
+    function: Callable[..., Any] | None = None,
+    *,
+    non_split_inputs: Sequence[str] = (),
+    input_split_axes: Mapping[str, int] | None = None,
+    detach_outputs: bool = True,
+) -> Any:
+    """Makes a function run once for each microbatch: forward and backward go inside, `optimizer.step()` outside.
+
+    A decorator, with or without arguments (AWS API). All ranks call the decorated function; its body runs on the first
+    stage.
+
+    Tensors among the arguments, also inside lists, tuples, dicts and sets, are split along axis 0. Objects with a
+    method `smp_slice(num_mb, mb, axis)` split themselves.
+
+    Args:
+        function: The function.
+        non_split_inputs: Names of arguments that every microbatch gets whole.
+        input_split_axes: The axis along which an argument is split, by its name.
+        detach_outputs: Whether returned tensors have no graph. On other stages than the first they never have one.
+
+    Returns:
+        A function that returns the merged results on all ranks: StepOutput in place of tensors, lists of the
+        microbatches' values in place of other values. It raises MicrobatchError if an axis does not divide by the
+        number of microbatches (with `uneven_microbatches`: is smaller). It raises StepUsageError inside another step or
+        without a model. If a stage fails, it raises its error there and SMPRuntimeError on the other stages, in this
+        step and every later one.
+    """
+    options = (tuple(non_split_inputs), dict(input_split_axes or {}), detach_outputs)
+    if function is None:
+        return lambda decorated: _decorate(decorated, *options)
+    return _decorate(function, *options)
+
+
+def _decorate(
+    function: Callable[..., Any], whole: Sequence[str], axes: Mapping[str, int], detach_outputs: bool
+) -> Callable[..., Any]:
+    """Wraps a function so that it runs as a step: see `step`.
+
+    Other stages than the first serve calls instead of running it. The first SMP_VERIFY_STEPS steps are compared with a
+    run without stages. At the end gradients are averaged. An error ends the step on all stages. Raises StepUsageError
+    inside a step.
+    """
+    splitter = Splitter(function, whole, axes)
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        state.require()
+        if current_task() is not None:
+            raise StepUsageError(f"{function.__qualname__} is called inside a step: steps cannot be nested.")
+        splitter.uneven = state.cfg.uneven_microbatches
+        model, stage = script_model(state), state.stage
+        model.before_step()
+        verification = Verification(state, model) if stage.steps < state.verify_steps else None
+        try:
+            stage.begin(state.cfg)
+            if stage.index:
+                parts, (body, tensors) = [], stage.serve(model.apply_partition)
+                results = unpack(body, tensors)
+            else:
+                parts = splitter.split(args, kwargs, state.cfg.microbatches)
+                model.weights = splitter.weights(parts)
+                results = _run(stage, function, parts, detach_outputs)
+        except BaseException as error:
+            stage.failures.fail(error)
+            raise
+        finally:
+            had_backward = stage.leave()
+        if verification:
+            verification.compare(function, parts, results)
+        model.after_step(had_backward)
+        return merge(results)
+
+    return wrapper
+
+
+def _run(
+    stage: Stage,
+    function: Callable[..., Any],
+    parts: Sequence[tuple[tuple[Any, ...], dict[str, Any]]],
+    detach_outputs: bool,
+) -> list[Any]:
+    """Runs the microbatches on the first stage, and returns their results, detached if `detach_outputs`.
+
+    `parts` has the positional and the named arguments of each. Sends the detached results to the other stages, which
+    ends their step.
+    """
+    results = stage.run(lambda i: function(*parts[i][0], **parts[i][1]), len(parts))
+    detached = detach(results)
+    stage.end(pack(detached))
+    return detached if detach_outputs else results

@@ -34,6 +34,7 @@ from shoal.jobs.hosts import docker as docker_hosts
 from shoal.jobs.hosts.docker import DockerHosts
 from shoal.jobs.job import JobRequest, JobResult
 from shoal.jobs.job_log import JobLog, parse_line
+from shoal.jobs.metric_definitions import read_metrics
 from shoal.jobs.printed_metrics import MetricReader
 from shoal.jobs.source_files import Selection
 from shoal.jobs.store import JobRecord, OpenJob
@@ -125,7 +126,7 @@ def check_report(directory: Path, metrics: str, changes: dict[str, Any]) -> JobR
         directory=directory,
         outputs=outputs,
         record=JobRecord("i:1", "docker", JobRequest()),
-        log=JobLog(began=0.0),
+        log=JobLog(began=0.0, defined=read_metrics(directory, 0.0)),
     )
     page = job_reports.write_job_report(Mock(), cast(OpenJob, opened), result)
     assert page is not None

@@ -19,6 +19,7 @@ from shoal.errors import UsageError
 from shoal.jobs import job_log
 from shoal.jobs.job import JobRequest, JobResult
 from shoal.jobs.job_log import JobLog, parse_line
+from shoal.jobs.metric_definitions import read_metrics
 from shoal.jobs.printed_metrics import MetricReader
 from shoal.jobs.store import JobRecord, OpenJob
 from shoal.jobs.usage import CPU, MEMORY, Usage, sample_usage
@@ -227,11 +228,17 @@ def test_metric_definitions_come_before_numbers_in_the_log(tmp_path: Path) -> No
     output = tmp_path / "algo-1" / "output"
     output.mkdir(parents=True)
     record = {"time": "2026-01-31T12:00:00.500Z", "name": "loss", "value": 0.25, "rank": 1, "host": "algo-1"}
-    lines = [json.dumps(record), "nonsense", json.dumps({**record, "rank": None}), json.dumps({**record, "value": []})]
-    (output / "metrics.jsonl").write_text("\n".join(lines))
+    records = [record, "nonsense", {**record, "rank": None}, {**record, "value": []}, {**record, "value": "nan"}]
+    (output / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)))
     opened.log.began = 1769860800.0
+    opened.log.defined = read_metrics(tmp_path, opened.log.began)
     (curve,) = job_reports.collect_report(opened, None).metrics
     assert (curve.name, curve.rank, [*curve.times], [*curve.values]) == ("loss", 1, [0.5], [0.25])
+    assert curve.marks == [(0.5, None, "nan")]
+    assert {name: str(value) for (name, _, _), value in opened.log.not_finite.items()} == {"loss": "nan"}
+    opened.log.add("algo-1", "loss=3")
+    opened.log.defined["loss", "algo-1", 1].add(1.0, 0.125)
+    assert opened.log.last_metrics == {"other": 1.0, "loss": 0.125}
 
 
 def test_a_report_that_cannot_be_written_is_a_warning(tmp_path: Path) -> None:

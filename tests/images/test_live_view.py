@@ -168,7 +168,8 @@ def test_definitions_replace_the_numbers_of_the_log(tmp_path: Path) -> None:
         source=tmp_path, entry_point="x", hyperparameters={"sagemaker_metric_definitions": definitions}
     )
     found = read_definitions(request)
-    assert list(find_metrics(found, "loss is 0.5, loss is nan, loss is 1e-3 ")) == [("loss", 0.001)]
+    metrics = [(name, str(value)) for name, value in find_metrics(found, "loss is 0.5, loss is nan loss is 1e-3 ")]
+    assert metrics == [("loss", "nan"), ("loss", "0.001")]
     plain = JobRequest(source=tmp_path, entry_point="x")
     assert read_definitions(plain) == []
     (tmp_path / "metrics.json").write_text(definitions)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
+import re
 import subprocess
 import time
 from pathlib import Path
@@ -13,7 +13,8 @@ import pytest
 
 from shoal_toolkit.errors import ContractError
 from shoal_toolkit.job.contract import Paths
-from shoal_toolkit.job.metrics import read_metric_definitions
+from shoal_toolkit.job.metrics import MetricDefinition, read_metric_definitions
+from shoal_toolkit.output import metrics
 from shoal_toolkit.output.metrics import MetricsFile
 
 from .conftest import TRAIN, Run, Tree, clean_environment
@@ -26,7 +27,7 @@ def records(tree: Tree) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def values(tree: Tree) -> list[tuple[str, float]]:
+def values(tree: Tree) -> list[tuple[str, object]]:
     return [(record["name"], record["value"]) for record in records(tree)]
 
 
@@ -54,7 +55,7 @@ def test_each_match_is_a_record(tree: Tree, run: Run, stream: str, ranks: int) -
         (r"a=(\d+)", "a=1 a=2\na=3", [1.0, 2.0, 3.0]),  # every match of a line
         (r"a=(\d+)(\.\d)?", "a=1.5", [1.0]),  # the first group of several
         (r"a=(\w+)", "a=x\na=2", [2.0]),  # no number
-        (r"a=(\S+)", "a=nan a=inf a=-Infinity a=1e-3", [0.001]),  # none that JSON, or CloudWatch, can hold
+        (r"a=(\S+)", "a=nan a=inf a=-Infinity a=1e-3", ["nan", "inf", "-inf", 0.001]),  # JSON has no such numbers
         (r"b|a=(\d+)", "b a=1", [1.0]),  # a group that takes no part
         (r"^a=(\d+)$", "x a=1\na=2\na=3 x", [2.0]),  # a line is looked at by itself
         (r"a=\s*(\d+)", "a=\n5", []),
@@ -63,12 +64,11 @@ def test_each_match_is_a_record(tree: Tree, run: Run, stream: str, ranks: int) -
         (r"a=(\d+)", "a=1", [1.0]),  # the last line has no end
     ],
 )
-def test_what_counts_as_a_match(tree: Tree, run: Run, regex: str, text: str, expected: list[float]) -> None:
+def test_what_counts_as_a_match(tree: Tree, run: Run, regex: str, text: str, expected: list[object]) -> None:
     tree.script(f"import os; os.write(1, {text.encode()!r})")
     tree.hyperparameters(sagemaker_metric_definitions=[{"Name": "a", "Regex": regex}])
     assert run(SAGEMAKER_PROGRAM="train.py").code == 0
     assert [value for _, value in values(tree)] == expected
-    assert not any(math.isnan(value) for value in expected)
 
 
 def test_the_first_place_that_has_definitions_counts(tree: Tree, run: Run) -> None:
@@ -170,6 +170,23 @@ def test_many_lines_are_read_in_linear_time(tmp_path: Path) -> None:
     metrics.close()
     assert time.process_time() - began < 5
     assert len((tmp_path / "output" / "metrics.jsonl").read_text().splitlines()) == 100
+
+
+def test_an_expression_that_takes_years_ends_neither_the_log_nor_other_metrics(
+    tree: Tree, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(metrics, "_MAX_SECONDS", 0.2)
+    file = MetricsFile(
+        str(tree.base / "metrics.jsonl"),
+        [MetricDefinition(name, re.compile(regex)) for name, regex in (("bad", "((a+)+)$"), ("loss", "loss=(.)"))],
+    )
+    reader = file.reader(0, "algo-1")
+    reader.feed(f"{'a' * 60}b loss=1\n".encode())
+    reader.feed(f"{'a' * 60} loss=2\n".encode())
+    file.close()
+    lines = (tree.base / "metrics.jsonl").read_text().splitlines()
+    assert [(json.loads(line)["name"], json.loads(line)["value"]) for line in lines] == [("loss", 1), ("loss", 2)]
+    assert capfd.readouterr().err.count("the expression of the metric 'bad' takes too long") == 1
 
 
 def test_a_job_without_definitions_does_not_read_them(tree: Tree, run: Run) -> None:

@@ -12,8 +12,7 @@ import itertools
 import json
 import platform
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from datetime import datetime
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +33,8 @@ from shoal.report.output_files import write_files
 from shoal.report.packed_log import LogLine
 
 MASK = "******"
-_METRICS = "output/metrics.jsonl"
-_MAX_METRICS_SIZE = 64 << 20  # characters of a file
 _MAX_TEXTS, _MAX_ROWS = 400_000, 1_000
 """The most characters of all texts of a page that are not lines of the log, and the most rows of a table."""
-_MAX_NAME = 200  # characters of a metric, and of its host
 _PACKAGES = ("shoal-toolkit", "torch", "tensorflow", "mpi4py", "numpy", "transformers", "lightning", "accelerate")
 _PLAN_ROWS = ("launcher", "hosts", "ranks", "world_size", "interface", "hosts_from", "cwd", "command", "script")
 _MIN_SECRET_DIGITS = 12
@@ -67,7 +63,7 @@ def write_job_report(console: Console, opened: OpenJob, result: JobResult | None
 
 
 def collect_report(opened: OpenJob, result: JobResult | None) -> JobReport:
-    """Return the data of a job's report, with masked secrets. Reads metrics from the job's directory."""
+    """Return the data of a job's report, with masked secrets."""
     request, log = opened.record.request, opened.log
     plan = result.plan if result else _find_plan(opened.directory)
     masks = _Masks(request, plan)
@@ -81,7 +77,7 @@ def collect_report(opened: OpenJob, result: JobResult | None) -> JobReport:
         reasons=[masks.show(_to_text(note)) for note in _as_list(plan.get("notes"))[:_MAX_ROWS]],
         settings=_collect_settings(opened, plan, masks),
         restarts=[masks.show(line) for line in summary.describe_restarts(result.restarts)] if result else [],
-        metrics=_read_metrics(opened.directory, log.began) or _make_curves(log.series),
+        metrics=_make_curves(log.defined or log.series),
         scalars=_read_scalars(opened),
         usage=_make_curves(log.usage),
         log=[LogLine(line.seconds, line.host, line.rank, masks.hide(line.text)) for line in log.lines],
@@ -214,37 +210,6 @@ def _read_scalars(opened: OpenJob) -> list[Curve]:
             place = run if len(opened.outputs) == 1 else f"{host} {run}"
             series[name, place, None] = points
     return _make_curves(dict(itertools.islice(series.items(), MAX_SERIES)))
-
-
-def _read_metrics(directory: Path, began: float) -> list[Curve]:
-    """Return the curves of the job's metric definitions, which `train` has written; none without definitions."""
-    series: dict[Key, Series] = {}
-    for path in filter(Path.is_file, sorted(directory.glob(f"*/{_METRICS}"))):  # a pipe would have no end
-        for key, at, value in _read_metrics_file(path):
-            if key in series or len(series) < MAX_SERIES:
-                series.setdefault(key, Series()).add(round(at - began, 2), value)
-    return _make_curves(series)
-
-
-def _read_metrics_file(path: Path) -> Iterator[tuple[Key, float, float]]:
-    """Yield the origin, time and value of each metric in a file. Lines of another form are skipped."""
-    left = _MAX_METRICS_SIZE
-    with path.open(encoding="utf-8", errors="replace") as file:
-        while left > 0 and (line := file.readline(left)):
-            left -= len(line)
-            try:
-                record = json.loads(line, parse_constant=str)
-                at, value = _parse_time(record["time"]), float(record["value"])
-                name, host = (clean_text(str(record[key]))[:_MAX_NAME] for key in ("name", "host"))
-                if type(record["rank"]) is int and record["rank"] in range(10**9):
-                    yield (name, host, record["rank"]), at, value
-            except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
-                continue
-
-
-def _parse_time(text: str) -> float:
-    """Return the time of a text such as 2026-01-31T12:00:00.123Z, in seconds since 1970. Raises ValueError."""
-    return datetime.fromisoformat(text).timestamp()
 
 
 def _make_curves(series: Mapping[Key, Series]) -> list[Curve]:

@@ -375,6 +375,7 @@ def _run_to_end(opened: OpenJob, progress: Console, options: RunOptions, build_s
             with contextlib.suppress(OSError):  # of a full disk: `error` tells more
                 opened.finish(code, state)
         if opened.log.lines:
+            opened.log.defined = metric_definitions.read_metrics(opened.directory, opened.log.began)
             page = job_reports.write_job_report(progress, opened, None)
             _print_report(progress, page)
         if opened.has_checkpoints:
@@ -385,6 +386,7 @@ def _run_to_end(opened: OpenJob, progress: Console, options: RunOptions, build_s
         raise
     opened.finish(result.exit_code)
     checkpoints = opened.checkpoints.path if opened.has_checkpoints else None
+    opened.log.defined = metric_definitions.read_metrics(opened.directory, opened.log.began)
     not_finite = {name: str(value) for (name, _, _), value in opened.log.not_finite.items()}
     result = dataclasses.replace(
         result,

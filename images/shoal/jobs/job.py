@@ -207,7 +207,7 @@ class JobResult:
     launch: Mapping[str, Any]
     """The report of `train` about the launch (output/job.json of the first host); empty if there is none."""
     metrics: Mapping[str, Any]
-    """The last values of metrics in the log, of the lowest rank. Values in output/data/metrics.json replace them."""
+    """Last finite values of metrics in the log, of the lowest rank. Values in output/data/metrics.json replace them."""
     messages: Mapping[str, str]
     """By host, its failure file and other problems."""
     restarts: Sequence[Mapping[str, Any]] = ()

@@ -11,6 +11,7 @@ import threading
 import time
 from array import array
 from collections import deque
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, NamedTuple
@@ -115,6 +116,8 @@ class JobLog:
     """How many lines between head and tail are not kept."""
     series: dict[Key, Series] = field(default_factory=dict)
     """The metrics that the script has printed."""
+    defined: dict[Key, Series] = field(default_factory=dict)
+    """The metrics of metric definitions, if the job has ended."""
     steps: dict[Key, float] = field(default_factory=dict)
     """The last step and epoch that the script has printed beside metrics."""
     usage: dict[Key, Series] = field(default_factory=dict)
@@ -131,14 +134,13 @@ class JobLog:
     @property
     def not_finite(self) -> dict[Key, float]:
         """The metrics with a last value that is NaN or infinite."""
-        return {key: series.last for key, series in self.series.items() if not math.isfinite(series.last)}
+        series = {**self.series, **self.defined}
+        return {key: each.last for key, each in series.items() if not math.isfinite(each.last)}
 
     @property
     def last_metrics(self) -> dict[str, float]:
-        """The last finite value of each metric, of its lowest rank."""
-        finite = [(key, series.last) for key, series in self.series.items() if math.isfinite(series.last)]
-        ordered = sorted(finite, key=lambda item: -1 if item[0][2] is None else item[0][2], reverse=True)
-        return {name: value for (name, _, _), value in ordered}
+        """The last finite value of each metric, of its lowest rank. Metric definitions replace what is printed."""
+        return {name: value for series in (self.series, self.defined) for name, value in _list_last(series)}
 
     @property
     def lines(self) -> list[Line]:
@@ -203,6 +205,13 @@ class JobLog:
             key = (name, *origin)
             if key in self.series or len(self.series) < MAX_SERIES:
                 self.series.setdefault(key, Series()).add(line.seconds, value, x)
+
+
+def _list_last(series: Mapping[Key, Series]) -> Iterable[tuple[str, float]]:
+    """Return names and their last finite values, with the lowest ranks last."""
+    finite = [(key, each.last) for key, each in series.items() if math.isfinite(each.last)]
+    ordered = sorted(finite, key=lambda item: -1 if item[0][2] is None else item[0][2], reverse=True)
+    return ((name, value) for (name, _, _), value in ordered)
 
 
 def parse_line(seconds: float, host: str, text: str) -> Line:

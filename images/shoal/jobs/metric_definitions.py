@@ -5,14 +5,21 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from datetime import datetime
+from pathlib import Path
 from typing import Any
 
+from shoal.clean_text import clean_text, print_error
 from shoal.errors import UsageError
 from shoal.jobs.job import JobRequest
+from shoal.jobs.job_log import MAX_SERIES, Key, Series
 from shoal.jobs.metric_search import MetricDefinition
 from shoal.limits import MOST_LOCK, read_file
 
 HYPERPARAMETER, _FILE = "sagemaker_metric_definitions", "metrics.json"
+_METRICS = "*/output/metrics.jsonl"
+_MAX_METRICS_SIZE = 64 << 20  # characters of a file
+_MAX_NAME = 200  # characters of a metric, and of its host
 
 
 def encode_definitions(given: Mapping[str, str]) -> str:
@@ -66,3 +73,35 @@ def _compile(listed: Iterable[Any]) -> Iterator[MetricDefinition]:
             continue
         if pattern.groups:
             yield MetricDefinition(str(each.get("Name")), pattern)
+
+
+def read_metrics(directory: Path, began: float) -> dict[Key, Series]:
+    """Return the metrics that `train` has written on the hosts of a job; none without definitions.
+
+    Warn of a file that cannot be read.
+    """
+    series: dict[Key, Series] = {}
+    for path in filter(Path.is_file, sorted(directory.glob(_METRICS))):  # a pipe would have no end
+        try:
+            for key, at, value in _read_metrics_file(path):
+                if key in series or len(series) < MAX_SERIES:
+                    series.setdefault(key, Series()).add(round(at - began, 2), value)
+        except OSError as error:
+            print_error(f"warning: {path}: {error.strerror}: the report lacks its metrics")
+    return series
+
+
+def _read_metrics_file(path: Path) -> Iterator[tuple[Key, float, float]]:
+    """Yield the origin, time and value of each metric in a file. Lines of another form are skipped."""
+    left = _MAX_METRICS_SIZE
+    with path.open(encoding="utf-8", errors="replace") as file:
+        while left > 0 and (line := file.readline(left)):
+            left -= len(line)
+            try:
+                record = json.loads(line, parse_constant=str)
+                at, value = datetime.fromisoformat(record["time"]).timestamp(), float(record["value"])
+                name, host = (clean_text(str(record[key]))[:_MAX_NAME] for key in ("name", "host"))
+                if type(record["rank"]) is int and record["rank"] in range(10**9):
+                    yield (name, host, record["rank"]), at, value
+            except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+                continue

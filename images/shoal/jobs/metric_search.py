@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import re
 import select
@@ -38,7 +37,7 @@ class MetricSearch:
         self._process: subprocess.Popen[bytes] | None = None
 
     def search(self, lines: Sequence[str], seconds: float = _SECONDS) -> list[list[tuple[str, float]]] | None:
-        """Return the names and finite values of the metrics in each line. None if that took too long or failed."""
+        """Return the names and values of the metrics in each line. None if that took too long or failed."""
         with contextlib.suppress(OSError, ValueError, EOFError):
             if self._process is None:
                 self._process = _start()
@@ -57,15 +56,11 @@ class MetricSearch:
 
 
 def find_metrics(definitions: Iterable[MetricDefinition], text: str) -> Iterator[tuple[str, float]]:
-    """Yield the names and finite values of the metrics in a line."""
+    """Yield the names and values of the metrics in a line."""
     for name, pattern in definitions:
         for match in pattern.finditer(text[:_MAX_LENGTH]):
-            try:
-                value = float(match[1] or "")
-            except ValueError:
-                continue
-            if math.isfinite(value):
-                yield name, value
+            with contextlib.suppress(ValueError):
+                yield name, float(match[1] or "")
 
 
 def _start() -> subprocess.Popen[bytes]:

@@ -2,8 +2,11 @@
 
 {"time": "2026-01-31T12:00:00.123Z", "name": "loss", "value": 0.25, "rank": 0, "host": "algo-1"}
 
-The value is the first group of the expression. A value that is not a finite number is left out, as in CloudWatch.
+The value is the first group of the expression: a number, or the text nan, inf or -inf, which JSON has no numbers for.
 Every match in a line counts, on stdout and stderr.
+
+An expression can take years for one line. A signal of a timer for CPU time interrupts it: Python's search looks for
+signals.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import signal
 from collections.abc import Sequence
 
 from shoal_toolkit.job.metrics import MetricDefinition
@@ -19,6 +23,8 @@ from shoal_toolkit.log import format_time, write_log
 from shoal_toolkit.output.lines import TextLines
 
 _MAX_LENGTH = 4096  # characters of a line: an expression may take quadratic time, and the loop waits for it
+# Of CPU time, for the lines of one read, which are at most 64 KiB. Other hosts take this one for lost after 10 s.
+_MAX_SECONDS = 2.0
 
 
 class MetricsFile:
@@ -29,10 +35,44 @@ class MetricsFile:
         self._path = path
         self._fd = -1
         self._broken = False
+        self._searches = False
+        signal.signal(signal.SIGVTALRM, self._on_alarm)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGVTALRM])
 
     def reader(self, rank: int, host: str) -> MetricReader:
         """Returns a reader for one stream of a rank."""
         return MetricReader(self, rank, host)
+
+    def search(self, lines: Sequence[str], origin: dict[str, Any]) -> None:
+        """Writes the metrics in lines to the file. Only the first 4096 characters of a line are searched.
+
+        An expression that takes too long is not searched any more, from these lines on.
+        """
+        found: dict[tuple[int, int], list[dict[str, Any]]] = {}  # in the order of lines, then of definitions
+        for place, definition in enumerate(self.definitions):
+            try:
+                self._searches = True
+                signal.setitimer(signal.ITIMER_VIRTUAL, _MAX_SECONDS)
+                for number, line in enumerate(lines):
+                    if values := _find_values(definition, line):
+                        found[number, place] = [{"name": definition.name, "value": value} for value in values]
+                self._searches = False
+            except TimeoutError:
+                self.definitions = [other for other in self.definitions if other is not definition]
+                write_log(
+                    f"the expression of the metric {definition.name!r} takes too long, and is not searched any more: "
+                    f"{definition.pattern.pattern!r}. Fix: no repetition inside a repetition, as in (a+)+"
+                )
+            finally:
+                signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        now = format_time() if found else ""
+        self.add([{"time": now, **record, **origin} for key in sorted(found) for record in found[key]])
+
+    def _on_alarm(self, number: int, frame: object) -> None:
+        """Interrupts a search. Python may call this a moment after the search."""
+        if self._searches:
+            self._searches = False
+            raise TimeoutError
 
     def add(self, records: Sequence[dict[str, Any]]) -> None:
         """Appends records, and opens the file for the first. If it can't be written, the log says so once.
@@ -68,29 +108,20 @@ class MetricReader:
 
     def feed(self, data: bytes) -> None:
         """Searches the lines that are complete now."""
-        self._search(self._lines.feed(data))
+        self._file.search(self._lines.feed(data), self._origin)
 
     def flush(self) -> None:
         """Searches an incomplete last line."""
-        self._search(self._lines.flush())
-
-    def _search(self, lines: Sequence[str]) -> None:
-        """Writes the metrics in these lines to the file. Only the first 4096 characters of a line are searched."""
-        found = [
-            {"time": "", "name": definition.name, "value": value, **self._origin}
-            for line in lines
-            for definition in self._file.definitions
-            for match in definition.pattern.finditer(line[:_MAX_LENGTH])
-            if (value := _parse_number(match[1])) is not None
-        ]
-        now = format_time() if found else ""
-        self._file.add([{**record, "time": now} for record in found])
+        self._file.search(self._lines.flush(), self._origin)
 
 
-def _parse_number(text: str | None) -> float | None:
-    """Returns a finite number; None for anything else."""
-    try:
-        value = float(text or "")
-    except ValueError:
-        return None
-    return value if math.isfinite(value) else None
+def _find_values(definition: MetricDefinition, line: str) -> list[float | str]:
+    """Returns the values of a metric in a line. A number that is not finite is a text."""
+    values: list[float | str] = []
+    for match in definition.pattern.finditer(line[:_MAX_LENGTH]):
+        try:
+            value = float(match[1] or "")
+        except ValueError:
+            continue
+        values.append(value if math.isfinite(value) else str(value))
+    return values

@@ -68,9 +68,9 @@ class Output:
         handlers = self._streams.get((stream, rank)) or self._add_stream(stream, rank, host)
         if handlers.tail is not None:
             handlers.tail.add(data)
+        self._write(stream, rank, handlers.formatter.feed(data) if handlers.formatter is not None else data)
         if handlers.metrics is not None:
             handlers.metrics.feed(data)
-        self._write(stream, rank, handlers.formatter.feed(data) if handlers.formatter is not None else data)
 
     def write_launcher(self, stream: int, host: str, data: bytes) -> None:
         """Writes output of the launcher, of a sidecar or of the set-up."""

@@ -8,7 +8,8 @@ from pathlib import Path
 import tomllib
 
 from reference_pages.markdown import code, page, table
-from shoal_toolkit.job.contract import LAUNCHER_KEYS, TOOLKIT_KEYS
+from shoal_toolkit.job.contract import TOOLKIT_KEYS
+from shoal_toolkit.job.launchers import LAUNCHER_KEYS
 
 MEANINGS = Path(__file__).resolve().parents[2] / "docs" / "reference" / "hyperparameters.toml"
 _HEAD = """# Hyperparameters that `train` reads

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 import pytest
 
 from shoal_toolkit.job import contract
+from shoal_toolkit.job.launchers import LAUNCHERS, Launcher
 from shoal_toolkit.job.machine import Machine, Nic, read_instance
 from shoal_toolkit.plan import fabric
 from shoal_toolkit.plan.fabric import NetworkChoice
-from shoal_toolkit.plan.launcher import DATAPARALLEL, MPI, PROCESS, TORCH_DISTRIBUTED
 from shoal_toolkit.tables import read_table
 
 from .conftest import Run, Tree
@@ -29,7 +29,7 @@ RDMA = {"FI_EFA_USE_DEVICE_RDMA": "1"}
 def chosen(
     tree: Tree,
     machine: Machine = MACHINE,
-    part: str = PROCESS,
+    part: Launcher = LAUNCHERS["process"],
     instance_type: str = "local",
     hosts: int = 2,
     environ: Mapping[str, str] = NOTHING,
@@ -96,10 +96,15 @@ def test_nccl_leaves_infiniband_alone_unless_it_is_there(tree: Tree) -> None:
 
 @pytest.mark.parametrize(
     ("part", "debug", "rings"),
-    [(PROCESS, "WARN", None), (TORCH_DISTRIBUTED, "WARN", None), (MPI, "INFO", "4"), (DATAPARALLEL, "INFO", None)],
+    [
+        ("process", "WARN", None),
+        ("torch_distributed", "WARN", None),
+        ("mpi", "INFO", "4"),
+        ("smdataparallel", "INFO", None),
+    ],
 )
 def test_nccl_says_as_much_as_in_the_stock_toolkit(tree: Tree, part: str, debug: str, rings: str | None) -> None:
-    variables = chosen(tree, part=part).variables
+    variables = chosen(tree, part=LAUNCHERS[part]).variables
     assert (variables["NCCL_DEBUG"], variables.get("NCCL_MIN_NRINGS")) == (debug, rings)
 
 

@@ -228,13 +228,13 @@ def test_every_variable_has_a_name_that_a_shell_holds(variables: dict[str, str])
 def test_false_does_not_enable_a_launcher(tree: Tree, value: str) -> None:
     """Defect 20."""
     tree.configure("hyperparameters", {"sagemaker_mpi_enabled": value})
-    assert planned(tree).launcher == "process"
+    assert planned(tree).launcher.name == "process"
 
 
 @pytest.mark.parametrize("value", ["true", '"true"', "True"])
 def test_true_enables_it(tree: Tree, value: str) -> None:
     tree.configure("hyperparameters", {"sagemaker_mpi_enabled": value})
-    assert planned(tree).launcher == "mpi"
+    assert planned(tree).launcher.name == "mpi"
 
 
 def test_mpi_comes_first(tree: Tree) -> None:
@@ -244,14 +244,14 @@ def test_mpi_comes_first(tree: Tree) -> None:
         sagemaker_distributed_dataparallel_enabled=True,
         mp_parameters={"partitions": 2},
     )
-    assert planned(tree).launcher == "mpi"
+    assert planned(tree).launcher.name == "mpi"
 
 
 def test_a_bare_run_uses_every_gpu(tree: Tree) -> None:
     made = planned(tree, machine=MACHINE._replace(gpus=4))
-    assert (made.launcher, made.world_size) == ("mpi", 4)
-    assert planned(tree).launcher == "process"
-    assert planned(tree, machine=MACHINE._replace(gpus=1)).launcher == "process"
+    assert (made.launcher.name, made.world_size) == ("mpi", 4)
+    assert planned(tree).launcher.name == "process"
+    assert planned(tree, machine=MACHINE._replace(gpus=1)).launcher.name == "process"
 
 
 def test_more_processes_than_gpus_is_an_error_in_awss_words(tree: Tree) -> None:
@@ -354,7 +354,7 @@ def test_dataparallel_is_mpi_with_its_own_options(tree: Tree) -> None:
         sagemaker_instance_type="ml.p4d.24xlarge",
     )
     made = planned(tree, machine=MACHINE._replace(gpus=8))
-    assert (made.launcher, made.world_size) == ("smdataparallel", 16)
+    assert (made.launcher.name, made.world_size) == ("smdataparallel", 16)
     assert {"--oversubscribe", "--verbose", "NCCL_DEBUG=VERSION"} <= set(made.command)
     assert made.env["SMDATAPARALLEL_SERVER_ADDR"] == "algo-1"
     assert made.env["SAGEMAKER_INSTANCE_TYPE"] == "ml.p4d.24xlarge"

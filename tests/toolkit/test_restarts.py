@@ -20,6 +20,7 @@ import pytest
 
 from shoal_toolkit.errors import HOST_LOST
 from shoal_toolkit.job.contract import Paths
+from shoal_toolkit.job.launchers import LAUNCHERS
 from shoal_toolkit.job.settings import take_settings
 from shoal_toolkit.output.pipes import FlowControl
 from shoal_toolkit.result.result import Result
@@ -473,6 +474,7 @@ def test_mpirun_on_two_hosts_after_a_killed_rank_and_a_lost_host(tmp_path: Path)
 class FakePlan:
     """What a standby reads of a plan."""
 
+    launcher = LAUNCHERS["process"]
     by_mpirun = has_ranks = False
     env: Mapping[str, str] = {}
     described: Mapping[str, str] = {}
@@ -550,7 +552,7 @@ def test_a_signal_while_the_standby_imports_ends_the_command(tmp_path: Path) -> 
 class TwoRanks(FakePlan):
     """A plan with two ranks of torchrun."""
 
-    has_ranks, launcher, current_host, world_size = True, "torch_distributed", "a", 2
+    has_ranks, launcher, current_host, world_size = True, LAUNCHERS["torch_distributed"], "a", 2
     ranks: Mapping[str, int] = {"a": 2}
     command = ("torchrun",)
 

@@ -79,7 +79,7 @@ def test_recordings_are_of_these_scripts_and_sdks(case: Any) -> None:
 def test_a_request_starts_what_the_estimator_says(tree: Tree, name: str) -> None:
     plan = plan_request(tree, name)
     expected = PLANS[name]
-    assert (plan.launcher, plan.ranks) == (expected.launcher, expected.ranks)
+    assert (plan.launcher.name, plan.ranks) == (expected.launcher, expected.ranks)
     assert list(plan.script[-len(expected.script) :]) == expected.script
 
 
@@ -91,7 +91,7 @@ def test_custom_mpi_options_reach_mpirun(tree: Tree) -> None:
 
 def test_model_parallel_parameters_and_the_option_that_aws_refuses(tree: Tree) -> None:
     plan = plan_request(tree, "pytorch_modelparallel")
-    assert (plan.launcher, plan.ranks) == ("mpi", {"algo-1": 8})
+    assert (plan.launcher.name, plan.ranks) == ("mpi", {"algo-1": 8})
     assert mca(plan.command)["btl_vader_single_copy_mechanism"] == "none"
     parameters = json.loads(plan.env["SM_HP_MP_PARAMETERS"])
     assert (parameters["partitions"], parameters["pipeline"], parameters["ddp"]) == (4, "interleaved", True)
@@ -126,7 +126,7 @@ def test_train_has_the_job_of_the_mpi_driver(tree: Tree) -> None:
         "SM_DISTRIBUTED_CONFIG": read_upload(name, "distributed.json"),
     }
     plan = plan_request(tree, name, **build_train_variables(environ, f"{tree.base}/input/data/code"))
-    assert (plan.launcher, plan.ranks) == ("mpi", BOTH)
+    assert (plan.launcher.name, plan.ranks) == ("mpi", BOTH)
     assert list(plan.script[-3:]) == ["train.py", "--epochs", "3"]
     assert "NCCL_DEBUG=VERSION" in plan.command
     assert plan.env["SM_CHANNEL_SM_DRIVERS"] == f"{tree.base}/input/data/sm_drivers"

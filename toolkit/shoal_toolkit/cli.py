@@ -44,8 +44,8 @@ from shoal_toolkit.job.settings import (
 )
 from shoal_toolkit.light_typing import NoReturn
 from shoal_toolkit.log import clean_line, configure_log, write_log
-from shoal_toolkit.plan.launcher import select_hosts
-from shoal_toolkit.plan.plan import DEFAULT_MASTER_PORT, LaunchPlan, make_plan
+from shoal_toolkit.plan.launcher import DEFAULT_MASTER_PORT, select_hosts
+from shoal_toolkit.plan.plan import LaunchPlan, make_plan
 from shoal_toolkit.result.result import Result, prepare_output, write_result
 from shoal_toolkit.run.host import Host, Task, make_report
 from shoal_toolkit.system.account import build_account_variables

@@ -7,23 +7,51 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 from shoal.errors import UsageError, did_you_mean
+from shoal.matrix import project
 
 _INSTANCE_TYPE = "local"
-_SWITCHES = {
-    "parameter_server": "sagemaker_parameter_server_enabled",
-    "multi_worker_mirrored_strategy": "sagemaker_multi_worker_mirrored_strategy_enabled",
-    "torch_distributed": "sagemaker_torch_distributed_enabled",
-}
-_TORCH = "torch_distributed"
-_RANK_OPTIONS = {
-    "mpi": ("enabled", "processes_per_host", "custom_mpi_options"),
-    _TORCH: ("enabled", "processes_per_host"),
-}
-"""The launchers that start as many ranks as `processes_per_host`, with their options."""
-_KEYS = ("mpi", "smdistributed", "pytorchddp", "instance_groups", *_SWITCHES)
+_RANKS = "processes_per_host"
+_DEFAULT = "mpi"
+"""The launcher for a number of ranks if no other is enabled. The SDK sends its options even if it is disabled."""
+
+
+class _Launcher(NamedTuple):
+    """A launcher of `train`, under one of its names in `distribution`."""
+
+    key: str
+    """The hyperparameter that selects it."""
+    options: Mapping[str, str]
+    """Its options in `distribution`, and the hyperparameter for each."""
+    sends_instance_type: bool
+    by_mpirun: bool
+
+    @property
+    def allowed(self) -> tuple[str, ...]:
+        return ("enabled", *self.options)
+
+
+@cache
+def _read_launchers() -> dict[str, _Launcher]:
+    """Return the launchers by their names in `distribution`, from the table of the toolkit that we ship.
+
+    The table is data: the package of the toolkit may not be imported here.
+    """
+    path = project.find_shipped().root / "toolkit" / "shoal_toolkit" / "data" / "launchers.json"
+    table = json.loads(path.read_text())["launchers"]
+    return {
+        name: _Launcher(entry["key"], options, entry.get("sends_instance_type", False), entry.get("ranks") == "mpirun")
+        for entry in table.values()
+        for name, options in entry.get("distribution", {}).items()
+    }
+
+
+def _list_keys() -> tuple[str, ...]:
+    """Return the keys that `distribution` may have."""
+    return tuple(dict.fromkeys([*(name.partition(".")[0] for name in _read_launchers()), "instance_groups"]))
 
 
 def parse_distribution(text: str) -> dict[str, Any]:
@@ -38,7 +66,7 @@ def parse_distribution(text: str) -> dict[str, Any]:
         if isinstance(document, dict):
             return document
     raise UsageError(
-        f"--distribution: {problem}. Allowed keys: {', '.join(_KEYS)}. Fix: for torchrun, --distribution"
+        f"--distribution: {problem}. Allowed keys: {', '.join(_list_keys())}. Fix: for torchrun, --distribution"
         """ '{"torch_distributed": {"enabled": true}}'; for mpirun, '{"mpi": {"enabled": true}}'"""
     )
 
@@ -54,34 +82,46 @@ def convert_distribution(distribution: Mapping[str, Any]) -> dict[str, Any]:
         UsageError: If the SDK does not know a key, or a value is of another type. Also if model and data parallelism
             are both enabled, or model parallelism without MPI.
     """
-    _check_options(distribution, _KEYS, "distribution")
+    _check_options(distribution, _list_keys(), "distribution")
     values: dict[str, Any] = {}
     if "instance_groups" in distribution:
         values["sagemaker_distribution_instance_groups"] = distribution["instance_groups"]
-    if "mpi" in distribution:
-        values |= _convert_mpi(distribution["mpi"])
-    if "pytorchddp" in distribution:  # since SDK 2.221, another name of the data-parallel library
-        values |= _convert_smdistributed({"dataparallel": distribution["pytorchddp"]})
     if "smdistributed" in distribution:
-        values |= _convert_smdistributed(
-            distribution["smdistributed"], distribution.get("mpi", {}).get("enabled", False)
-        )
-    return values | _convert_switches(distribution)
-
-
-def _convert_switches(distribution: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the hyperparameters for the launchers that are only enabled. Raises `UsageError` for unknown keys."""
-    values: dict[str, Any] = {}
-    for key, name in _SWITCHES.items():
-        if key in distribution:
-            _check_options(distribution[key], _RANK_OPTIONS.get(key, ("enabled",)), f"distribution.{key}")
-            values[name] = bool(distribution[key].get("enabled", False))
-    if _TORCH in distribution:
-        values["sagemaker_instance_type"] = _INSTANCE_TYPE
-        ranks = distribution[_TORCH].get("processes_per_host")
-        if ranks and find_rank_launcher(distribution) == _TORCH:
-            values["sagemaker_mpi_num_of_processes_per_host"] = ranks
+        values |= _check_smdistributed(distribution["smdistributed"], distribution.get("mpi", {}).get("enabled", False))
+    selected = find_rank_launcher(distribution)
+    for name, launcher in _read_launchers().items():
+        options = _find_options(distribution, name)
+        if options is None:
+            continue
+        _check_options(options, launcher.allowed, f"distribution.{name}")
+        values |= _convert_launcher(launcher, options, is_default=name == _DEFAULT, counts=name in (_DEFAULT, selected))
     return values
+
+
+def _convert_launcher(
+    launcher: _Launcher, options: Mapping[str, Any], *, is_default: bool, counts: bool
+) -> dict[str, Any]:
+    """Return the hyperparameters for a launcher. The number of ranks is one only if `counts`."""
+    enabled = options.get("enabled", False)
+    values = {launcher.key: enabled}
+    if launcher.sends_instance_type:
+        values["sagemaker_instance_type"] = _INSTANCE_TYPE
+    for option, hyperparameter in launcher.options.items():
+        if option == _RANKS:
+            if options.get(option) and counts:
+                values[hyperparameter] = options[option]
+        elif enabled or is_default:
+            values[hyperparameter] = options.get(option, "")
+    return values
+
+
+def _find_options(distribution: Mapping[str, Any], name: str) -> Any:
+    """Return the options of a launcher, None without any. The key smdistributed has the libraries below it."""
+    key, _, library = name.partition(".")
+    options = distribution.get(key)
+    if library and key in distribution:
+        return options.get(library, {}) if isinstance(options, Mapping) else {}
+    return options
 
 
 def encode_values(values: Mapping[str, Any]) -> dict[str, str]:
@@ -101,9 +141,9 @@ def set_processes_per_host(distribution: Mapping[str, Any], count: int | None) -
     if count is None:
         return dict(distribution)
     key = find_rank_launcher(distribution)
-    others = {other for other in ("smdistributed", *_SWITCHES) if _is_enabled(distribution.get(other, {}))} - {key}
+    others = [name for name in _read_launchers() if name != key and _is_enabled(distribution, name)]
     options = distribution.get(key, {"enabled": not others})
-    _check_options(options, _RANK_OPTIONS[key], f"distribution.{key}")
+    _check_options(options, _read_launchers()[key].allowed, f"distribution.{key}")
     if not options.get("enabled"):
         raise UsageError(
             f"--procs-per-host {count} starts MPI, but distribution selects another launcher or none. A launcher for "
@@ -120,9 +160,14 @@ def set_processes_per_host(distribution: Mapping[str, Any], count: int | None) -
 
 
 def find_rank_launcher(distribution: Mapping[str, Any]) -> str:
-    """Return the key of the launcher for a number of ranks per host: `torch_distributed` if only that is enabled."""
-    enabled = [key for key in _RANK_OPTIONS if _is_enabled(distribution.get(key, {}))]
-    return _TORCH if enabled == [_TORCH] else "mpi"
+    """Return the key of the launcher for a number of ranks per host: the first that is enabled, otherwise `mpi`."""
+    counting = (name for name, launcher in _read_launchers().items() if _RANKS in launcher.options)
+    return next((name for name in counting if _is_enabled(distribution, name)), _DEFAULT)
+
+
+def uses_mpirun(distribution: Mapping[str, Any]) -> bool:
+    """Return whether mpirun starts the ranks of this distribution."""
+    return any(launcher.by_mpirun and _is_enabled(distribution, name) for name, launcher in _read_launchers().items())
 
 
 def has_stages(distribution: Mapping[str, Any]) -> bool:
@@ -133,24 +178,14 @@ def has_stages(distribution: Mapping[str, Any]) -> bool:
     return bool(options.get("enabled")) and stages != 1
 
 
-def _is_enabled(options: Mapping[str, Any]) -> bool:
+def _is_enabled(distribution: Mapping[str, Any], name: str) -> bool:
     """Return whether these options select a launcher. Model parallelism is none: it runs under MPI."""
-    if not isinstance(options, Mapping):
-        return False
-    return bool(options.get("enabled") or options.get("dataparallel", {}).get("enabled"))
+    options = _find_options(distribution, name)
+    return isinstance(options, Mapping) and bool(options.get("enabled"))
 
 
-def _convert_mpi(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the hyperparameters for the key `mpi`. Raises `UsageError` for an unknown key in it."""
-    _check_options(options, ("enabled", "processes_per_host", "custom_mpi_options"), "distribution.mpi")
-    values: dict[str, Any] = {"sagemaker_mpi_enabled": options.get("enabled", False)}
-    if options.get("processes_per_host"):
-        values["sagemaker_mpi_num_of_processes_per_host"] = options["processes_per_host"]
-    return values | {"sagemaker_mpi_custom_mpi_options": options.get("custom_mpi_options", "")}
-
-
-def _convert_smdistributed(options: Mapping[str, Any], mpi: bool = False) -> dict[str, Any]:
-    """Return the hyperparameters that the SageMaker SDK sends for the key `smdistributed`.
+def _check_smdistributed(options: Mapping[str, Any], mpi: bool) -> dict[str, Any]:
+    """Check the libraries under the key `smdistributed`. Return the hyperparameter for model parallelism, if enabled.
 
     Raises `UsageError` for unknown keys, for both libraries at once, and for modelparallel without MPI (`mpi`).
     """
@@ -163,10 +198,11 @@ def _convert_smdistributed(options: Mapping[str, Any], mpi: bool = False) -> dic
         )
     _check_options(options, ("dataparallel", "modelparallel"), "distribution.smdistributed")
     data, model = options.get("dataparallel", {}), options.get("modelparallel", {})
-    _check_options(data, ("enabled", "custom_mpi_options"), "distribution.smdistributed.dataparallel")
+    _check_options(
+        data, _read_launchers()["smdistributed.dataparallel"].allowed, "distribution.smdistributed.dataparallel"
+    )
     _check_options(model, ("enabled", "parameters"), "distribution.smdistributed.modelparallel")
-    enabled = data.get("enabled", False)
-    if enabled and model.get("enabled"):
+    if data.get("enabled") and model.get("enabled"):
         raise UsageError(
             'Using "modelparallel" and "dataparallel" in one job is not supported. Fix: disable one of them.'
         )
@@ -174,13 +210,7 @@ def _convert_smdistributed(options: Mapping[str, Any], mpi: bool = False) -> dic
         raise UsageError(
             'smdistributed.modelparallel needs MPI. Fix: add "mpi": {"enabled": true, "processes_per_host": N}.'
         )
-    values: dict[str, Any] = {}
-    if model.get("enabled") and model.get("parameters"):
-        values["mp_parameters"] = model["parameters"]
-    values |= {"sagemaker_distributed_dataparallel_enabled": enabled, "sagemaker_instance_type": _INSTANCE_TYPE}
-    if enabled:
-        values["sagemaker_distributed_dataparallel_custom_mpi_options"] = data.get("custom_mpi_options", "")
-    return values
+    return {"mp_parameters": model["parameters"]} if model.get("enabled") and model.get("parameters") else {}
 
 
 def _check_options(options: object, allowed: tuple[str, ...], where: str) -> None:

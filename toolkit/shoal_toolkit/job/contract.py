@@ -15,6 +15,7 @@ from shoal_toolkit.discovery.host_list import HostList
 from shoal_toolkit.discovery.sources import find_hosts, warn_about_other_hosts
 from shoal_toolkit.errors import ContractError, did_you_mean
 from shoal_toolkit.job.entry import Script, describe_entry, find_script
+from shoal_toolkit.job.launchers import LAUNCHER_KEYS
 from shoal_toolkit.job.source import (
     Code,
     describe_without_fetching,
@@ -48,25 +49,6 @@ TOOLKIT_KEYS = frozenset(
         "sagemaker_store_true",  # only in this toolkit, as the next: see plan/arguments.py
         "sagemaker_json_arguments",
         "sagemaker_metric_definitions",  # only in this toolkit: see job/metrics.py
-    }
-)
-# Hyperparameters that choose and tune a launcher: SM_FRAMEWORK_PARAMS.
-LAUNCHER_KEYS = frozenset(
-    {
-        "sagemaker_mpi_enabled",
-        "sagemaker_mpi_num_of_processes_per_host",
-        "sagemaker_mpi_num_processes",
-        "sagemaker_mpi_custom_mpi_options",
-        "sagemaker_distributed_dataparallel_enabled",
-        "sagemaker_distributed_dataparallel_custom_mpi_options",
-        "sagemaker_instance_type",
-        "sagemaker_distribution_instance_groups",
-        "sagemaker_pytorch_ddp_enabled",
-        "sagemaker_pytorch_xla_multi_worker_enabled",
-        "sagemaker_torch_distributed_enabled",
-        "sagemaker_parameter_server_enabled",
-        "sagemaker_multi_worker_mirrored_strategy_enabled",
-        "sagemaker_toolkit_native_launcher_enabled",
     }
 )
 

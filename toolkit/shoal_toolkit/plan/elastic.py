@@ -9,7 +9,6 @@ from shoal_toolkit.errors import ContractError
 from shoal_toolkit.job.contract import Cluster, Job
 from shoal_toolkit.job.machine import Machine
 from shoal_toolkit.job.settings import Settings
-from shoal_toolkit.plan.launcher import SEVERAL_RANKS
 from shoal_toolkit.plan.plan import LaunchPlan, make_plan
 
 _FIX = "Fix: unset SHOAL_MIN_HOSTS"
@@ -24,7 +23,7 @@ def plan_with_hosts(job: Job, machine: Machine, hosts: Sequence[str]) -> LaunchP
         hosts: The hosts that take part, in the order of the job's hosts. This host is one of them.
     """
     plan = make_plan(job._replace(cluster=_keep_hosts(job.cluster, tuple(hosts))), machine)
-    if plan.launcher in SEVERAL_RANKS:
+    if plan.launcher.has_ranks:
         return plan
     of_one = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     return plan._replace(env={**of_one, **plan.env})  # also if one host is left of several

@@ -16,12 +16,12 @@ import re
 from collections.abc import Mapping, Sequence
 
 from shoal_toolkit.errors import ContractError, did_you_mean
-from shoal_toolkit.job.contract import Job, read_flag
+from shoal_toolkit.job.contract import Job
 from shoal_toolkit.job.machine import Machine
 from shoal_toolkit.job.settings import DEFAULT_STOP_GRACE
 from shoal_toolkit.light_typing import Any
 from shoal_toolkit.plan.arguments import MAX_ARGUMENT_BYTES
-from shoal_toolkit.plan.launcher import LAUNCHER_OF, select_hosts
+from shoal_toolkit.plan.launcher import list_selected, select_hosts
 from shoal_toolkit.tables import read_table
 
 # Cores of one AWS Neuron device, by the family of the instance type.
@@ -262,7 +262,7 @@ def _distribution_groups(job: Job) -> list[str]:
     named = job.framework.get("sagemaker_distribution_instance_groups")
     if named:
         return list(named)
-    if not any(read_flag(job.framework, key) for key in LAUNCHER_OF):
+    if not list_selected(job.framework):
         return []
     # If no group is named, the job is distributed over all of them.
     groups = [str(group.get("instance_group_name")) for group in job.cluster.instance_groups]

@@ -43,7 +43,7 @@ class ExplainedPlan(NamedTuple):
 def plan_to_dict(plan: LaunchPlan) -> dict[str, object]:
     """Returns the plan for `train --explain --json`, with masked secrets: the fields of ExplainedPlan."""
     explained = ExplainedPlan(
-        launcher=plan.launcher,
+        launcher=plan.launcher.name,
         hosts=list(plan.hosts),
         hosts_from={"source": plan.hosts_source, "evidence": plan.hosts_evidence},
         current_host=plan.current_host,
@@ -68,7 +68,7 @@ def plan_to_text(plan: LaunchPlan) -> str:
 
     role = "first host" if plan.is_first else f"worker of {plan.hosts[0]}"
     lines = [
-        f"launcher     {plan.launcher}",
+        f"launcher     {plan.launcher.name}",
         f"hosts        {', '.join(f'{host} ({_describe_ranks(plan, host)})' for host in plan.hosts)}",
         f"hosts from   {plan.hosts_source}: {plan.hosts_evidence}",
         f"this host    {plan.current_host} ({role})",

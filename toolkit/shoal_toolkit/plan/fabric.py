@@ -15,9 +15,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from shoal_toolkit.job.contract import Job
+from shoal_toolkit.job.launchers import BY_MPIRUN, MPI, Launcher
 from shoal_toolkit.job.machine import Machine, Nic
 from shoal_toolkit.light_typing import Any, NamedTuple
-from shoal_toolkit.plan.launcher import BY_MPIRUN, MPI
 
 _SYSFS = "/sys/class/infiniband"
 _NO_RDMA = "0xefa0"
@@ -31,7 +31,7 @@ class NetworkChoice(NamedTuple):
     reasons: tuple[str, ...]  # for `train --explain`
 
 
-def choose_network_variables(job: Job, machine: Machine, launcher: str) -> NetworkChoice:
+def choose_network_variables(job: Job, machine: Machine, launcher: Launcher) -> NetworkChoice:
     """Returns the variables with which the ranks of this host reach the others, without those that the user has set.
 
     Args:
@@ -57,10 +57,10 @@ def choose_network_variables(job: Job, machine: Machine, launcher: str) -> Netwo
     )
 
 
-def _nccl_variables(machine: Machine, launcher: str, several: bool) -> dict[str, str]:
+def _nccl_variables(machine: Machine, launcher: Launcher, several: bool) -> dict[str, str]:
     """Returns the variables of NCCL and gloo. A replaced interface is named only if there are several hosts."""
-    variables = {"NCCL_DEBUG": "INFO" if launcher in BY_MPIRUN else "WARN"}
-    if launcher == MPI:
+    variables = {"NCCL_DEBUG": "INFO" if launcher.ranks == BY_MPIRUN else "WARN"}
+    if launcher is MPI:
         variables["NCCL_MIN_NRINGS"] = "4"
     if several:
         variables["GLOO_SOCKET_IFNAME"] = machine.interface

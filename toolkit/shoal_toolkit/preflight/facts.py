@@ -43,7 +43,7 @@ def collect_facts(paths: Paths, plan: LaunchPlan, root: str = "/") -> dict[str, 
         root: The directory under which dev, etc, proc and sys are.
     """
     facts = {
-        "launcher": plan.launcher,
+        "launcher": plan.launcher.name,
         "world_size": plan.world_size,
         "ranks": plan.ranks.get(plan.current_host, 0),
         "gpus": int(plan.env.get("SM_NUM_GPUS") or 0),

@@ -21,7 +21,6 @@ from time import monotonic
 from shoal_toolkit.errors import FAILED, HOST_LOST, SUCCESS, LaunchError, TrainError
 from shoal_toolkit.light_typing import TYPE_CHECKING, Any
 from shoal_toolkit.log import STDERR, STDOUT, write_log
-from shoal_toolkit.plan.launcher import SEVERAL_RANKS
 from shoal_toolkit.result.result import Failure, Result
 from shoal_toolkit.run.gathering import Gathering
 from shoal_toolkit.run.host import Host, Task, describe_sidecar_end
@@ -396,12 +395,12 @@ class FirstHost(Host):
         """
         plan = self.plan
         self._pending.discard(host)
-        if plan.launcher not in SEVERAL_RANKS or host in plan.outside:
+        if not plan.launcher.has_ranks or host in plan.outside:
             rank = plan.rank_of(host)
             self.output.add_tail(rank, stderr)
             self._note_end(rank, code)
         elif code and not self.stopped_by and not self._growing_since:
-            failure = Failure(code, f"{plan.launcher} on {host}", plan.command, stderr, launcher=True)
+            failure = Failure(code, f"{plan.launcher.name} on {host}", plan.command, stderr, launcher=True)
             self._fail(explain(failure), host=host)
         self._check_end()
 

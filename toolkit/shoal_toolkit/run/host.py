@@ -359,7 +359,7 @@ def make_report(task: Task) -> dict[str, Any]:
         "hosts": list(task.cluster.hosts),
         "current_host": task.cluster.current_host,
         "ranks": plan.world_size if plan else None,
-        "launcher": plan.launcher if plan else None,
+        "launcher": plan.launcher.name if plan else None,
         "interface": plan.interface if plan else None,
         "launch_seconds": None,
         "training_seconds": None,

@@ -54,7 +54,7 @@ class RankTable:
 
     def explain_missing(self) -> Result:
         """Returns the result of a launcher that ended successfully before all ranks had started."""
-        program = "mpirun" if self._plan.by_mpirun else self._plan.launcher
+        program = "mpirun" if self._plan.by_mpirun else self._plan.launcher.name
         started = f"{len(self.host_of)} of {self._plan.world_size} ranks"
         return Result(FAILED, f"{program} ended with exit code 0, but only {started} had started.")
 

@@ -19,7 +19,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from shoal_toolkit.errors import LaunchError
-from shoal_toolkit.plan.launcher import TORCH_DISTRIBUTED
 from shoal_toolkit.plan.plan import LaunchPlan
 from shoal_toolkit.plan.rank_shell import SHELL_VARIABLES
 from shoal_toolkit.system.files import read_text
@@ -215,10 +214,10 @@ def _drop_shell_variables(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def can_fork(plan: LaunchPlan) -> bool:
-    """Whether a standby can start the script: a file or module of Python, which mpirun does not start."""
+    """Whether a standby can start the script: a file or module of Python, and the launcher allows it."""
     words = plan.script
     is_python = os.path.basename(words[0]).startswith("python") and len(words) > 1
-    return is_python and not plan.by_mpirun and (words[1].endswith(".py") or words[1] == "-m")
+    return is_python and plan.launcher.can_fork and (words[1].endswith(".py") or words[1] == "-m")
 
 
 def find_modules(pids: Sequence[int]) -> list[str]:
@@ -232,7 +231,7 @@ def find_modules(pids: Sequence[int]) -> list[str]:
 
 def list_rank_variables(plan: LaunchPlan) -> list[dict[str, str]]:
     """Returns the variables that torchrun sets for each rank of this host. Rank 0 serves the rendezvous itself."""
-    assert plan.launcher == TORCH_DISTRIBUTED
+    assert plan.launcher.can_fork and plan.launcher.has_ranks
     hosts = list(plan.ranks)
     host, count = hosts.index(plan.current_host), plan.ranks[plan.current_host]
     before = sum(plan.ranks[name] for name in hosts[:host])

@@ -161,10 +161,8 @@ def list_loopback_names(request: job.JobRequest) -> list[str]:
 
     Raises `UsageError` if the job needs MPI or GPUs: mpirun takes these hosts for one, and they would share the GPUs.
     """
-    launch = distribution.convert_distribution(
-        distribution.set_processes_per_host(request.distribution, request.procs_per_host)
-    )
-    uses_mpi = launch.get("sagemaker_mpi_enabled") or launch.get("sagemaker_distributed_dataparallel_enabled")
+    launch = distribution.set_processes_per_host(request.distribution, request.procs_per_host)
+    uses_mpi = distribution.uses_mpirun(launch)
     for option, problem in {
         f"{request.hosts} hosts": request.hosts > _MOST_HOSTS and f"at most {_MOST_HOSTS} hosts fit on one machine",
         "--procs-per-host or --distribution": uses_mpi and "MPI takes several hosts on one machine for one",

@@ -95,7 +95,8 @@ def compute_examples() -> dict[str, str]:
             (config / name).write_text(json.dumps(content))
         Path(base, "code").mkdir()
         Path(base, "code", "train.py").touch()
-        variables = build_contract_variables(_read_example(base), _MACHINE, _ARGUMENTS)
+        job = _read_example(base)
+        variables = build_contract_variables(job, _MACHINE, _ARGUMENTS, job.cluster.hosts)
         return {name: value.replace(base, "/opt/ml") for name, value in variables.items()}
 
 

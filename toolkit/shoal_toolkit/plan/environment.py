@@ -39,7 +39,7 @@ _LOG_LEVELS = {
 }
 
 
-def build_contract_variables(job: Job, machine: Machine, arguments: list[str]) -> dict[str, str]:
+def build_contract_variables(job: Job, machine: Machine, arguments: list[str], hosts: Sequence[str]) -> dict[str, str]:
     """Returns the SM_* variables of a job on this host, and the few of the contract without that prefix.
 
     For each name that a shell can't use, there is a copy with underscores.
@@ -48,13 +48,16 @@ def build_contract_variables(job: Job, machine: Machine, arguments: list[str]) -
         job: The job.
         machine: This host's machine.
         arguments: The arguments of the script.
+        hosts: The hosts of the distribution.
 
     Raises:
         ContractError: If the log level or an instance group is wrong.
     """
-    values = _describe_job(job, machine)
+    values = _describe_job(job, machine, hosts)
     values.update(
-        training_env=_training_environment(values, job, machine), user_args=arguments, hps=dict(job.hyperparameters)
+        training_env=_training_environment(values, job, machine, hosts),
+        user_args=arguments,
+        hps=dict(job.hyperparameters),
     )
     values.update({f"channel_{name}": path for name, path in job.channels.items()})
     values.update({f"hp_{name}": value for name, value in job.hyperparameters.items()})
@@ -67,7 +70,8 @@ def build_contract_variables(job: Job, machine: Machine, arguments: list[str]) -
 
 def build_training_environment(job: Job, machine: Machine) -> dict[str, Any]:
     """Returns the content of SM_TRAINING_ENV: the job as this host sees it, under the names of the stock toolkit."""
-    return _training_environment(_describe_job(job, machine), job, machine)
+    hosts = select_hosts(job.cluster, job.framework)
+    return _training_environment(_describe_job(job, machine, hosts), job, machine, hosts)
 
 
 def drop_oversized(variables: Mapping[str, str], config: str) -> tuple[dict[str, str], list[str]]:
@@ -154,7 +158,7 @@ def add_shell_names(variables: Mapping[str, str]) -> dict[str, str]:
     return {**aliases, **{name: value for name, value in variables.items() if "=" not in name}}
 
 
-def _describe_job(job: Job, machine: Machine) -> dict[str, Any]:
+def _describe_job(job: Job, machine: Machine, hosts: Sequence[str]) -> dict[str, Any]:
     """Returns the values of the SM_* variables, under their names in lower case and without SM_."""
     cluster, paths = job.cluster, job.paths
     groups = cluster.instance_groups
@@ -189,12 +193,14 @@ def _describe_job(job: Job, machine: Machine) -> dict[str, Any]:
         "model_dir": paths.model,
         "host_count": len(cluster.hosts),
         "current_host_rank": cluster.hosts.index(cluster.current_host),
-        "master_addr": select_hosts(cluster, job.framework)[0],
+        "master_addr": hosts[0],
         **({"topology": cluster.resource_config["topology"]} if cluster.resource_config.get("topology") else {}),
     }
 
 
-def _training_environment(values: Mapping[str, Any], job: Job, machine: Machine) -> dict[str, Any]:
+def _training_environment(
+    values: Mapping[str, Any], job: Job, machine: Machine, hosts: Sequence[str]
+) -> dict[str, Any]:
     """Returns SM_TRAINING_ENV: the values of `_describe_job`, some renamed or left out, and more about the job.
 
     It says which host is the master, and which of the library's commands are installed.
@@ -205,7 +211,7 @@ def _training_environment(values: Mapping[str, Any], job: Job, machine: Machine)
     distributed = values["distribution_instance_groups"] or not values["instance_groups"]
     described.update(
         channel_input_dirs=job.channels,
-        distribution_hosts=list(select_hosts(job.cluster, job.framework)) if distributed else [],
+        distribution_hosts=list(hosts) if distributed else [],
         hyperparameters=dict(job.hyperparameters),
         job_name=_job_name(job) or None,
         is_master=job.cluster.current_host == values["master_addr"],

@@ -121,58 +121,79 @@ def make_plan(job: Job, machine: Machine, free_port: str = DEFAULT_MASTER_PORT) 
     launcher, launcher_notes = choose_launcher(job, machine)
     hosts = select_hosts(job.cluster, job.framework)
     outside = tuple(host for host in job.cluster.hosts if host not in hosts)
-    ranks = count_ranks(job, machine, launcher, hosts)
-    as_json = read_flag(job.toolkit, JSON_ARGUMENTS)
-    arguments = [*format_arguments(job.hyperparameters, job.toolkit.get(STORE_TRUE), as_json), *job.extra_args]
     here = PROCESS if job.cluster.current_host in outside else launcher
-    start = Start(job, machine, here, hosts, ranks)
+    start = Start(job, machine, here, hosts, count_ranks(job, machine, launcher, hosts))
     network = choose_network_variables(job, machine, here)
-    variables = _build_environment(start, arguments, free_port)
-    variables.update({**network.variables, **rehearsal_variables, **build_member_variables(job, machine)})
-    by_mpirun = here.ranks == BY_MPIRUN
-    if rehearsal_variables and not by_mpirun:
-        variables.update(_allow_oversubscription(job, machine))
-    env, size_notes = drop_oversized(variables, job.paths.config)
-    script = build_script_command(job.script, machine.python, arguments, mpi4py=by_mpirun)
-    rank_command, command_variables = shorten_for_mpirun(script) if by_mpirun else (script, {})
-    env.update(command_variables)
-    removed, described = sort_inherited(
-        job.environ, here.has_ranks, alone=not here.has_ranks and "RANK" not in variables
-    )
-    if not here.has_ranks:
-        env.update({name: variables[ours] for name, ours in described.items()})
-    command = build_command(start._replace(env=env, script=rank_command, described=described))
-    notes = (
-        *rehearsal_notes,
-        *_job_notes(job, machine),
-        *_address_notes(job, hosts),
-        *describe_open_ports(job, machine, ranks),
-        *launcher_notes,
-        *_outside_notes(job, outside),
-    )
+    more = {**network.variables, **rehearsal_variables}
+    if rehearsal_variables and here.ranks != BY_MPIRUN:
+        more.update(_allow_oversubscription(job, machine))
+    start, script, removed, size_notes = _prepare_start(start, more, free_port)
+    command = build_command(start)
     return LaunchPlan(
         launcher=launcher,
         hosts=(*hosts, *outside),
-        current_host=job.cluster.current_host,
-        ranks=ranks,
+        current_host=start.current_host,
+        ranks=start.ranks,
         outside=outside,
         setup=tuple(_plan_setup(job, machine)),
         setup_env=_leave_out_code(job),
-        script=tuple(script),
+        script=script,
         command=command.words,
         daemon=command.daemon,
-        sidecars=tuple(_plan_sidecars(job, machine, here, hosts)),
+        sidecars=tuple(_plan_sidecars(start)),
         cwd=job.code_dir,
-        env=env,
+        env=start.env,
         removed=removed,
-        described=described,
+        described=start.described,
         interface=machine.interface,
         hosts_source=job.cluster.found.source,
         hosts_evidence=job.cluster.found.evidence,
         metrics=job.metrics,
-        notes=(*notes, *_pipe_notes(job, ranks), *network.notes, *command.notes, *size_notes),
-        reasons=(*network.reasons, *_inherited_reasons(removed, described), *_device_reasons(job, machine, ranks)),
+        notes=(
+            *rehearsal_notes,
+            *_job_notes(job, machine),
+            *_address_notes(job, hosts),
+            *describe_open_ports(job, machine, start.ranks),
+            *launcher_notes,
+            *_outside_notes(job, outside),
+            *_pipe_notes(job, start.ranks),
+            *network.notes,
+            *command.notes,
+            *size_notes,
+        ),
+        reasons=(
+            *network.reasons,
+            *_inherited_reasons(removed, start.described),
+            *_device_reasons(job, machine, start.ranks),
+        ),
     )
+
+
+def _prepare_start(
+    start: Start, more: Mapping[str, str], free_port: str
+) -> tuple[Start, tuple[str, ...], tuple[str, ...], list[str]]:
+    """Returns the start with variables and the command of a rank. Also the script, variables to remove, and notes.
+
+    Args:
+        start: The start, as chosen.
+        more: Variables of the network and of a rehearsal.
+        free_port: As for `make_plan`.
+    """
+    job, machine, launcher = start.job, start.machine, start.launcher
+    as_json = read_flag(job.toolkit, JSON_ARGUMENTS)
+    arguments = [*format_arguments(job.hyperparameters, job.toolkit.get(STORE_TRUE), as_json), *job.extra_args]
+    variables = _build_environment(start, arguments, free_port)
+    variables.update({**more, **build_member_variables(job, machine)})
+    by_mpirun = launcher.ranks == BY_MPIRUN
+    env, size_notes = drop_oversized(variables, job.paths.config)
+    script = build_script_command(job.script, machine.python, arguments, mpi4py=by_mpirun)
+    rank_command, command_variables = shorten_for_mpirun(script) if by_mpirun else (script, {})
+    env.update(command_variables)
+    alone = not launcher.has_ranks and "RANK" not in variables
+    removed, described = sort_inherited(job.environ, launcher.has_ranks, alone)
+    if not launcher.has_ranks:
+        env.update({name: variables[ours] for name, ours in described.items()})
+    return start._replace(env=env, script=rank_command, described=described), tuple(script), removed, size_notes
 
 
 def _plan_rehearsal(job: Job, machine: Machine) -> tuple[Machine, dict[str, str], list[str]]:
@@ -210,13 +231,13 @@ def _plan_setup(job: Job, machine: Machine) -> list[tuple[str, ...]]:
     return [*sidecars.install_commands(job, machine), *sidecars.prepare_upload(job)]
 
 
-def _plan_sidecars(job: Job, machine: Machine, launcher: Launcher, hosts: Sequence[str]) -> list[Sidecar]:
+def _plan_sidecars(start: Start) -> list[Sidecar]:
     """Returns the sidecars of this host: with several hosts a parameter server if asked for, and the upload to S3."""
-    planned = []
-    if launcher.has_servers and len(hosts) > 1:
+    job, machine, planned = start.job, start.machine, []
+    if start.launcher.has_servers and len(start.hosts) > 1:
         from shoal_toolkit.plan import tf_config
 
-        config = {"TF_CONFIG": tf_config.build_server_config(hosts, job.cluster.current_host)}
+        config = {"TF_CONFIG": tf_config.build_server_config(start.hosts, start.current_host)}
         server = (machine.python, "-c", tf_config.SERVER)
         planned.append(Sidecar("the parameter server", server, config, drains=False))
     if job.toolkit.get("sagemaker_s3_output"):
@@ -246,7 +267,7 @@ def _build_environment(start: Start, arguments: list[str], free_port: str) -> di
         start.current_host,
     )
     alone = len(hosts) == 1
-    variables = build_contract_variables(job, machine, arguments)
+    variables = build_contract_variables(job, machine, arguments, hosts)
     variables["MASTER_ADDR"] = job.environ.get("MASTER_ADDR") or ("127.0.0.1" if alone else hosts[0])
     variables["MASTER_PORT"] = job.environ.get("MASTER_PORT") or (free_port if alone else DEFAULT_MASTER_PORT)
     variables["SM_MASTER_PORT"] = variables["MASTER_PORT"]

@@ -2,18 +2,13 @@
 
 A file is trusted if this user or root owns it, and nobody else can change it or put another in its place. That holds
 for every directory and link on the way to it. Directories that the user has named with `shoal trust` are trusted too.
-
-Imports from the standard library load in a few milliseconds, because every `shoal build` reads this module.
 """
 
 from __future__ import annotations
 
 import os
 import stat
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from collections.abc import Iterator
 
 _GROUP_AND_ALL = stat.S_IWGRP | stat.S_IWOTH
 _MOST_LINKS = 40

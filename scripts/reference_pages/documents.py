@@ -18,7 +18,7 @@ from shoal.builds import builder, bundle, cache, debian_lock, listing, push
 from shoal.image import advisories, differences, manifest, size_document
 from shoal.jobs import known_jobs
 from shoal.jobs.hosts import docker_job
-from shoal.sources import lock, render
+from shoal.sources import lock, record, render
 from shoal_toolkit.plan.explain import ExplainedPlan
 from smdistributed.modelparallel.__main__ import Estimate
 
@@ -44,7 +44,7 @@ class Field(NamedTuple):
 _RESULTS: Mapping[str, Callable[..., Any] | str] = {
     "list": listing.list_images,
     "render": render.write_files,
-    "build --dry-run": builder.plan_images,
+    "build --dry-run": record.Decision,
     "build": builder.build_images,
     "push": push.push_image,
     "bundle": bundle.fill_bundle,
@@ -67,7 +67,7 @@ _RESULTS: Mapping[str, Callable[..., Any] | str] = {
     "train --explain": ExplainedPlan,
 }
 """The function or class that makes the document of each command, or a command with the same one."""
-_LISTS = ("push", "ps")
+_LISTS = ("build --dry-run", "push", "ps")
 """Commands that print a list with an entry for each call of their function."""
 _LEFT_OUT = {"run": ("`plan`",)}
 _PROPERTIES = {"diff": ("unexpected", "unexplained")}

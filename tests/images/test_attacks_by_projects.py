@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.builds import bundle, noop_cache
+from shoal.builds import bundle
 from shoal.commands import completion
 from shoal.docker_client import archive
 from shoal.errors import SpecError, UsageError
@@ -387,18 +387,6 @@ def test_a_hostile_project_ends_a_command_with_an_error(name: str, copy: Path, m
     monkeypatch.chdir(copy)
     names = completion.complete_images("")
     assert all(re.fullmatch(r"[a-z0-9.:_-]+", each) for each in names), "a shell may run what it is offered"
-
-
-@pytest.mark.parametrize("make", [pipe, nested, too_large, endless])
-def test_a_remembered_answer_of_a_project_is_not_waited_for(copy: Path, make: Callable[[Path], None]) -> None:
-    for name in ("library", "rehearsal", "toolkit", ".cache/shoal"):
-        (copy / name).mkdir(parents=True)
-    make(copy / ".cache" / "shoal" / "unchanged.json")
-    command = noop_cache.read_command(["build", "pytorch"], str(copy))
-    assert command
-    assert error_in_time(lambda: noop_cache.find_answer(command)) is None
-    nest_directories(copy)
-    assert noop_cache.read_command(["build", "pytorch"], str(copy)) is None, "the builder reports it"
 
 
 MODULES = (

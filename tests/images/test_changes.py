@@ -13,14 +13,14 @@ import docker.errors
 import pytest
 
 from shoal import docker_client
-from shoal.builds import builder
+from shoal.builds.plan import plan_builds
 from shoal.docker_client import archive
 from shoal.matrix.project import Project
 from shoal.matrix.spec import BuildSpec
 from shoal.sources import context, packages
 from shoal.sources.context import Sources
 from shoal.sources.pins import Pin
-from shoal.sources.record import Plan, Record, make_plan
+from shoal.sources.record import Decision, Record, decide
 from shoal.sources.steps import Step
 
 BASE = "debian:bookworm-slim@" + "1" * 64
@@ -36,8 +36,8 @@ def sources(project: Project, matrix: BuildSpec, own: Mapping[str, bytes]) -> So
     return context.gather_sources(project, matrix, matrix.select("pytorch"), own)
 
 
-def planned(sources: Sources, changed: Sources, base: str = BASE) -> Plan:
-    return make_plan("x", sources.make_record(BASE).labels(), changed.make_record(base))
+def planned(sources: Sources, changed: Sources, base: str = BASE) -> Decision:
+    return decide("x", sources.make_record(BASE).labels(), changed.make_record(base))
 
 
 def edited(sources: Sources, name: str, old: str, new: str) -> Sources:
@@ -60,7 +60,7 @@ def with_module(layer: bytes, name: str) -> bytes:
 
 
 def test_nothing_changed_is_up_to_date(sources: Sources) -> None:
-    assert planned(sources, sources) == Plan("x", "up to date", len(sources.make_record(BASE).steps))
+    assert planned(sources, sources) == Decision("x", "up to date", len(sources.make_record(BASE).steps))
 
 
 def test_steps_are_named_by_their_headings(sources: Sources) -> None:
@@ -142,9 +142,9 @@ def test_comments_and_other_templates_change_nothing(sources: Sources) -> None:
 
 def test_an_image_without_a_record_is_all_new(sources: Sources) -> None:
     wanted = sources.make_record(BASE)
-    assert make_plan("x", None, wanted).state == "new"
+    assert decide("x", None, wanted).state == "new"
     for labels in ({}, {"shoal.steps": "{}"}, {"shoal.steps": "no JSON"}):
-        plan = make_plan("x", labels, wanted)
+        plan = decide("x", labels, wanted)
         assert plan.rebuilt == tuple(step.name for step in wanted.steps)
         assert plan.reasons == ("the image has no record of its steps",)
 
@@ -163,8 +163,8 @@ def test_the_engine_is_asked_and_left_alone(
     identity = "debian:bookworm-slim@" + "1" * 64
     made = context.gather_sources(project, matrix, chosen[0], own).make_record(identity)
     monkeypatch.setattr(docker_client, "connect", lambda: fake_engine({chosen[0].tag: made}))
-    plans = list(builder.plan_images(project, matrix, chosen))
-    assert [plan.state for plan in plans] == ["up to date", "new"]
+    plans = plan_builds(project, matrix, chosen)
+    assert [plan.decision.state for plan in plans] == ["up to date", "new"]
     assert json.loads(made.labels()["shoal.steps"])["templates"].keys() == {
         "pytorch.j2",
         "base.j2",

@@ -237,7 +237,7 @@ def test_defects_keep_their_traceback(monkeypatch: pytest.MonkeyPatch, capsys: p
     monkeypatch.setattr(application, "app", lambda **_: wrong())
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     with pytest.raises(SystemExit, match="1"):
-        application.main(None)
+        application.main()
     shown = capsys.readouterr().err
     assert "Traceback (most recent call last)" in shown
     assert "OSError: of no file\ufffd[2J" in shown
@@ -262,7 +262,7 @@ def test_each_failure_is_converted_to_a_message_and_exit_code(
     monkeypatch.setattr(application, "app", fail)
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     with pytest.raises(SystemExit) as ended:
-        application.main(None)
+        application.main()
     assert ended.value.code == code
     assert capsys.readouterr().err.startswith(f"shoal: {words}")
 

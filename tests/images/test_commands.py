@@ -7,6 +7,7 @@ import inspect
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import typer
@@ -66,7 +67,9 @@ def test_old_name_is_the_same_command_and_tells_its_new_name(old: str, new: str)
 
 def test_plan_is_a_dry_build(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(project.root)
-    monkeypatch.setattr("shoal.builds.builder.plan_images", lambda *arguments: [image.tag for image in arguments[-1]])
+    monkeypatch.setattr(
+        "shoal.builds.plan.plan_builds", lambda *given: [SimpleNamespace(decision=image.tag) for image in given[-1]]
+    )
     code, out, err = run("build", "--dry-run", "--all", "--json")
     assert (code, err) == (0, "")
     assert len(json.loads(out)) == len(common.open_project()[1].images)

@@ -111,7 +111,7 @@ def test_a_new_lock_runs_the_steps_again_that_install_from_debian(project: Proje
     own = context.install_own_packages(project, "3.11")
     sources = context.gather_sources(project, matrix, matrix.select("pytorch"), own)
     newer = replace(sources, debian={**sources.debian, "lock.txt": b"newer"})
-    plan = record.make_plan("x", sources.make_record("base@1").labels(), newer.make_record("base@1"))
+    plan = record.decide("x", sources.make_record("base@1").labels(), newer.make_record("base@1"))
     assert plan.rebuilt[:2] == ("engine", "system")
     assert plan.reasons == ("debian/lock.txt changed",)
 

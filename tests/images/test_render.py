@@ -16,7 +16,7 @@ from shoal.matrix.spec import VERSIONS, BuildSpec, load
 from shoal.network.settings import read_network_settings
 from shoal.sources import context
 from shoal.sources.pins import read_image_pins, read_lock
-from shoal.sources.record import make_plan
+from shoal.sources.record import decide
 from shoal.sources.render import read_steps, render_all, render_dockerfile
 
 
@@ -188,7 +188,7 @@ def test_a_childs_own_files_are_inputs_of_its_steps(project: Project, matrix: Bu
     assert own.context_files(matrix, read_network_settings())["own/bin/tool"] == b"1"
     tool.write_text("2")
     other = context.gather_sources(Project(tmp_path), matrix, child, {})
-    plan = make_plan("x", own.make_record("base@1").labels(), other.make_record("base@1"))
+    plan = decide("x", own.make_record("base@1").labels(), other.make_record("base@1"))
     assert plan.reasons == ("own/bin/tool changed",)
     tool.with_name("link").symlink_to("/etc/passwd")
     with pytest.raises(SpecError, match=r"own/bin/link: a link. Fix: "):

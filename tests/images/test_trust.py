@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from shoal import trust
-from shoal.builds import noop_cache
 from shoal.commands import completion
 from shoal.errors import SpecError
 from shoal.matrix import project as projects
@@ -211,23 +210,6 @@ def test_links_that_leave_a_project_are_refused(copy: Project, tmp_path: Path, p
         projects.find(copy.root)
     trust.add_trusted(tmp_path / "private")
     assert projects.find(copy.root).root == copy.root
-
-
-def test_a_link_to_the_whole_disk_is_not_walked(copy: Project) -> None:
-    (copy.templates / "all").symlink_to("/")
-    started = time.monotonic()
-    assert noop_cache.read_command(["build", "pytorch"], str(copy.root)) is None
-    assert time.monotonic() - started < 2
-
-
-@needs_root
-def test_an_answer_that_another_user_remembered_is_not_printed(tmp_path: Path) -> None:
-    file = tmp_path / "unchanged.json"
-    file.write_text('{"state": [], "answers": {"[\\"build\\"]": {"lines": ["up to date"], "images": {}}}}')
-    command = noop_cache.BuildCommand(["build"], str(file), [], settled=True)
-    assert noop_cache.find_answer(command) == ["up to date"]
-    give_away(file)
-    assert noop_cache.find_answer(command) is None
 
 
 ESCAPES = {

@@ -1,7 +1,4 @@
-"""Builds images: sources → context → BuildKit → image. Parents come first; up-to-date images stay.
-
-It also plans builds without doing them, for `shoal build --dry-run`.
-"""
+"""Executes the plans of builds: plan → context → BuildKit → image. Parents come first; up-to-date images stay."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ import hashlib
 import json
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -25,8 +22,9 @@ from rich.console import Console
 from rich.progress import Progress
 
 from shoal import docker_client
-from shoal.builds import base_image, buildkit, bundled, debian_lock, graph
+from shoal.builds import base_image, buildkit, bundled, debian_lock, graph, plan
 from shoal.builds.base_image import BaseImage, Say
+from shoal.builds.plan import BuildPlan
 from shoal.builds.progress import BuildProgress, make_display
 from shoal.console import print_line
 from shoal.docker_client import archive, containers
@@ -35,9 +33,7 @@ from shoal.errors import BuildError, DiskError
 from shoal.matrix.project import Project
 from shoal.matrix.spec import BuildSpec, ImageSpec, System
 from shoal.network.settings import NetworkSettings, read_settings_for
-from shoal.sources import context, debian, provenance
-from shoal.sources.context import Sources
-from shoal.sources.record import Plan, Record, make_plan
+from shoal.sources import debian, provenance
 from shoal.sources.steps import one_line
 
 _COMMAND = re.compile(r'^(?:failed to solve: )?process ".*" did not', re.DOTALL)
@@ -70,12 +66,10 @@ class BuildResult:
 
 @dataclass(frozen=True)
 class _Session:
-    """The shared state of one command's builds; `bases` are by system, `sources` by tag."""
+    """The shared state of one command's builds."""
 
     project: Project
     spec: BuildSpec
-    bases: Mapping[System, BaseImage]
-    sources: Mapping[str, Sources]
     display: Progress
     streams: _Streams
     read_settings: Callable[[], NetworkSettings]
@@ -137,12 +131,12 @@ def build_images(
         ShoalError: Before any build, if none can be done: `DockerError`, `SpecError`, `BaseImageError`, `BundleError`.
             `UsageError` if `bundle` is not a bundle. `BuildError` if a module of our packages is not Python.
     """
-    wanted = {image.tag: image for image in spec.with_parents(images)}
+    wanted = spec.with_parents(images)
     client = docker_client.connect()
     docker_client.check_buildkit(client)
-    sources = _gather_sources(project, spec, wanted.values())
+    sources = plan.gather_sources(project, spec, wanted)
     say = functools.partial(print_line, on=console)
-    systems = list(dict.fromkeys(image.system for image in wanted.values()))
+    systems = plan.systems_of(wanted)
     read_settings = functools.cache(functools.partial(read_settings_for, project, say))
     if bundle:
         _load_bundle(client, bundle, bundle_digest, systems, say)
@@ -150,34 +144,39 @@ def build_images(
     bases = {
         system: _provide_base(client, project, system, read_settings, say, check=bundle is None) for system in systems
     }
+    plans = plan.make_plans(client, sources, bases)
     origin = functools.cache(functools.partial(provenance.read_provenance, project))
-    with make_display(console, wanted) as display:
-        network: Literal["none", "default"] = "none" if bundle else "default"
-        session = _Session(project, spec, bases, sources, display, _Streams(), read_settings, network, origin)
-        return _run_builds(session, wanted, jobs)
+    network: Literal["none", "default"] = "none" if bundle else "default"
+    with make_display(console, (image.tag for image in wanted)) as display:
+        session = _Session(project, spec, display, _Streams(), read_settings, network, origin)
+        return _execute(session, plans, jobs)
 
 
-def _run_builds(session: _Session, images: Mapping[str, ImageSpec], jobs: int) -> list[BuildResult]:
-    """Build images, which are by tag, up to `jobs` at once: parents first, then by size, variants last.
+def _execute(session: _Session, plans: Sequence[BuildPlan], jobs: int) -> list[BuildResult]:
+    """Executes plans, up to `jobs` at once: parents first, then by size, variants last.
 
-    Returns a result for each, in the order of `images`. Failures become results. An interrupt stops all and is raised.
+    Returns a result for each, in their order. Failures become results. An interrupt stops all and is raised.
     """
     seconds: dict[str, float] = {}
+    rest = {each.image.tag: each for each in plans if not each.is_up_to_date}
 
     def build_timed(tag: str) -> BuildResult:
-        """Build the image of a tag, and keep the seconds that it took, also if it fails."""
+        """Builds the image of a tag, and keeps the seconds that it took, also if it fails."""
         started = time.monotonic()
         try:
-            return _build(session, images[tag])
+            return _build(session, rest[tag])
         finally:
             seconds[tag] = round(time.monotonic() - started, 3)
 
     # The largest first, variants last. A variant shares most steps with its runtime image: built at the same time, it
     # would wait for them.
-    ordered = sorted(images.values(), key=lambda image: (image.variant != "runtime", -image.disk_gib))
-    parents = {image.tag: image.extends for image in ordered}
-    results = graph.run_tasks(parents, build_timed, session.streams.stop_all, jobs)
-    return [_finish_result(tag, results[tag], seconds.get(tag)) for tag in images]
+    images = sorted((each.image for each in rest.values()), key=lambda one: (one.variant != "runtime", -one.disk_gib))
+    parents = {image.tag: image.extends for image in images}
+    results: dict[str, BuildResult | Exception] = {
+        each.image.tag: BuildResult(each.image.tag, "up to date", image_id=each.present_id) for each in plans
+    }
+    results |= graph.run_tasks(parents, build_timed, session.streams.stop_all, jobs)
+    return [_finish_result(tag, result, seconds.get(tag)) for tag, result in results.items()]
 
 
 def _finish_result(tag: str, result: BuildResult | Exception, seconds: float | None) -> BuildResult:
@@ -221,45 +220,43 @@ def _provide_base(
     return found
 
 
-def _build(session: _Session, image: ImageSpec) -> BuildResult:
-    """Bring one image up to date and return its result; the image that it extends is there.
+def _build(session: _Session, given: BuildPlan) -> BuildResult:
+    """Executes a plan and returns its result; the image that it extends is there.
 
-    Nothing is built if the labels match. The free space is checked only for an image that Docker does not have. The
-    image that a new one replaces is removed. Raises `BuildError` with the failing step and its last lines, and
-    `DockerError`, `DiskError`.
+    The free space is checked only for an image that Docker does not have. The image that a new one replaces is removed.
+    Raises `BuildError` with the failing step and its last lines, and `DockerError`, `DiskError`.
     """
     client = docker_client.connect()  # one for each thread
-    parent = _find_parent(client, image.extends) if image.extends else session.bases[image.system]
-    record = session.sources[image.tag].make_record(parent.identity)
-    present = find_image(client, image.tag)
-    if present is not None and record.matches(read_labels(present)):
-        return BuildResult(image.tag, "up to date", image_id=str(present.id))
-    if present is None:
+    todo = given.complete(client)
+    image = todo.image
+    if todo.is_up_to_date:  # the image that it extends was built, and is the same as before
+        return BuildResult(image.tag, "up to date", image_id=todo.present_id)
+    if todo.present_id is None:
         docker_client.check_disk(client, image.disk_gib)
-    _run_build(session, client, image, parent, record)
+    _run_build(session, client, todo)
     result = find_image(client, image.tag)
-    if result is None or not record.matches(read_labels(result)):
+    if result is None or not todo.record.matches(read_labels(result)):
         raise BuildError(
             f"{image.tag}: Docker ended the build without an error or an image. Log: {session.log_path(image)}"
         )
-    if present is not None and present.id != result.id:
-        remove_replaced(client, str(present.id))
+    if todo.present_id not in (None, result.id):
+        remove_replaced(client, str(todo.present_id))
     return BuildResult(image.tag, "built", image_id=str(result.id))
 
 
-def _run_build(
-    session: _Session, client: docker.DockerClient, image: ImageSpec, parent: BaseImage, record: Record
-) -> None:
+def _run_build(session: _Session, client: docker.DockerClient, todo: BuildPlan) -> None:
     """Have BuildKit build an image, with a log file and a progress display. It gets the image's labels and tag.
 
     Prints a warning if Debian's packages have left their lock. Raises `BuildError` or `DiskError` if it fails.
     """
+    image, parent = todo.image, todo.parent
+    assert parent
     settings = session.read_settings()
     log = session.log_path(image)
     with TemporaryFile() as files, BuildProgress(image.tag, log, session.display) as progress:
         for words in settings.left_out:
             progress.log_note(f"not used in builds: {words}")
-        archive.write_tar(session.sources[image.tag].context_files(session.spec, settings), files)
+        archive.write_tar(todo.sources.context_files(session.spec, settings), files)
         files.seek(0)
         inherited = read_labels(client.images.get(parent.reference))
         oci_labels = provenance.make_oci_labels(parent.name, parent.digest, inherited, session.read_provenance())
@@ -270,7 +267,7 @@ def _run_build(
             "forcerm": "1",
             "buildargs": json.dumps({"BASE": parent.reference, **dict(settings.proxies), **_caches(session.project)}),
             "networkmode": session.network,
-            "labels": json.dumps({**record.labels(), **oci_labels}),
+            "labels": json.dumps({**todo.record.labels(), **oci_labels}),
         }
         _send(client, files, options, progress, session.streams)
     if progress.not_locked:
@@ -288,60 +285,6 @@ def _caches(project: Project) -> dict[str, str]:
     if project.may_run_code():
         return {}
     return {"BUILDKIT_CACHE_MOUNT_NS": f"shoal-{hashlib.sha256(bytes(project.root.resolve())).hexdigest()[:16]}"}
-
-
-def find_decisive_ids(images: Iterable[ImageSpec], results: Iterable[BuildResult]) -> dict[str, str | None]:
-    """Return the IDs, by tag, that decide whether images are up to date: of the images and of their bases.
-
-    Debian's own image is None if Docker does not have it, also if a base that was made here takes its place.
-    """
-    client = docker_client.connect()
-    systems = dict.fromkeys(image.system for image in images)
-    ids: dict[str, str | None] = dict.fromkeys(system.upstream for system in systems)
-    found = filter(None, (base_image.find_base(client, system) for system in systems))
-    return ids | {base.reference: base.image_id for base in found} | {one.tag: one.image_id for one in results}
-
-
-def plan_images(project: Project, spec: BuildSpec, images: Iterable[ImageSpec]) -> list[Plan]:
-    """Return the work of `build_images` for images and those that they extend, without doing it. Pulls no base image.
-
-    Raises `DockerError`, `SpecError` or `BuildError`, as `build_images` does before any build.
-    """
-    wanted = spec.with_parents(images)
-    client = docker_client.connect()
-    bases = {image.system: base_image.find_base(client, image.system) for image in wanted}
-    plans: dict[str, Plan] = {}
-    docker_client.check_buildkit(client)
-    sources = _gather_sources(project, spec, wanted)
-    for image in wanted:
-        if image.extends is None:
-            found = bases[image.system]
-            identity = found.identity if found else f"{image.system.upstream} (Docker does not have it yet)@"
-        elif plans[image.extends].state == "up to date":
-            identity = _find_parent(client, image.extends).identity
-        else:
-            identity = f"{image.extends} (rebuilt)@"
-        present = find_image(client, image.tag)
-        record = sources[image.tag].make_record(identity)
-        plans[image.tag] = make_plan(image.tag, read_labels(present) if present else None, record)
-    return list(plans.values())
-
-
-def _gather_sources(project: Project, spec: BuildSpec, images: Iterable[ImageSpec]) -> dict[str, Sources]:
-    """Return the sources of images by tag. Our packages are installed once for each Python.
-
-    Raises `SpecError` if a lock or template is wrong, `BuildError` if a module of our packages is not Python.
-    """
-    install = functools.cache(functools.partial(context.install_own_packages, project))
-    return {image.tag: context.gather_sources(project, spec, image, install(image.python_version)) for image in images}
-
-
-def _find_parent(client: docker.DockerClient, tag: str) -> BaseImage:
-    """Return an image of the matrix as a base image. Raises `BuildError` if Docker no longer has it."""
-    image = find_image(client, tag)
-    if image is None:
-        raise BuildError(f"{tag}: Docker no longer has this image, which another extends. Fix: build again")
-    return BaseImage(tag, str(image.id), tag)
 
 
 def _send(

@@ -12,7 +12,6 @@ import signal
 import sys
 import traceback
 
-from shoal.builds.noop_cache import BuildCommand
 from shoal.clean_text import print_error
 from shoal.commands import completion
 from shoal.commands.common import app, convert_error, print_failure
@@ -26,14 +25,11 @@ EXIT_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 """The signals that end a command as SIGINT does, with 128 + their number."""
 
 
-def main(command: BuildCommand | None) -> None:
+def main() -> None:
     """Run the command line. Print expected failures, and exit with their codes.
 
     Imports the modules with commands; for a command of `images`, that module alone. Turns the garbage collector on
     again. SIGTERM and SIGHUP end a command as an interrupt does: running containers are stopped and removed.
-
-    Args:
-        command: The `build` command to cache the answer for, if all images are up to date; None for other commands.
     """
     completion.join_words(os.environ)
     for module in ("images",) if _IMAGE_COMMANDS & {*sys.argv[1:2]} else _MODULES:
@@ -42,7 +38,7 @@ def main(command: BuildCommand | None) -> None:
     gc.freeze()
     gc.enable()
     try:
-        app(standalone_mode=True, obj=command)
+        app(standalone_mode=True)
     except Exception as error:
         failure = convert_error(error)
         if failure is None:  # a defect: the traceback is most helpful

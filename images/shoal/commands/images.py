@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from shoal import docker_client
-from shoal.builds import builder, listing, noop_cache, push
+from shoal.builds import builder, listing, plan, push
 from shoal.commands.common import (
     BUILD,
     EVERY_DAY,
@@ -94,16 +94,15 @@ def plan_images(images: Images = None, skip: Skip = None, as_json: AsJson = Fals
 
 def _print_plans(here: project.Project, matrix: spec.BuildSpec, chosen: list[spec.ImageSpec], as_json: bool) -> None:
     """Print which of the images a build would build, and why."""
-    plans = builder.plan_images(here, matrix, chosen)
+    decisions = [each.decision for each in plan.plan_builds(here, matrix, chosen)]
     if as_json:
-        print_json(plans)
+        print_json(decisions)
     else:
-        print_lines(str(plan) for plan in plans)
+        print_lines(map(str, decisions))
 
 
 @app.command("build", rich_help_panel=EVERY_DAY, epilog="More: docs/build.md")
 def build_images(
-    context: typer.Context,
     images: NamedImages = None,
     skip: Skip = None,
     every: EveryImage = False,
@@ -143,9 +142,6 @@ def build_images(
     if as_json:
         print_json(results)
     report_builds(results, progress)
-    if context.obj and all(result.state == "up to date" for result in results):
-        lines = map(str, results)
-        noop_cache.save_answer(context.obj, lines, builder.find_decisive_ids(matrix.with_parents(chosen), results))
 
 
 @app.command("push", rich_help_panel=BUILD, epilog="More: docs/build.md")

@@ -56,8 +56,8 @@ class Record:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """The work of a build: which steps it would run (`rebuilt`), out of how many (`steps`), and why."""
+class Decision:
+    """Whether a build makes an image: which steps it runs (`rebuilt`), out of how many (`steps`), and why."""
 
     tag: str
     state: Literal["up to date", "rebuilt", "new"]
@@ -109,22 +109,22 @@ def read_record(labels: Mapping[str, str]) -> Record | None:
         return None
 
 
-def make_plan(tag: str, labels: Mapping[str, str] | None, wanted: Record) -> Plan:
-    """Return the work of a build for the image with these labels: which steps run, and why. Builds nothing.
+def decide(tag: str, labels: Mapping[str, str] | None, wanted: Record) -> Decision:
+    """Returns whether a build makes the image with these labels again: which steps run, and why.
 
     Labels of None: Docker has no such image.
     """
     names = tuple(step.name for step in wanted.steps)
     if labels is None:
-        return Plan(tag, "new", len(names), names, ("Docker does not have it",))
+        return Decision(tag, "new", len(names), names, ("Docker does not have it",))
     if wanted.matches(labels):
-        return Plan(tag, "up to date", len(names))
+        return Decision(tag, "up to date", len(names))
     present = read_record(labels)
     if present is None:
-        return Plan(tag, "rebuilt", len(names), names, ("the image has no record of its steps",))
+        return Decision(tag, "rebuilt", len(names), names, ("the image has no record of its steps",))
     keys = {step.key for step in present.steps}
     rebuilt = tuple(step.name for step in wanted.steps if step.key not in keys)
-    return Plan(tag, "rebuilt", len(names), rebuilt, tuple(_reasons(present, wanted)))
+    return Decision(tag, "rebuilt", len(names), rebuilt, tuple(_reasons(present, wanted)))
 
 
 def sha256(content: str | bytes) -> str:

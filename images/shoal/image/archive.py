@@ -211,31 +211,35 @@ def _layer(content: IO[bytes], pool: ThreadPoolExecutor, budget: Budget) -> Laye
     meter = deflate.Meter(pool)
     source = _Metered(content, meter, budget)
     with open_stream(cast(IO[bytes], source), _AT_ONCE) as archive:
-        entries = tuple(_entries(archive, budget))
+        entries = tuple(entry for _, entry, _ in read_entries(archive, budget))
     while source.read(_AT_ONCE):
         pass  # the padding after the archive's end is part of its size
     return LayerTar(entries, meter.finish())
 
 
-def _entries(archive: tarfile.TarFile, budget: Budget) -> Iterator[Entry]:
-    """Yield the entries of a layer. Only files that describe packages have their text."""
+def read_entries(
+    archive: tarfile.TarFile, budget: Budget, texts: re.Pattern[str] = _NAMES_OF_PACKAGES
+) -> Iterator[tuple[tarfile.TarInfo, Entry, IO[bytes] | None]]:
+    """Yields the entries of a layer or of an exported container, with their headers and contents.
+
+    The content is None unless it is a file. If the path of a file matches `texts`, its content is in the entry already.
+    """
     begin = 0
     while (member := archive.next()) is not None:
         archive.members = []  # type: ignore[attr-defined]  # tarfile would keep them all
         path = normalize_path(member.name)
         budget.take(entries=1, text=len(path) + len(member.linkname))
+        content = archive.extractfile(member) if member.isfile() else None
         text = None
-        if member.isfile() and _NAMES_OF_PACKAGES.fullmatch(path):
+        if content and texts.fullmatch(path):
             budget.take(text=member.size)
-            content = archive.extractfile(member)
-            text = content.read() if content else None
+            text = content.read()
         target = member.linkname if member.issym() else normalize_path(member.linkname) if member.islnk() else ""
-        yield Entry(path, entry_kind(member), target, begin, archive.offset, text)
+        yield member, Entry(path, _kind_of(member), target, begin, archive.offset, text), content
         begin = archive.offset
 
 
-def entry_kind(member: tarfile.TarInfo) -> Kind:
-    """Return the kind of an entry of a tar."""
+def _kind_of(member: tarfile.TarInfo) -> Kind:
     if member.isdir():
         return "directory"
     if member.issym():

@@ -14,7 +14,7 @@ import pydantic
 
 from shoal.docker_client import containers
 from shoal.image import owners
-from shoal.image.archive import Budget, Chunks, Entry, entry_kind, normalize_path
+from shoal.image.archive import Budget, Chunks, Entry, normalize_path, read_entries
 from shoal.tar_stream import open_stream
 
 _BLOCK = 1 << 20
@@ -89,19 +89,13 @@ def parse_archive(chunks: Iterable[bytes]) -> FileSystem:
     entries: list[Entry] = []
     budget = Budget()
     with open_stream(cast(IO[bytes], Chunks(chunks)), _BLOCK) as archive:
-        for member in archive:
-            archive.members = []  # type: ignore[attr-defined]  # otherwise tarfile keeps all members in memory
-            path = normalize_path(member.name)
-            is_text = member.isfile() and _DPKG_DATABASE.fullmatch(path)
-            names = len(path) + len(member.linkname)
-            budget.take(bytes_=member.size, entries=1, text=names + (member.size if is_text else 0))
-            if path in _MADE_BY_DOCKER or path == ".":
+        for member, entry, content in read_entries(archive, budget, _DPKG_DATABASE):
+            budget.take(bytes_=member.size)
+            if entry.path in _MADE_BY_DOCKER or entry.path == ".":
                 continue
-            content = archive.extractfile(member) if member.isfile() else None
-            text = content.read() if content and is_text else None
-            files[f"/{path}"] = _make_file(member, [text] if text is not None else _read_blocks(content), files)
-            target = member.linkname if member.issym() else normalize_path(member.linkname) if member.islnk() else ""
-            entries.append(Entry(path, entry_kind(member), target, 0, 0, text))
+            blocks = _read_blocks(content) if entry.text is None else [entry.text]
+            files[f"/{entry.path}"] = _make_file(member, blocks, files)
+            entries.append(entry)
     status = next((entry.text for entry in entries if entry.path == owners.STATUS), None)
     packages = {package.name: package.version for package in owners.debian_packages(status or b"")}
     for path, name in _find_packages(entries):

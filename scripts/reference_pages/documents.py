@@ -16,7 +16,7 @@ from reference_pages.markdown import code, page, table, wrap
 from shoal import doctor, scaffold
 from shoal.builds import builder, bundle, cache, debian_lock, listing, push
 from shoal.image import advisories, differences, manifest, size_document
-from shoal.jobs import known_jobs
+from shoal.jobs import store
 from shoal.jobs.hosts import docker_job
 from shoal.sources import lock, record, render
 from shoal_toolkit.plan.explain import ExplainedPlan
@@ -55,7 +55,7 @@ _RESULTS: Mapping[str, Callable[..., Any] | str] = {
     "new": scaffold.write_project,
     "init": scaffold.write_definitions,
     "run": docker_job.run_job_in_docker,
-    "ps": known_jobs.KnownJob.describe,
+    "ps": store.KnownJob.describe,
     "run --detach": "ps",
     "stop": "ps",
     "estimate": Estimate,

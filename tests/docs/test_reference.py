@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from shoal.errors import SpecError
-from shoal.jobs import restarts
+from shoal.jobs import run
 from shoal_toolkit import checkpoint, errors
 
 ROOT = Path(__file__).parents[2]
@@ -66,7 +66,7 @@ def test_train_ends_only_with_codes_that_have_a_name() -> None:
 
 
 def test_shoal_and_train_agree_on_exit_codes() -> None:
-    known = restarts.WRONG_CONFIGURATION, restarts.HOST_LOST, restarts.STOPPED
+    known = run.WRONG_CONFIGURATION, run.HOST_LOST, run.STOPPED
     assert known == (errors.WRONG_CONFIGURATION, errors.HOST_LOST, checkpoint.STOPPED)
 
 

@@ -23,9 +23,9 @@ from shoal.builds import bundle
 from shoal.commands import completion
 from shoal.docker_client import archive
 from shoal.errors import SpecError, UsageError
-from shoal.jobs import checkpoints, running, store
+from shoal.jobs import checkpoints, job_log, running, store
 from shoal.jobs.job import JobRequest
-from shoal.jobs.metric_search import MetricDefinition, MetricSearch
+from shoal.jobs.metric_definitions import MetricDefinition, MetricSearch
 from shoal.jobs.store import LOCAL, JobRecord, open_job
 from shoal.limits import MOST_LOCK
 from shoal.matrix import project as projects
@@ -121,9 +121,9 @@ def test_a_stranger_in_the_place_of_a_removed_job_stops_no_command(
         (store.RECORD, huge, ("stop", "digits")),
         (store.RECORD, huge, ("run", "--resume", "digits")),
         (store.RECORD, nested, ("logs", "digits")),
-        (store.LOG, pipe, ("logs", "digits")),
-        (store.LOG, endless, ("logs", "digits")),
-        (store.LOG, endless, ("logs", "--follow", "digits")),
+        (job_log.LOG, pipe, ("logs", "digits")),
+        (job_log.LOG, endless, ("logs", "digits")),
+        (job_log.LOG, endless, ("logs", "--follow", "digits")),
         ("report.html", pipe, ("report", "compare", "jobs/digits", "jobs/digits")),
         ("report.html", endless, ("report", "compare", "jobs/digits", "jobs/digits")),
         ("report.html", huge, ("report", "compare", "jobs/digits", "jobs/digits")),
@@ -213,9 +213,8 @@ def test_a_hostile_description_of_metrics_is_none(tmp_path: Path, make: Callable
     make(tmp_path / "metrics.json")
     code = """
 import pathlib, sys
-from shoal.jobs.job import JobRequest
 from shoal.jobs.metric_definitions import read_definitions
-assert read_definitions(JobRequest(source=pathlib.Path(sys.argv[1]), entry_point="train.py")) == []
+assert read_definitions({}, pathlib.Path(sys.argv[1])) == []
 """
     run_child(code, str(tmp_path))
 

@@ -29,7 +29,6 @@ from shoal.docker_client import containers
 from shoal.errors import DiskError, TraceError, UsageError
 from shoal.jobs import source_files, summary, volumes
 from shoal.jobs.checkpoints import copy_tree, open_directory
-from shoal.jobs.gpu_usage import GpuMeter, GpuUse, read_lines
 from shoal.jobs.hosts import docker as docker_hosts
 from shoal.jobs.hosts.docker import DockerHosts
 from shoal.jobs.job import JobRequest, JobResult
@@ -38,6 +37,7 @@ from shoal.jobs.metric_definitions import read_metrics
 from shoal.jobs.printed_metrics import MetricReader
 from shoal.jobs.source_files import Selection
 from shoal.jobs.store import JobRecord, OpenJob
+from shoal.jobs.usage import GpuMeter, GpuUse, read_lines
 from shoal.jobs.volumes import Volume
 from shoal.limits import MIB
 from shoal.report import timeline

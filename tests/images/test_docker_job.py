@@ -20,7 +20,7 @@ from tests.fake_docker import checked
 from shoal.docker_client import archive, images, users
 from shoal.errors import ImageError
 from shoal.jobs.hosts import docker as docker_hosts
-from shoal.jobs.hosts import docker_job, local_job
+from shoal.jobs.hosts import docker_job, local
 from shoal.jobs.hosts.docker import SECRET_PATH, DockerHosts
 from shoal.jobs.hosts.local import LocalHosts
 from shoal.jobs.job import SECRET, SECRET_FILE, JobRequest, JobResult
@@ -340,7 +340,7 @@ def test_local_job_has_a_secret(request_: JobRequest, monkeypatch: pytest.Monkey
 
     def run() -> None:
         with open_job(JobRecord("image:1", LOCAL, request_), None) as opened:
-            local_job.run_job_locally(opened, PlainView(Console(file=io.StringIO())))
+            local.run_job_locally(opened, PlainView(Console(file=io.StringIO())))
 
     for _ in range(2):
         run()

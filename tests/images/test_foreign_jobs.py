@@ -23,7 +23,7 @@ from rich.console import Console
 
 from shoal import trust
 from shoal.errors import UsageError, convert_os_error
-from shoal.jobs import checkpoints, known_jobs, processes, running, store
+from shoal.jobs import checkpoints, job_log, processes, running, store
 from shoal.jobs.checkpoints import CONTENT, MARK, open_directory
 from shoal.jobs.job import RESOURCE_CONFIG, JobRequest
 from shoal.jobs.stopping import stop_job
@@ -158,7 +158,7 @@ def test_a_job_that_was_copied_here_is_continued_after_its_directory_is_trusted(
     with open_job(
         dataclasses.replace(found, request=dataclasses.replace(found.request, output=moved.parent)), "digits"
     ):
-        assert known_jobs.find_running_job(str(moved)).directory == moved
+        assert store.find_running_job(str(moved)).directory == moved
 
 
 def test_trust_in_a_project_is_not_trust_in_its_jobs(tmp_path: Path, private: Path) -> None:
@@ -175,8 +175,8 @@ def test_another_job_in_the_place_of_ones_own_is_refused(request_: JobRequest, p
     shutil.rmtree(directory)
     write_foreign_job(directory.parents[1], checkpoints=str(private))
     with pytest.raises(UsageError, match="your list of jobs"):
-        stop_job(known_jobs.read_job(directory), console())
-    assert known_jobs.list_jobs() == []
+        stop_job(store.read_job(directory), console())
+    assert store.list_jobs() == []
 
 
 def test_a_job_with_the_name_and_label_of_a_removed_one_is_refused(request_: JobRequest, private: Path) -> None:
@@ -191,7 +191,7 @@ def test_a_job_with_the_name_and_label_of_a_removed_one_is_refused(request_: Job
     found.rename(directory)
     with pytest.raises(UsageError, match="your list of jobs"):
         read_record(directory.parent, directory.name)
-    assert known_jobs.list_jobs() == []
+    assert store.list_jobs() == []
 
 
 @needs_root
@@ -235,7 +235,7 @@ def test_a_job_with_files_of_another_user_is_refused(request_: JobRequest, name:
     (directory / "algo-1").mkdir()
     os.chown(directory / name, STRANGER, STRANGER)
     with pytest.raises(UsageError, match="belongs to the user"):
-        stop_job(known_jobs.read_job(directory), console())
+        stop_job(store.read_job(directory), console())
 
 
 @pytest.mark.parametrize("is_same_number", [True, False])
@@ -245,14 +245,14 @@ def test_only_the_process_that_started_the_job_is_signalled(
     """The number of a command that has ended is used again, or the record names any number."""
     directory = run(request_)
     start = processes.describe_start(sleeper.pid)
-    found = dataclasses.replace(known_jobs.read_job(directory).record, pid=sleeper.pid, process_start=start)
+    found = dataclasses.replace(store.read_job(directory).record, pid=sleeper.pid, process_start=start)
     assert processes.is_alive(found.pid, found.process_start)
     boot, _, ticks = start.partition(" ")
     others = [f"{boot} {int(ticks) - 1}", f"another-boot {ticks}", ""] if is_same_number else [start]
     number = sleeper.pid if is_same_number else os.getppid()
     for other in others:
         assert not processes.send_signal(number, other, signal.SIGTERM)
-        stale = known_jobs.KnownJob(directory, dataclasses.replace(found, pid=number, process_start=other), "running")
+        stale = store.KnownJob(directory, dataclasses.replace(found, pid=number, process_start=other), "running")
         with running.mark_running(directory, stale.identity), pytest.raises(UsageError, match="not visible here"):
             stop_job(stale, console())
     assert sleeper.poll() is None
@@ -337,7 +337,7 @@ def test_links_in_a_job_are_not_written_through(request_: JobRequest, private: P
     directory = run(request_, 7)
     make(private / "key", directory / name)
     with contextlib.suppress(OSError):
-        stop_job(known_jobs.read_job(directory), console())
+        stop_job(store.read_job(directory), console())
         with open_job(read_record(request_.output, "digits"), "digits"):
             pass
     assert content(private) == {"key": "secret"}
@@ -354,7 +354,7 @@ def test_a_link_in_the_place_of_a_host_s_tree_is_not_followed(request_: JobReque
         (private / name / "kept").touch()
     (directory / "algo-1").symlink_to(private)
     assert store.list_host_trees(directory) == store.find_trees(directory) == []
-    stop_job(known_jobs.read_job(directory), console())
+    stop_job(store.read_job(directory), console())
     with open_job(read_record(request_.output, "digits"), "digits"):
         pass
     assert (private / CONTENT / "kept").exists()
@@ -375,7 +375,7 @@ def test_a_link_in_the_place_of_a_jobs_checkpoints_is_refused(request_: JobReque
     shutil.rmtree(directory / CONTENT)
     (directory / CONTENT).symlink_to(private)
     for act in (
-        lambda: stop_job(known_jobs.read_job(directory), console()),
+        lambda: stop_job(store.read_job(directory), console()),
         lambda: open_job(read_record(request_.output, "digits"), "digits").__enter__(),
     ):
         with pytest.raises(UsageError, match="is a link, and the job replaces its checkpoints"):
@@ -417,7 +417,7 @@ def test_a_lost_job_takes_no_directory_without_its_mark(request_: JobRequest, pr
     shutil.rmtree(private.parent / "ck")
     private.rename(private.parent / "ck")
     with pytest.raises(UsageError, match=f"has files, but no {MARK} that names the job"):
-        stop_job(known_jobs.read_job(directory), console())
+        stop_job(store.read_job(directory), console())
     assert content(private.parent / "ck") == {"key": "secret"}
 
 
@@ -427,7 +427,7 @@ def test_a_lost_job_that_replaced_nothing_keeps_the_files_that_were_there(reques
         JobRecord("image:1", LOCAL, dataclasses.replace(request_, checkpoints=private)), None, "digits"
     ) as job:
         pass
-    assert stop_job(known_jobs.read_job(job.directory), console()).state == "stopped"
+    assert stop_job(store.read_job(job.directory), console()).state == "stopped"
     assert content(private) == {"key": "secret"}
 
 
@@ -496,13 +496,13 @@ def test_a_name_that_is_a_link_is_in_use(tmp_path: Path) -> None:
     (tmp_path / "jobs").mkdir()
     (tmp_path / "jobs" / "digits").symlink_to(tmp_path / "missing")
     with pytest.raises(UsageError, match="--name digits: in use"):
-        known_jobs.check_name("digits", tmp_path / "jobs")
+        store.check_name("digits", tmp_path / "jobs")
 
 
 def test_logs_of_another_job_are_read_without_effects(tmp_path: Path) -> None:
     project = tmp_path / "project"
     directory = write_foreign_job(project)
-    (directory / store.LOG).write_text('[1, "algo-1", "a line"]\n')
+    (directory / job_log.LOG).write_text('[1, "algo-1", "a line"]\n')
     before = sorted(directory.rglob("*"))
     result = shoal(project, "logs", "digits")
     assert result.stdout == "algo-1 | a line\n"
@@ -570,4 +570,4 @@ def test_the_directory_of_another_users_job_is_not_to_be_removed(request_: JobRe
     (request_.output / "digits").mkdir(parents=True)
     os.chown(request_.output / "digits", STRANGER, STRANGER)
     with pytest.raises(UsageError, match=r"another user, in .*\. Fix: choose another name or --output$"):
-        known_jobs.check_name("digits", request_.output)
+        store.check_name("digits", request_.output)

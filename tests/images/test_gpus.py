@@ -14,7 +14,7 @@ from tests.fake_docker import FakeDocker
 from shoal.docker_client import containers
 from shoal.errors import DockerError, UsageError
 from shoal.jobs import gpus
-from shoal.jobs.hosts import local_job
+from shoal.jobs.hosts import local
 
 HOSTS = ("algo-1", "algo-2")
 CPU = {"com.amazonaws.ml.engines.sagemaker.dlc.device.cpu": "true"}
@@ -124,11 +124,11 @@ def test_settings_of_a_container() -> None:
 
 def test_local_job_sees_the_requested_gpus(tmp_path: Path) -> None:
     with pytest.raises(DockerError, match=r"--gpus 0,1: this machine has no NVIDIA GPU\. Fix: leave out --gpus"):
-        local_job._gpu_environment("0,1", tmp_path)
+        local._gpu_environment("0,1", tmp_path)
     (tmp_path / "nvidiactl").touch()
     with pytest.raises(DockerError, match="--gpus all"):
-        local_job._gpu_environment("all", tmp_path)
+        local._gpu_environment("all", tmp_path)
     (tmp_path / "nvidia0").touch()
-    assert local_job._gpu_environment("0,1", tmp_path) == {"CUDA_VISIBLE_DEVICES": "0,1"}
-    assert local_job._gpu_environment("all", tmp_path) == local_job._gpu_environment(None, tmp_path) == {}
-    assert local_job._gpu_environment("none", tmp_path) == {"CUDA_VISIBLE_DEVICES": ""}
+    assert local._gpu_environment("0,1", tmp_path) == {"CUDA_VISIBLE_DEVICES": "0,1"}
+    assert local._gpu_environment("all", tmp_path) == local._gpu_environment(None, tmp_path) == {}
+    assert local._gpu_environment("none", tmp_path) == {"CUDA_VISIBLE_DEVICES": ""}

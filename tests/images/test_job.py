@@ -18,7 +18,7 @@ from shoal.commands import jobs
 from shoal.docker_client import archive
 from shoal.errors import UsageError
 from shoal.jobs import distribution, job, results, summary
-from shoal.jobs.hosts import local_job
+from shoal.jobs.hosts import local
 
 MP = {"microbatches": 4, "placement_strategy": "spread", "pipeline": "interleaved", "partitions": 2, "ddp": True}
 
@@ -117,7 +117,7 @@ def test_torchrun_starts_the_ranks_that_are_asked_for(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"distribution\.torch_distributed\.processes_per_host is 2\. Fix: remove one"):
         distribution.set_processes_per_host(two, 4)
     request = job.JobRequest(entry_point="train.py", hosts=2, procs_per_host=2, distribution=TORCHRUN)
-    merged = local_job.merge_hosts(request, Console(file=io.StringIO()))
+    merged = local.merge_hosts(request, Console(file=io.StringIO()))
     assert merged.distribution == {"torch_distributed": {"enabled": True, "processes_per_host": 4}}
 
 
@@ -420,14 +420,14 @@ def test_elastic_jobs_that_are_refused(request_: job.JobRequest, changes: dict[s
 )
 def test_hosts_of_one_machine_have_no_mpi(request_: job.JobRequest, changes: dict[str, Any], words: str) -> None:
     elastic = replace(request_, hosts=2, min_hosts=1, procs_per_host=None, distribution={})
-    assert local_job.list_loopback_names(elastic) == ["127.0.0.1", "127.0.0.2"]
+    assert local.list_loopback_names(elastic) == ["127.0.0.1", "127.0.0.2"]
     with pytest.raises(UsageError, match=words):
-        local_job.list_loopback_names(replace(elastic, **changes))
+        local.list_loopback_names(replace(elastic, **changes))
 
 
 def test_local_job_merges_hosts_and_prints_that(request_: job.JobRequest) -> None:
     screen = io.StringIO()
-    folded = local_job.merge_hosts(request_, Console(file=screen, width=200))
+    folded = local.merge_hosts(request_, Console(file=screen, width=200))
     assert folded.hosts == 1
     assert "2 hosts × 2 ranks run as 1 host × 4 ranks" in screen.getvalue()
     sent = folded.encode_hyperparameters("j")

@@ -21,11 +21,9 @@ from shoal.jobs import running
 from shoal.jobs.checkpoints import CONTENT
 from shoal.jobs.hosts import docker as docker_hosts
 from shoal.jobs.job import RESOURCE_CONFIG, JobRequest
-from shoal.jobs.job_lines import LineFilter, read_lines
-from shoal.jobs.job_log import JobLog
-from shoal.jobs.known_jobs import check_name, find_job, find_running_job, list_jobs
+from shoal.jobs.job_log import LOG, JobLog, LineFilter, read_lines
 from shoal.jobs.stopping import stop_job
-from shoal.jobs.store import DOCKER, LOCAL, LOG, JobRecord, open_job
+from shoal.jobs.store import DOCKER, LOCAL, JobRecord, check_name, find_job, find_running_job, list_jobs, open_job
 from shoal.jobs.view import PlainView
 
 from .test_docker_job import FakeEngine

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import fcntl
 import io
 import os
@@ -22,14 +21,27 @@ from rich.console import Console
 from shoal.clean_text import clean_log_line
 from shoal.docker_client.containers import split_lines, split_pieces
 from shoal.jobs import usage
-from shoal.jobs.gpu_usage import GpuMeter, GpuUse, read_lines, smi_command
-from shoal.jobs.job import JobRequest
 from shoal.jobs.job_log import JobLog, Line, Series
-from shoal.jobs.live_panel import PanelState, render_panel, render_result
-from shoal.jobs.metric_definitions import encode_definitions, read_definitions
-from shoal.jobs.metric_search import MetricDefinition, MetricSearch, find_metrics
-from shoal.jobs.usage import CPU, GPU, GPU_MEMORY, MEMORY, Usage, sample_usage
-from shoal.jobs.view import LiveView, can_show_panel
+from shoal.jobs.metric_definitions import (
+    MetricDefinition,
+    MetricSearch,
+    encode_definitions,
+    find_metrics,
+    read_definitions,
+)
+from shoal.jobs.usage import (
+    CPU,
+    GPU,
+    GPU_MEMORY,
+    MEMORY,
+    GpuMeter,
+    GpuUse,
+    Usage,
+    read_lines,
+    sample_usage,
+    smi_command,
+)
+from shoal.jobs.view import LiveView, PanelState, can_show_panel, render_panel, render_result
 
 SHOAL = Path(sys.executable).with_name("shoal")
 SEQUENCES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
@@ -164,19 +176,15 @@ def test_a_progress_bar_is_in_the_panel_until_its_last_state() -> None:
 
 def test_definitions_replace_the_numbers_of_the_log(tmp_path: Path) -> None:
     definitions = '[{"Name": "loss", "Regex": "loss is ([^ ]+)"}, {"Name": "bad", "Regex": "("}, 3]'
-    request = JobRequest(
-        source=tmp_path, entry_point="x", hyperparameters={"sagemaker_metric_definitions": definitions}
-    )
-    found = read_definitions(request)
+    found = read_definitions({"sagemaker_metric_definitions": definitions}, tmp_path)
     metrics = [(name, str(value)) for name, value in find_metrics(found, "loss is 0.5, loss is nan loss is 1e-3 ")]
     assert metrics == [("loss", "nan"), ("loss", "0.001")]
-    plain = JobRequest(source=tmp_path, entry_point="x")
-    assert read_definitions(plain) == []
+    assert read_definitions({}, tmp_path) == []
     (tmp_path / "metrics.json").write_text(definitions)
-    assert [each.name for each in read_definitions(plain)] == ["loss"]
+    assert [each.name for each in read_definitions({}, tmp_path)] == ["loss"]
 
     given = encode_definitions({"loss": r"is ([0-9\.]+)"})
-    (metric,) = read_definitions(dataclasses.replace(plain, hyperparameters={"sagemaker_metric_definitions": given}))
+    (metric,) = read_definitions({"sagemaker_metric_definitions": given}, None)
     assert (metric.name, metric.pattern.pattern) == ("loss", r"is ([0-9\.]+)")
 
     receiver, sender = os.pipe()

@@ -11,8 +11,7 @@ from typing import NamedTuple
 import pytest
 
 from shoal.jobs.job_log import JobLog
-from shoal.jobs.printed_metrics import MetricReader, Reading
-from shoal.jobs.printed_steps import X
+from shoal.jobs.printed_metrics import MetricReader, Reading, X
 
 CORPUS = Path(__file__).parent / "data" / "printed_lines.txt"
 LEAST = 0.95

@@ -21,7 +21,7 @@ from shoal import limits
 from shoal.commands.common import format_json
 from shoal.docker_client import archive, containers
 from shoal.errors import DiskError
-from shoal.jobs import job_lines, results, summary
+from shoal.jobs import job_log, results, summary
 from shoal.jobs.job import JobRequest, JobResult
 from shoal.jobs.job_log import JobLog
 
@@ -550,5 +550,5 @@ def test_a_log_of_another_form_is_no_traceback(tmp_path: Path) -> None:
         '[5, "a", "ok"]',
     ]
     (tmp_path / "log.jsonl").write_text("\n".join([*lines, "y" * (9 << 20), '[5, "a", "last"]', ""]))
-    found = list(job_lines.read_lines(tmp_path, job_lines.LineFilter()))
+    found = list(job_log.read_lines(tmp_path, job_log.LineFilter()))
     assert found == ["a | ok", "a | last"]

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.jobs.event_files import read_scalars
-from shoal.jobs.trackers import find_trackers
+from shoal.jobs.trackers import find_trackers, read_scalars
 
 from ..cache import install
 

@@ -15,13 +15,12 @@ from typing import Any, cast
 import pytest
 
 from shoal.commands import job_reports
-from shoal.jobs import event_files
-from shoal.jobs.event_files import read_scalars
+from shoal.jobs import trackers
 from shoal.jobs.job import JobRequest, JobResult
 from shoal.jobs.job_log import Key, Series
 from shoal.jobs.store import JobRecord, OpenJob
 from shoal.jobs.summary import summary_rows
-from shoal.jobs.trackers import find_trackers
+from shoal.jobs.trackers import find_trackers, read_scalars
 from shoal.report.job_page import render_job_page
 from shoal.report.job_report import read_report
 
@@ -108,10 +107,10 @@ def test_links_pipes_and_large_files_are_not_read(tmp_path: Path, monkeypatch: p
     (output / "c.tfevents.sparse").unlink()
     assert len(read_scalars(output, 0.0)) == 2
     with monkeypatch.context() as patch:
-        patch.setattr(event_files, "_MOST_RECORD", 20)
+        patch.setattr(trackers, "_MOST_RECORD", 20)
         assert read_scalars(output, 0.0) == {}
     with monkeypatch.context() as patch:
-        patch.setattr(event_files, "_MOST_SCALARS", 3)
+        patch.setattr(trackers, "_MOST_SCALARS", 3)
         assert sum(len(series.values) for series in read_scalars(output, 0.0).values()) == 3
     linked = tmp_path / "linked"
     linked.symlink_to(EVENTS)

@@ -18,7 +18,7 @@ import docker
 import pytest
 
 from shoal.docker_client import containers
-from shoal.jobs import known_jobs, running
+from shoal.jobs import running, store
 from shoal.matrix.spec import BuildSpec
 
 from ..images.test_random_kills import SCRIPT, curve
@@ -197,7 +197,7 @@ def test_checkpoints_of_a_killed_command_are_not_lost(
         assert (result.returncode, result.stdout, result.stderr) == (5, "given\n", "/opt/ml/code\n")
         os.kill(json.loads((job / "request.json").read_text())["pid"], signal.SIGKILL)
         running.wait_for_end(job)
-        assert known_jobs.read_job(job).state == known_jobs.LOST
+        assert store.read_job(job).state == store.LOST
         result = resume(job.name, jobs)
         assert result.returncode == 2
         assert f"its command has been killed. Fix: shoal stop {job.name}," in result.stderr

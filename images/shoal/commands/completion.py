@@ -47,7 +47,7 @@ def complete_images(incomplete: str) -> list[str]:
 
 def complete_jobs(incomplete: str) -> list[str]:
     """Return the names of this user's jobs on this machine that begin with `incomplete`, running ones first."""
-    from shoal.jobs.known_jobs import list_jobs  # takes longer than commands on images that repeat
+    from shoal.jobs.store import list_jobs  # takes longer than commands on images that repeat
 
     try:
         names = (each.name for each in list_jobs() if each.name.startswith(incomplete))

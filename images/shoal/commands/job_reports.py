@@ -21,7 +21,7 @@ from rich.console import Console
 from shoal import __version__
 from shoal.clean_text import clean_text, cut_line
 from shoal.console import print_line
-from shoal.jobs import event_files, summary
+from shoal.jobs import summary, trackers
 from shoal.jobs.job import SECRET, JobRequest, JobResult
 from shoal.jobs.job_log import MAX_SERIES, Key, Series
 from shoal.jobs.metric_definitions import HYPERPARAMETER
@@ -206,7 +206,7 @@ def _read_scalars(opened: OpenJob) -> list[Curve]:
     """Return the curves in TensorBoard's event files. The names of several hosts come first."""
     series: dict[Key, Series] = {}
     for host, output in opened.outputs.items():
-        for (name, run, _), points in event_files.read_scalars(output, opened.log.began).items():
+        for (name, run, _), points in trackers.read_scalars(output, opened.log.began).items():
             place = run if len(opened.outputs) == 1 else f"{host} {run}"
             series[name, place, None] = points
     return _make_curves(dict(itertools.islice(series.items(), MAX_SERIES)))

@@ -57,11 +57,10 @@ from shoal.commands.script import (
 from shoal.console import CleanConsole, console, print_line
 from shoal.docker_client import images as docker_images
 from shoal.errors import ImageError, UsageError
-from shoal.jobs import background, known_jobs, metric_definitions, model_plan, summary, trackers
+from shoal.jobs import background, metric_definitions, model_plan, store, summary, trackers
 from shoal.jobs.distribution import parse_distribution
-from shoal.jobs.hosts import docker_job, local_job
+from shoal.jobs.hosts import docker_job, local
 from shoal.jobs.job import JobRequest, JobResult
-from shoal.jobs.known_jobs import KnownJob, read_job
 from shoal.jobs.store import (
     DOCKER,
     FAILED,
@@ -69,9 +68,11 @@ from shoal.jobs.store import (
     OUTPUT,
     STOPPED,
     JobRecord,
+    KnownJob,
     OpenJob,
     check_owners,
     open_job,
+    read_job,
     read_record,
 )
 from shoal.jobs.variables import parse_secrets, read_environment, restore_environment
@@ -220,7 +221,7 @@ class RunOptions:
                     " continue an earlier job, shoal run --resume JOB"
                 )
             if self.name is not None:
-                known_jobs.check_name(self.name, self.jobs)
+                store.check_name(self.name, self.jobs)
             record = JobRecord(self.image, (engine or Engine.docker).value, JobRequest(**given))
         elif self.name is not None:
             raise UsageError(f"--name {self.name}: a resumed job keeps its name, {self.resume}. Fix: leave out --name")
@@ -236,7 +237,7 @@ class RunOptions:
                 raise UsageError("SCRIPT: missing, and without Docker no image names one. Fix: shoal run IMAGE SCRIPT")
             _refuse_container_options(record.request)
             if record.request.min_hosts:
-                local_job.list_loopback_names(record.request)
+                local.list_loopback_names(record.request)
         return record
 
     def _read_fields(self) -> dict[str, Any]:
@@ -364,7 +365,7 @@ def run_job(options: RunOptions) -> None:
 
 def _run_to_end(opened: OpenJob, progress: Console, options: RunOptions, build_seconds: float | None) -> JobResult:
     """Run a job, record how it ended, write its report, and return its result. After an error, too, it is recorded."""
-    run = local_job.run_job_locally if opened.record.engine == LOCAL else docker_job.run_job_in_docker
+    run = local.run_job_locally if opened.record.engine == LOCAL else docker_job.run_job_in_docker
     try:
         with _open_view(opened, progress, options) as view:
             result = run(opened, view)
@@ -496,7 +497,7 @@ def _open_view(opened: OpenJob, progress: Console, options: RunOptions) -> conte
     merged = 1 if engine == LOCAL and not request.min_hosts else request.hosts
     hosts = f"{request.min_hosts}:{request.hosts}" if request.min_hosts else str(merged)
     ranks = request.hosts * (request.procs_per_host or 1)
-    definitions = metric_definitions.read_definitions(request)
+    definitions = metric_definitions.read_definitions(request.hyperparameters, request.source)
     return LiveView(progress, opened.log, opened.name, hosts, ranks, definitions)
 
 

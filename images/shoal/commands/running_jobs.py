@@ -23,12 +23,11 @@ from shoal.commands.common import (
 )
 from shoal.console import print_line
 from shoal.errors import UsageError
-from shoal.jobs import inside, known_jobs, stopping
+from shoal.jobs import inside, stopping, store
 from shoal.jobs.inside import choose_host
-from shoal.jobs.job_lines import LineFilter, read_lines
-from shoal.jobs.known_jobs import LOST, KnownJob, find_job, find_running_job
+from shoal.jobs.job_log import LineFilter, read_lines
 from shoal.jobs.run import STOP_SECONDS
-from shoal.jobs.store import LOCAL, OUTPUT, RUNNING, STOPPED
+from shoal.jobs.store import LOCAL, LOST, OUTPUT, RUNNING, STOPPED, KnownJob, find_job, find_running_job
 from shoal.jobs.summary import describe_stop
 from shoal.jobs.volumes import Volume
 from shoal.report.job_report import PAGE
@@ -51,7 +50,7 @@ def list_jobs(
 
     Example: shoal ps
     """
-    jobs = known_jobs.list_jobs()
+    jobs = store.list_jobs()
     ended = [each for each in jobs if not each.is_running]
     hidden = 0 if every else max(0, len(ended) - _MOST_ENDED)
     shown = jobs[: len(jobs) - hidden]
@@ -104,7 +103,7 @@ def print_logs(
             f"--rank {rank}: no line has that rank. Lines have one if MPI or torchrun starts several ranks. "
             "Fix: use --host"
         )
-    print_line(_describe_state(known_jobs.read_job(found.directory)), progress_console(as_json=True))
+    print_line(_describe_state(store.read_job(found.directory)), progress_console(as_json=True))
 
 
 def _describe_state(job: KnownJob) -> str:
@@ -134,7 +133,7 @@ def stop_job(name: Job, as_json: AsJson = False) -> None:
     progress = progress_console(as_json)
     if owner := trust.become_owner(found.directory):
         print_line(f"{found.name}: belongs to {owner}, and so will the files that are collected", progress)
-        found = known_jobs.read_job(found.directory)  # root does not take the mark of another user's command for one
+        found = store.read_job(found.directory)  # root does not take the mark of another user's command for one
     if found.state in (RUNNING, LOST):
         say = f"stopping {found.name}; the script has {STOP_SECONDS} s to end (repeat the command to stop at once)"
         print_line(say, progress)

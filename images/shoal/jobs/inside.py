@@ -14,8 +14,7 @@ from shoal.docker_client import containers, terminal
 from shoal.errors import DockerError, UsageError, did_you_mean
 from shoal.jobs import gpus, processes
 from shoal.jobs.hosts.docker import find_containers
-from shoal.jobs.known_jobs import KnownJob
-from shoal.jobs.store import LOCAL, list_host_trees
+from shoal.jobs.store import LOCAL, KnownJob, list_host_trees
 from shoal.jobs.volumes import Volume
 
 SHELL = ["sh", "-c", "command -v bash >/dev/null && exec bash || exec sh"]

@@ -16,7 +16,7 @@ import docker.utils
 
 from shoal.docker_client import containers
 from shoal.errors import UsageError, did_you_mean
-from shoal.jobs import distribution, gpus, restarts, source_files
+from shoal.jobs import distribution, gpus, source_files
 from shoal.jobs.source_files import Selection
 from shoal.jobs.variables import Secret, check_secret_variables
 from shoal.jobs.volumes import Volume
@@ -32,6 +32,8 @@ MEMBERS_ONLY = {"SHOAL_MEMBERS_ONLY": "1"}
 """The variable with which ranks refuse connections of other users, containers and machines. `-e` can change it."""
 REPORTED_VARIABLES = "SHOAL_REPORTED_VARIABLES"
 """The variable with the names of those that `train` lists in job.json, with masked secrets."""
+MAX_RESTARTS, MIN_HOSTS = "SHOAL_MAX_RESTARTS", "SHOAL_MIN_HOSTS"
+"""The variables with how often a job may restart, and with how many hosts an elastic job goes on."""
 SHM_SIZE = "1g"
 """The default size of a host's /dev/shm."""
 
@@ -101,10 +103,10 @@ class JobRequest:
             check_channel_name(name)
             check_channel_directory(name, directory)
         self._check_checkpoints()
-        if restarts.MAX_RESTARTS in self.environment:
-            raise UsageError(f"--env {restarts.MAX_RESTARTS}: hosts would not be replaced. Fix: --max-restarts N")
-        if restarts.MIN_HOSTS in self.environment:
-            raise UsageError(f"--env {restarts.MIN_HOSTS}: shoal would not know it. Fix: --hosts MIN:MAX")
+        if MAX_RESTARTS in self.environment:
+            raise UsageError(f"--env {MAX_RESTARTS}: hosts would not be replaced. Fix: --max-restarts N")
+        if MIN_HOSTS in self.environment:
+            raise UsageError(f"--env {MIN_HOSTS}: shoal would not know it. Fix: --hosts MIN:MAX")
         self._check_elastic()
         gpus.check_gpus_option(self.gpus, self.hosts)
         check_secret(self.environment)
@@ -282,6 +284,11 @@ def check_secret(environment: Mapping[str, str]) -> None:
             f"--env {SECRET}: `train` takes {_SECRET_LENGTHS[0]} to {_SECRET_LENGTHS[-1]} characters. Fix: leave it "
             "out, and the job gets a new secret"
         )
+
+
+def limit_variables(most: int, least_hosts: int = 0) -> dict[str, str]:
+    """Return the variables with the limit of restarts and the least number of hosts; none for 0, `train`'s default."""
+    return {name: str(value) for name, value in ((MAX_RESTARTS, most), (MIN_HOSTS, least_hosts)) if value}
 
 
 def check_size(option: str, size: str | None) -> int:

@@ -1,11 +1,16 @@
-"""Waits for the hosts of a job until all have ended, and replaces lost ones: containers, or local processes."""
+"""Waits for the hosts of a job until all have ended, and replaces lost ones: containers, or local processes.
+
+The contract of restarts with `train` is in docs/restarts.md: variables, exit codes and job.json.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import queue
+import signal
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -14,7 +19,69 @@ from rich.console import Console
 from shoal.clean_text import print_error
 from shoal.console import print_line
 from shoal.errors import DockerError
-from shoal.jobs import job, restarts
+from shoal.jobs import job
+
+RESTART, RESTART_REASON = "SHOAL_RESTART", "SHOAL_RESTART_REASON"
+"""The number of restarts so far, and the reason of the last one in one line. `train` sets both for the script."""
+MOST_RESTARTS = 10000
+"""The largest limit that `train` takes."""
+WRONG_CONFIGURATION, HOST_LOST, STOPPED = 2, 138, 143
+"""Exit codes of `train`. docs/exit-codes.md lists them."""
+_FINAL = (0, WRONG_CONFIGURATION, STOPPED)
+"""Exit codes after which a new start is wrong."""
+
+
+def is_final(exit_code: int) -> bool:
+    """Return whether a host that ended with this code is never started again, also without a result."""
+    return exit_code in _FINAL
+
+
+def describe_exit(exit_code: int, out_of_memory: bool = False) -> str:
+    """Return how a host that was lost has ended, in words."""
+    if out_of_memory:
+        return "killed by the out-of-memory killer"
+    if exit_code == HOST_LOST:
+        return "it has lost the other hosts"
+    try:
+        return f"killed by {signal.Signals(exit_code - 128).name}"
+    except ValueError:
+        return f"exit code {exit_code} without a result"
+
+
+def describe_restart(number: int, reason: str, host: str) -> dict[str, Any]:
+    """Return an entry of `restarts` in job.json, as `train` writes it, but without its seconds."""
+    return {"number": number, "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "reason": reason, "host": host}
+
+
+def restart_variables(entry: Mapping[str, Any], most: int, before: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Return the variables of hosts that are started again after a restart.
+
+    `train` counts all restarts before it against its limit. So each one because a host came back raises the limit.
+
+    Args:
+        entry: The restart.
+        most: How often the job may restart.
+        before: The earlier restarts.
+    """
+    variables = {RESTART: str(entry["number"]), RESTART_REASON: str(entry["reason"])}
+    if growths := len(before) - count_failures(before):
+        variables[job.MAX_RESTARTS] = str(min(most + growths, MOST_RESTARTS))
+    return variables
+
+
+def count_failures(listed: Sequence[Mapping[str, Any]]) -> int:
+    """Return how many restarts count against the limit: all but those because a host came back."""
+    return sum(each.get("counted", True) is not False for each in listed)
+
+
+def parse_restarts(report: bytes) -> list[dict[str, Any]]:
+    """Return the restarts that the job.json of a lost host lists; none if it cannot be read."""
+    try:
+        restarts = json.loads(report)["restarts"]
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return []
+    return [each for each in restarts if isinstance(each, dict)] if isinstance(restarts, list) else []
+
 
 STRAGGLER_SECONDS = 60
 """How long the other hosts may run after one has ended. All hosts of a job end with one result."""
@@ -133,7 +200,7 @@ class Watch:
         self.deadline = time.monotonic() + STRAGGLER_SECONDS
         if host == self.hosts.first:
             self._on_first_ended(end)
-        elif self._can_restart and self.hosts.first not in self.exits and not restarts.is_final(end.exit_code):
+        elif self._can_restart and self.hosts.first not in self.exits and not is_final(end.exit_code):
             if self.hosts.has_result(host):
                 self.deadline = time.monotonic() + FAREWELL_SECONDS
             else:
@@ -152,13 +219,13 @@ class Watch:
 
     def _can_restart_all(self, end: HostExit) -> bool:
         """Return whether all hosts start again after the end of the first one: it was lost, or gave up on another."""
-        if not self._can_restart or restarts.is_final(end.exit_code):
+        if not self._can_restart or is_final(end.exit_code):
             return False
         first = self.hosts.first
-        if end.exit_code != restarts.HOST_LOST and self.hosts.has_result(first):
+        if end.exit_code != HOST_LOST and self.hosts.has_result(first):
             return False
         listed = [*self.restarts, *self.hosts.read_restarts(first)]
-        return restarts.count_failures(listed) < self.hosts.request.max_restarts
+        return count_failures(listed) < self.hosts.request.max_restarts
 
     def _end_wait(self) -> None:
         """Replace the hosts that have ended if the first one waits for them, otherwise stop the others.
@@ -166,7 +233,7 @@ class Watch:
         An elastic job goes on without hosts that cannot be replaced: `train` decides when there are too few.
         """
         self.deadline = None
-        failed = [host for host, end in self.exits.items() if not restarts.is_final(end.exit_code)]
+        failed = [host for host, end in self.exits.items() if not is_final(end.exit_code)]
         if failed and self._can_restart and self.hosts.first not in self.exits:
             for host in failed:
                 self._replace(host)
@@ -177,7 +244,7 @@ class Watch:
         """Start a new container for a lost host. The others keep theirs: `train` there waits for it."""
         end = self.exits.pop(host)
         self.lost += 1
-        self._say(f"{host} was lost ({restarts.describe_exit(end.exit_code, end.out_of_memory)}): starting it again")
+        self._say(f"{host} was lost ({describe_exit(end.exit_code, end.out_of_memory)}): starting it again")
         self.hosts.create(host)
         self.hosts.start(host)
         self.deadline = None
@@ -186,13 +253,13 @@ class Watch:
         """Start new containers for all hosts, because the first one, which decides for all, was lost."""
         started = time.monotonic()
         first = self.hosts.first
-        reason = f"The first host {first} was lost: {restarts.describe_exit(end.exit_code, end.out_of_memory)}"
+        reason = f"The first host {first} was lost: {describe_exit(end.exit_code, end.out_of_memory)}"
         self._say(f"{reason}. Starting all hosts again")
         self.lost += 1
         self.restarts += self.hosts.read_restarts(first)
         self.hosts.stop(host for host in self.hosts.ids if host not in self.exits)
-        entry = restarts.describe_restart(len(self.restarts) + 1, reason, first)
-        variables = restarts.restart_variables(entry, self.hosts.request.max_restarts, self.restarts)
+        entry = describe_restart(len(self.restarts) + 1, reason, first)
+        variables = restart_variables(entry, self.hosts.request.max_restarts, self.restarts)
         for host in self.hosts.ids:
             self.hosts.create(host, variables)
         self.exits.clear()

@@ -19,16 +19,18 @@ from shoal.errors import UsageError
 from shoal.jobs import checkpoints, processes, results, running
 from shoal.jobs.hosts.docker import DockerHosts, find_containers, stop_containers
 from shoal.jobs.hosts.docker_job import collect
-from shoal.jobs.hosts.local_job import SECRETS
-from shoal.jobs.known_jobs import LOST, KnownJob, read_job
+from shoal.jobs.hosts.local import SECRETS
 from shoal.jobs.store import (
     LOCAL,
+    LOST,
     STOPPED,
+    KnownJob,
     OpenJob,
     collect_tree,
     find_checkpoints,
     find_trees,
     list_host_trees,
+    read_job,
 )
 from shoal.jobs.view import PlainView
 

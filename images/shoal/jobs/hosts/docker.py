@@ -33,11 +33,10 @@ from shoal.console import print_line
 from shoal.docker_client import archive, containers, images
 from shoal.docker_client.users import ROOT, Owner, find_owner
 from shoal.errors import DockerError, ShoalError, UsageError
-from shoal.jobs import checkpoints, gpus, job, restarts, results, variables
-from shoal.jobs.gpu_usage import GpuMeter, read_lines, smi_command
+from shoal.jobs import checkpoints, gpus, job, results, run, variables
 from shoal.jobs.job_log import JobLog
 from shoal.jobs.run import STOP_SECONDS, Arrival, HostExit
-from shoal.jobs.usage import Usage
+from shoal.jobs.usage import GpuMeter, Usage, read_lines, smi_command
 from shoal.jobs.view import View
 from shoal.jobs.volumes import Volume
 from shoal.limits import GIB, MOST_PROCESSES
@@ -276,7 +275,7 @@ class DockerHosts:
 
     def read_restarts(self, host: str) -> list[dict[str, Any]]:
         """Return the restarts that `train` has listed in job.json on a host; none if it has not."""
-        return restarts.parse_restarts(self._read_file(host, "output/job.json") or b"")
+        return run.parse_restarts(self._read_file(host, "output/job.json") or b"")
 
     def _read_file(self, host: str, path: str) -> bytes | None:
         return containers.read_file(self.by_name[host], f"{_ML}/{path}")
@@ -400,7 +399,7 @@ def _container_settings(request: job.JobRequest, name: str, identity: str, netwo
             job.SECRET_FILE: f"/{SECRET_PATH}",
             **job.MEMBERS_ONLY,
             **variables.locate_secrets(request.secrets),
-            **restarts.limit_variables(request.max_restarts, request.min_hosts),
+            **job.limit_variables(request.max_restarts, request.min_hosts),
             **own,
             "TRAINING_JOB_NAME": name,
         },

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from shoal.jobs import gpus, job, restarts
+from shoal.jobs import gpus, job, run
 from shoal.jobs.hosts.kubernetes.request import Kind, KubernetesRequest, Storage
 from shoal.jobs.variables import SECRETS
 
@@ -89,7 +89,7 @@ def _build_pod_security(request: KubernetesRequest) -> Object:
 def _build_environment(request: KubernetesRequest) -> list[Object]:
     """Return the variables of the container. `--env` overrides them; a secret in it is left out."""
     values: dict[str, str] = {"TRAINING_JOB_NAME": request.name, "SHOAL_HOSTS_TIMEOUT": str(START_SECONDS)}
-    values |= restarts.limit_variables(request.max_restarts)
+    values |= job.limit_variables(request.max_restarts)
     if request.entry_point:
         values["SAGEMAKER_PROGRAM"] = request.entry_point
     if request.source is not None:
@@ -130,8 +130,8 @@ def _find_fields(request: KubernetesRequest) -> dict[str, str]:
     fields = {}
     if request.results and (index := _INDEX.get(request.kind)):
         fields[index] = _REPLICA_INDEX
-    if request.kind in (Kind.jobset, Kind.trainjob) and restarts.RESTART not in request.environment:
-        fields[restarts.RESTART] = _ATTEMPT
+    if request.kind in (Kind.jobset, Kind.trainjob) and run.RESTART not in request.environment:
+        fields[run.RESTART] = _ATTEMPT
     return fields
 
 

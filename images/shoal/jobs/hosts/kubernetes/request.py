@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from shoal.errors import UsageError
-from shoal.jobs import distribution, job, restarts
+from shoal.jobs import distribution, job
 from shoal.jobs.source_files import Selection
 from shoal.jobs.variables import check_unique, split_secret
 
@@ -29,7 +29,7 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _REQUIREMENTS = "requirements.txt"
 _RESERVED = {
     "TRAINING_JOB_NAME": "it is the name of the job. Fix: --name",
-    restarts.MAX_RESTARTS: "lost pods would not be made again. Fix: --max-restarts",
+    job.MAX_RESTARTS: "lost pods would not be made again. Fix: --max-restarts",
     "SHOAL_HOSTS": "the file, or its controller, lists the hosts. Fix: --hosts",
     **dict.fromkeys(
         (

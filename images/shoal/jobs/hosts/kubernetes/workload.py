@@ -15,11 +15,11 @@ first one is lost, the others end with 138, and all are made again. Without `ret
 
 from __future__ import annotations
 
-from shoal.jobs import restarts
+from shoal.jobs import run
 from shoal.jobs.hosts.kubernetes.pod import Object, build_pod_template, job_labels, name_object
 from shoal.jobs.hosts.kubernetes.request import Kind, KubernetesRequest
 
-_LOST = (137, restarts.HOST_LOST)
+_LOST = (137, run.HOST_LOST)
 """Exit codes of a pod that was killed, and of `train` in the pods that have lost it."""
 _TRAINER = "trainer.kubeflow.org"
 _NODE = "node"
@@ -83,10 +83,10 @@ def _build_job_spec(request: KubernetesRequest, container: str, retries: int) ->
 
     stopped = [
         {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
-        {"action": "Ignore", **on_codes("In", restarts.STOPPED)},
+        {"action": "Ignore", **on_codes("In", run.STOPPED)},
     ]
     only_lost = request.max_restarts and not request.retries
-    final = on_codes("NotIn", *_LOST) if only_lost else on_codes("In", restarts.WRONG_CONFIGURATION)
+    final = on_codes("NotIn", *_LOST) if only_lost else on_codes("In", run.WRONG_CONFIGURATION)
     return {
         "completionMode": "Indexed",
         "completions": request.hosts,

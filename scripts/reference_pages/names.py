@@ -104,7 +104,11 @@ def _state(node: ast.AST) -> str:
     if isinstance(body[0], ast.Raise):
         return UNSUPPORTED
     if any(isinstance(each, ast.Call) and "raise_unsupported" in ast.unparse(each.func) for each in ast.walk(node)):
-        enabled = [each for each in body if not isinstance(each, ast.If) and "check_tensor_parallel_options" not in ast.unparse(each)]
+        enabled = [
+            each
+            for each in body
+            if not isinstance(each, ast.If) and "check_tensor_parallel_options" not in ast.unparse(each)
+        ]
         return UNSUPPORTED if all(ast.unparse(each).strip("()") == "yield" for each in enabled) else WORKS
     return NO_EFFECT if ast.unparse(body[0]).startswith("warn_without_effect(") else WORKS
 

@@ -47,7 +47,7 @@ _replacements = _Replacements()
 
 
 def clean_text(text: str) -> str:
-    """Return a text without characters that control a terminal, hide or turn text around; line ends stay.
+    """Returns a text without characters that control a terminal, hide or turn text around; line ends stay.
 
     Controls, format characters (also of bidirectional text), surrogates and invisible letters become U+FFFD, and tabs
     and wide spaces become spaces.
@@ -58,7 +58,7 @@ def clean_text(text: str) -> str:
 
 
 def _cut_marks(found: re.Match[str]) -> str:
-    """Return signs with at most `_MOST_MARKS` marks on each letter."""
+    """Returns signs with at most `_MOST_MARKS` marks on each letter."""
     kept, marks = [], 0
     for char in found[0]:
         marks = marks + 1 if unicodedata.category(char) in _MARKS else 0
@@ -68,14 +68,14 @@ def _cut_marks(found: re.Match[str]) -> str:
 
 
 def clean_message(text: str) -> str:
-    """Return a clean text for one message: further lines are indented, so they do not look like lines of Shoal."""
+    """Returns a clean text for one message: further lines are indented, so they do not look like lines of Shoal."""
     *lines, rest = clean_text(text).split("\n", _MOST_LINES)
     last = rest if "\n" not in rest else f"… ({rest.count(chr(10)) + 1:,} lines more)"
     return "\n  ".join(cut_line(line, _MOST_IN_MESSAGE) for line in (*lines, last))
 
 
 def clean_log_line(text: str) -> str:
-    """Return a line that changes nothing but its own row of a terminal: colours stay, and other controls do not."""
+    """Returns a line that changes nothing but its own row of a terminal: colours stay, and other controls do not."""
     text = cut_line(text)
     if text.isascii() and text.isprintable():
         return text
@@ -92,17 +92,17 @@ def _conceals(color: str) -> bool:
 
 
 def cut_line(text: str, most: int = MOST_IN_LINE) -> str:
-    """Return a line without its end if it is very long."""
+    """Returns a line without its end if it is very long."""
     return text if len(text) <= most else f"{text[:most]}… ({len(text) - most} characters more)"
 
 
 def print_error(text: str) -> None:
-    """Print a message of Shoal on standard error."""
+    """Prints a message of Shoal on standard error."""
     print(f"shoal: {clean_message(text)}", file=sys.stderr)
 
 
 def print_document(text: str, end: str = "\n") -> None:
-    """Print a document for programs on standard output. On a terminal it is cleaned; elsewhere it stays unchanged.
+    """Prints a document for programs on standard output. On a terminal it is cleaned; elsewhere it stays unchanged.
 
     Only lone surrogates are always replaced, as they cannot be encoded.
     """
@@ -110,7 +110,7 @@ def print_document(text: str, end: str = "\n") -> None:
 
 
 def print_log_line(text: str, flush: bool = False) -> None:
-    """Print a line of a job's log on standard output. On a terminal it is cleaned; elsewhere it stays unchanged."""
+    """Prints a line of a job's log on standard output. On a terminal it is cleaned; elsewhere it stays unchanged."""
     sys.stdout.write((clean_log_line(text) if sys.stdout.isatty() else _encodable(text)) + "\n")
     if flush:
         sys.stdout.flush()

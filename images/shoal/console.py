@@ -29,7 +29,7 @@ class CleanConsole(Console):
         super().__init__(highlight=False, emoji=False, **settings)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """Yield the segments of an object. Only the colours of `LogLines` stay, and rich's own control codes."""
+        """Yields the segments of an object. Only the colours of `LogLines` stay, and rich's own control codes."""
         segments = super().render(renderable, options)
         if isinstance(renderable, LogLines):
             yield from segments
@@ -42,18 +42,18 @@ console = CleanConsole()
 
 
 def print_line(text: str, on: Console = console) -> None:
-    """Print a message without markup and without wrapping it. Its further lines are indented."""
+    """Prints a message without markup and without wrapping it. Its further lines are indented."""
     on.print(clean_message(text), markup=False, highlight=False, emoji=False, soft_wrap=True)
 
 
 def print_lines(texts: Iterable[str], on: Console = console) -> None:
-    """Print messages, one after the other."""
+    """Prints messages, one after the other."""
     for text in texts:
         print_line(text, on)
 
 
 def print_log_lines(lines: Iterable[str], on: Console) -> None:
-    """Print lines of a job's log. On a terminal they are cleaned; elsewhere they stay unchanged."""
+    """Prints lines of a job's log. On a terminal they are cleaned; elsewhere they stay unchanged."""
     if on.file.isatty():
         on.print(LogLines("".join(f"{clean_log_line(line)}\n" for line in lines)), soft_wrap=True, end="")
     else:

@@ -1,8 +1,8 @@
 """`shoal doctor`: checks whether this machine can build images and run jobs, and advises fixes.
 
-A check takes a `Site` and returns a `Result`. All checks run at the same time, each in its own thread, and together
-take at most `LIMIT` seconds. If there is no Docker or no checkout, the check of it fails, and checks that need it
-become remarks. A check also fails if it raises another exception or is late. Checks leave this machine as it is;
+A check takes a `Site` and returns a `CheckResult`. All checks run at the same time, each in its own thread, and
+together take at most `LIMIT` seconds. If there is no Docker or no checkout, the check of it fails, and checks that need
+it become remarks. A check also fails if it raises another exception or is late. Checks leave this machine as it is;
 `apply_fixes` may install and start Docker.
 """
 
@@ -51,7 +51,7 @@ State = Literal["ok", "failed", "remark"]
 _BUNDLE = "without a network, build from a bundle: shoal bundle DIR elsewhere, and shoal build --bundle DIR here"
 
 
-class Result(NamedTuple):
+class CheckResult(NamedTuple):
     """The result of a check: its finding in one line, and a fix if it needs one."""
 
     state: State
@@ -60,7 +60,7 @@ class Result(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Finding:
+class CheckFinding:
     """A check's name and result."""
 
     name: str
@@ -96,92 +96,92 @@ class Site:
         return spec.load(self.project.buildspec)
 
 
-Check = Callable[[Site], Result]
+Check = Callable[[Site], CheckResult]
 
 
-def check_definitions(site: Site) -> Result:
-    """Check that buildspec.yml and versions.yml can be read."""
+def check_definitions(site: Site) -> CheckResult:
+    """Checks that buildspec.yml and versions.yml can be read."""
     try:
-        return Result("ok", f"{site.project.buildspec}: {len(site.matrix.images)} images")
+        return CheckResult("ok", f"{site.project.buildspec}: {len(site.matrix.images)} images")
     except ShoalError as error:
         problem, fix = error.split_fix()
-        return Result("failed", problem, fix or "correct the file")
+        return CheckResult("failed", problem, fix or "correct the file")
 
 
-def check_docker(site: Site) -> Result:
-    """Check that Docker answers and has a recent API. A remark if it runs on another processor than x86_64."""
+def check_docker(site: Site) -> CheckResult:
+    """Checks that Docker answers and has a recent API. A remark if it runs on another processor than x86_64."""
     try:
         client = site.connect()
     except DockerError as error:
-        return Result("failed", *error.split_fix())
+        return CheckResult("failed", *error.split_fix())
     version = client.version()
     api = version["ApiVersion"]
     found = f"Docker Engine {version.get('Version', '?')}, API {api} (needs {docker_client.LEAST_API} or later)"
     if Version(api) < Version(docker_client.LEAST_API):
-        return Result("failed", found, "install a Docker Engine of 19.03 or later")
+        return CheckResult("failed", found, "install a Docker Engine of 19.03 or later")
     if version.get("Arch", "amd64") != "amd64":
-        return Result("remark", f"{found}; it runs on {version['Arch']}, but images are for x86_64 (amd64)")
-    return Result("ok", found)
+        return CheckResult("remark", f"{found}; it runs on {version['Arch']}, but images are for x86_64 (amd64)")
+    return CheckResult("ok", found)
 
 
-def check_builder(site: Site) -> Result:
-    """Check that Docker has BuildKit."""
+def check_builder(site: Site) -> CheckResult:
+    """Checks that Docker has BuildKit."""
     client = site.connect()
     try:
         docker_client.check_buildkit(client)
     except DockerError as error:
-        return Result("failed", *error.split_fix())
-    return Result("ok", "BuildKit")
+        return CheckResult("failed", *error.split_fix())
+    return CheckResult("ok", "BuildKit")
 
 
-def check_disk(site: Site) -> Result:
-    """Check that the largest image that is not built yet fits on Docker's disk.
+def check_disk(site: Site) -> CheckResult:
+    """Checks that the largest image that is not built yet fits on Docker's disk.
 
     A remark if the largest of all images does not fit, or Docker runs on another machine.
     """
     client, images = site.connect(), site.matrix.images
     root = docker_client.find_data_root(client)
     if root is None:
-        return Result("remark", "not checked: Docker runs on another machine")
+        return CheckResult("remark", "not checked: Docker runs on another machine")
     missing = [image.disk_gib for image in images if not find_image(client, image.tag)]
     largest, needed = max(image.disk_gib for image in images), max(missing, default=0)
     free = shutil.disk_usage(root).free / docker_client.GIB
     found = f"{root}: {free:.1f} GiB free; building the largest image takes {largest} GiB"
     if free < needed:
         fix = "docker image prune and docker builder prune free space; docker system df shows how it is used"
-        return Result("failed", f"{found}, the largest that is not built yet {needed} GiB", fix)
-    return Result("ok" if free >= largest else "remark", found)
+        return CheckResult("failed", f"{found}, the largest that is not built yet {needed} GiB", fix)
+    return CheckResult("ok" if free >= largest else "remark", found)
 
 
-def check_memory(site: Site) -> Result:
-    """Check the memory of Docker's machine. The size of its /dev/shm does not matter: each container has its own."""
+def check_memory(site: Site) -> CheckResult:
+    """Checks the memory of Docker's machine. The size of its /dev/shm does not matter: each container has its own."""
     info = site.connect().info()
     gib = info["MemTotal"] / docker_client.GIB
     found = f"{gib:.1f} GiB, {info['NCPU']} CPUs; each container has its own /dev/shm (shoal run --shm-size)"
     if gib < MEMORY_GIB:
-        return Result("failed", found, f"give Docker's machine at least {MEMORY_GIB} GiB")
-    return Result("ok", found)
+        return CheckResult("failed", found, f"give Docker's machine at least {MEMORY_GIB} GiB")
+    return CheckResult("ok", found)
 
 
-def check_package_index(site: Site) -> Result:
-    """Check that the package indexes of builds answer.
+def check_package_index(site: Site) -> CheckResult:
+    """Checks that the package indexes of builds answer.
 
     A remark if the first of them does not have the package pip, as PyPI has. It is fine if pip's no-index is set.
     """
     answers = reachability.check_indexes(site.read_settings())
     if not answers:
-        return Result("ok", "no index is used, as pip's no-index is set")
+        return CheckResult("ok", "no index is used, as pip's no-index is set")
     broken = [answer for answer in answers if answer.status != requests.codes.not_found and not answer.is_ok]
     if not broken and not answers[0].is_ok:
-        return Result(
+        return CheckResult(
             "remark", f"{answers[0]}: it answers, but does not have the package pip; it may not be a package index"
         )
     fix = f"check pip config list, PIP_INDEX_URL, the proxies (HTTPS_PROXY) and the CA bundle, or {_BUNDLE}"
     return _judge_answers(broken or [answer for answer in answers if answer.is_ok], fix)
 
 
-def check_debian_mirror(site: Site) -> Result:
-    """Check that the Debian mirrors of builds answer."""
+def check_debian_mirror(site: Site) -> CheckResult:
+    """Checks that the Debian mirrors of builds answer."""
     here = site.read_settings()
     answers = [answer for system in site.matrix.systems() for answer in reachability.check_mirrors(here, system.suite)]
     return _judge_answers(
@@ -189,46 +189,46 @@ def check_debian_mirror(site: Site) -> Result:
     )
 
 
-def _judge_answers(answers: list[reachability.Answer], fix: str) -> Result:
-    """Return a failure, with this fix, if an address did not answer or refused.
+def _judge_answers(answers: list[reachability.Answer], fix: str) -> CheckResult:
+    """Returns a failure, with this fix, if an address did not answer or refused.
 
     Otherwise return a success, with the addresses.
     """
     if bad := [answer for answer in answers if not answer.is_ok]:
-        return Result("failed", _join_answers(bad), fix)
-    return Result("ok", ", ".join(dict.fromkeys(answer.url for answer in answers)) or "no address to check")
+        return CheckResult("failed", _join_answers(bad), fix)
+    return CheckResult("ok", ", ".join(dict.fromkeys(answer.url for answer in answers)) or "no address to check")
 
 
 def _join_answers(answers: Iterable[reachability.Answer]) -> str:
     return "; ".join(dict.fromkeys(map(str, answers)))
 
 
-def check_ca_bundle(site: Site) -> Result:
-    """Check that the CA bundle of builds exists and can be read, and that not all its certificates have expired.
+def check_ca_bundle(site: Site) -> CheckResult:
+    """Checks that the CA bundle of builds exists and can be read, and that not all its certificates have expired.
 
     It is fine if none is set. A remark, not a failure, if only some have expired.
     """
     here = site.read_settings()
     if here.ca_missing:
-        return Result("failed", f"no such file: {', '.join(here.ca_missing)}", "correct the setting, or remove it")
+        return CheckResult("failed", f"no such file: {', '.join(here.ca_missing)}", "correct the setting, or remove it")
     if here.ca_bundle is None:
-        return Result("ok", "none is set: builds use the certificates of Debian and pip")
+        return CheckResult("ok", "none is set: builds use the certificates of Debian and pip")
     try:
         expired, count = _list_expired(here.ca_bundle)
     except (ssl.SSLError, ValueError) as error:
         fix = "use a file with PEM certificates (-----BEGIN CERTIFICATE-----)"
-        return Result("failed", f"{here.ca_origin}: {_one_line(error)}", fix)
+        return CheckResult("failed", f"{here.ca_origin}: {_one_line(error)}", fix)
     found = f"{here.ca_origin}: {count} certificates"
     if not expired:
-        return Result("ok", found)
+        return CheckResult("ok", found)
     found = f"{found}, of which {len(expired)} have expired: {', '.join(expired[:3])}"
     if len(expired) < count:
-        return Result("remark", found)
-    return Result("failed", found, "ask your network's administrator for a current bundle")
+        return CheckResult("remark", found)
+    return CheckResult("failed", found, "ask your network's administrator for a current bundle")
 
 
 def _list_expired(bundle: bytes) -> tuple[list[str], int]:
-    """Return the names of expired CA certificates, and the number of all.
+    """Returns the names of expired CA certificates, and the number of all.
 
     Raises:
         ssl.SSLError: If the bundle cannot be parsed.
@@ -245,81 +245,81 @@ def _list_expired(bundle: bytes) -> tuple[list[str], int]:
 
 
 def _subject_name(subject: object) -> str:
-    """Return the common name or organization of a certificate's subject, which is tuples of tuples of pairs."""
+    """Returns the common name or organization of a certificate's subject, which is tuples of tuples of pairs."""
     assert isinstance(subject, tuple)
     parts = dict(pair for group in subject for pair in group)
     return str(parts.get("commonName") or parts.get("organizationName") or subject)
 
 
-def check_settings(site: Site) -> Result:
-    """Check whether builds can use all network settings of this machine."""
+def check_settings(site: Site) -> CheckResult:
+    """Checks whether builds can use all network settings of this machine."""
     here = site.read_settings()
     if here.left_out:
-        return Result("remark", f"builds do not use: {'; '.join(here.left_out)}")
-    return Result("ok", "builds use this machine's apt sources, pip configuration and proxies")
+        return CheckResult("remark", f"builds do not use: {'; '.join(here.left_out)}")
+    return CheckResult("ok", "builds use this machine's apt sources, pip configuration and proxies")
 
 
-def check_gpus(site: Site) -> Result:
-    """Check whether containers can use GPUs. GPU images also run without."""
+def check_gpus(site: Site) -> CheckResult:
+    """Checks whether containers can use GPUs. GPU images also run without."""
     if docker_client.has_gpus(site.connect()):
-        return Result("ok", "Docker has NVIDIA's runtime")
-    return Result("remark", "Docker has no NVIDIA runtime: containers get no GPU, and GPU images use the CPU")
+        return CheckResult("ok", "Docker has NVIDIA's runtime")
+    return CheckResult("remark", "Docker has no NVIDIA runtime: containers get no GPU, and GPU images use the CPU")
 
 
-def check_networks(site: Site) -> Result:
-    """Check that Docker can create a bridge network, as for a job. Creates one, which is removed at once."""
+def check_networks(site: Site) -> CheckResult:
+    """Checks that Docker can create a bridge network, as for a job. Creates one, which is removed at once."""
     client = site.connect()
     label = containers.unique_name("shoal-doctor")
     try:
         client.networks.create(label, driver="bridge", labels={containers.JOB_LABEL: label})
     except docker.errors.APIError as error:
         fix = "docker network prune removes unused networks; Docker's log may have details"
-        return Result("failed", f"Docker cannot create a bridge network: {error.explanation or error}", fix)
+        return CheckResult("failed", f"Docker cannot create a bridge network: {error.explanation or error}", fix)
     finally:
         for network in client.networks.list(filters={"label": f"{containers.JOB_LABEL}={label}"}):
             network.remove()
-    return Result("ok", "Docker can create a bridge network for the hosts of a job")
+    return CheckResult("ok", "Docker can create a bridge network for the hosts of a job")
 
 
-def check_loopback(site: Site) -> Result:
-    """Check that a process can connect to a port of 127.0.0.1, as ranks do in a job without Docker."""
+def check_loopback(site: Site) -> CheckResult:
+    """Checks that a process can connect to a port of 127.0.0.1, as ranks do in a job without Docker."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = server.getsockname()[1]
             socket.create_connection(("127.0.0.1", port), timeout=DOCKER_SECONDS).close()
     except OSError as error:
         fix = "bring the interface lo up, and check the firewall (make train ENGINE=none needs it)"
-        return Result("failed", f"cannot listen on a port of 127.0.0.1 and connect to it: {error}", fix)
-    return Result("ok", "can listen on a port of 127.0.0.1 and connect to it")
+        return CheckResult("failed", f"cannot listen on a port of 127.0.0.1 and connect to it: {error}", fix)
+    return CheckResult("ok", "can listen on a port of 127.0.0.1 and connect to it")
 
 
-def check_base_images(site: Site) -> Result:
-    """Check that Docker has the base images, or that they can be pulled or bootstrapped."""
+def check_base_images(site: Site) -> CheckResult:
+    """Checks that Docker has the base images, or that they can be pulled or bootstrapped."""
     results = [_check_base_image(site, system) for system in site.matrix.systems()]
     state: State = "failed" if any(result.state == "failed" for result in results) else "ok"
     worst = [result for result in results if result.state == state]
     found, fix = ("; ".join(dict.fromkeys(filter(None, words))) for words in zip(*(each[1:] for each in worst)))
-    return Result(state, found, fix)
+    return CheckResult(state, found, fix)
 
 
-def _check_base_image(site: Site, system: spec.System) -> Result:
-    """Check one base image: in Docker, in its registry, in the cache, or made by mmdebstrap. Pulls nothing."""
+def _check_base_image(site: Site, system: spec.System) -> CheckResult:
+    """Checks one base image: in Docker, in its registry, in the cache, or made by mmdebstrap. Pulls nothing."""
     client, upstream = site.connect(), system.upstream
     if found := base_image.find_base(client, system):
-        return Result("ok", f"Docker has {found.reference}")
+        return CheckResult("ok", f"Docker has {found.reference}")
     kept = base_image.archive_path(site.project.cache, system)
     with contextlib.suppress(docker.errors.DockerException, requests.RequestException):
         client.images.get_registry_data(upstream)
-        return Result("ok", f"{upstream} can be pulled")
+        return CheckResult("ok", f"{upstream} can be pulled")
     if kept.is_file():
-        return Result("ok", f"{upstream} cannot be pulled; an earlier bootstrapped one is in {kept}")
+        return CheckResult("ok", f"{upstream} cannot be pulled; an earlier bootstrapped one is in {kept}")
     if obstacle := base_image.explain_no_bootstrap(system):
         problem, fix = ShoalError(obstacle).split_fix()
-        return Result("failed", problem, fix or f"load {upstream} into Docker (docker load)")
+        return CheckResult("failed", problem, fix or f"load {upstream} into Docker (docker load)")
     if bad := [answer for answer in reachability.check_mirrors(site.read_settings(), system.suite) if not answer.is_ok]:
         problem = f"{upstream} cannot be pulled, nor bootstrapped from the Debian mirror: {_join_answers(bad)}"
-        return Result("failed", problem, f"load it into Docker (docker load), or {_BUNDLE}")
-    return Result("ok", f"{upstream} cannot be pulled; the first build bootstraps it from the Debian mirror")
+        return CheckResult("failed", problem, f"load it into Docker (docker load), or {_BUNDLE}")
+    return CheckResult("ok", f"{upstream} cannot be pulled; the first build bootstraps it from the Debian mirror")
 
 
 CHECKS: Mapping[str, Check] = {
@@ -339,8 +339,8 @@ CHECKS: Mapping[str, Check] = {
 }
 
 
-def run_checks(site: Site, checks: Mapping[str, Check] = CHECKS, limit: float = LIMIT) -> list[Finding]:
-    """Run checks, all at the same time, each in its own thread.
+def run_checks(site: Site, checks: Mapping[str, Check] = CHECKS, limit: float = LIMIT) -> list[CheckFinding]:
+    """Runs checks, all at the same time, each in its own thread.
 
     An interrupt is raised after the checks had `INTERRUPT_SECONDS` to clean up.
 
@@ -352,12 +352,12 @@ def run_checks(site: Site, checks: Mapping[str, Check] = CHECKS, limit: float = 
     Returns:
         A finding for each check, in their order. Checks that took too long have failed.
     """
-    ended: SimpleQueue[Finding] = SimpleQueue()
+    ended: SimpleQueue[CheckFinding] = SimpleQueue()
     threads = [
         threading.Thread(target=lambda name=name, check=check: ended.put(_run_check(name, check, site)), daemon=True)
         for name, check in checks.items()
     ]
-    found: dict[str, Finding] = {}
+    found: dict[str, CheckFinding] = {}
     deadline = time.monotonic() + limit
     try:
         for thread in threads:
@@ -372,32 +372,33 @@ def run_checks(site: Site, checks: Mapping[str, Check] = CHECKS, limit: float = 
         raise
     late = f"no result after {limit:g} s"
     return [
-        found.get(name) or Finding(name, "failed", late, "try again; if it hangs again, check the part that it names")
+        found.get(name)
+        or CheckFinding(name, "failed", late, "try again; if it hangs again, check the part that it names")
         for name in checks
     ]
 
 
 def _wait(threads: Iterable[threading.Thread]) -> None:
-    """Wait until the threads end, at most `INTERRUPT_SECONDS`."""
+    """Waits until the threads end, at most `INTERRUPT_SECONDS`."""
     end = time.monotonic() + INTERRUPT_SECONDS
     for thread in filter(threading.Thread.is_alive, threads):
         thread.join(max(0.0, end - time.monotonic()))
 
 
-def _run_check(name: str, check: Check, site: Site) -> Finding:
-    """Run a check. Body of a thread: every error becomes a finding.
+def _run_check(name: str, check: Check, site: Site) -> CheckFinding:
+    """Runs a check. Body of a thread: every error becomes a finding.
 
     An expected error is a remark, that the check needs Docker or image definitions; any other is a failure.
     """
     try:
-        return Finding(name, *check(site))
+        return CheckFinding(name, *check(site))
     except DockerError:  # the check of Docker reports it
-        return Finding(name, "remark", "not checked: needs Docker")
+        return CheckFinding(name, "remark", "not checked: needs Docker")
     except ShoalError:
-        return Finding(name, "remark", "not checked: needs a readable buildspec.yml")
+        return CheckFinding(name, "remark", "not checked: needs a readable buildspec.yml")
     except Exception as error:
         fix = "check Docker's log; if Docker did not refuse a request, please report this error"
-        return Finding(name, "failed", f"{type(error).__name__}: {_one_line(error)}", fix)
+        return CheckFinding(name, "failed", f"{type(error).__name__}: {_one_line(error)}", fix)
 
 
 def _one_line(error: Exception) -> str:
@@ -405,7 +406,7 @@ def _one_line(error: Exception) -> str:
 
 
 def _start_docker(_site: Site) -> str:
-    """Start Docker with the scripts/engine.sh of this package, which may install it; return a sentence about it.
+    """Starts Docker with the scripts/engine.sh of this package, which may install it; returns a sentence about it.
 
     The script prints to standard error, and may take any time.
     """
@@ -420,8 +421,8 @@ FIXES: Mapping[str, Callable[[Site], str]] = {"docker": _start_docker}
 """The fixes of `--fix`, by check. They remove nothing."""
 
 
-def apply_fixes(site: Site, findings: Iterable[Finding]) -> bool:
-    """Apply the `FIXES` of failed checks, and print the results to standard error. Return whether any was tried.
+def apply_fixes(site: Site, findings: Iterable[CheckFinding]) -> bool:
+    """Applys the `FIXES` of failed checks, and prints the results to standard error. Return whether any was tried.
 
     Starting Docker may install it with apt-get. A fix that fails is printed too, and raises nothing.
     """
@@ -435,8 +436,8 @@ def apply_fixes(site: Site, findings: Iterable[Finding]) -> bool:
     return bool(failed)
 
 
-def format_findings(findings: Iterable[Finding]) -> str:
-    """Return a line for each finding, and a second one with its fix if it has one."""
+def format_findings(findings: Iterable[CheckFinding]) -> str:
+    """Returns a line for each finding, and a second one with its fix if it has one."""
     lines = []
     for finding in findings:
         lines.append(f"{MARKS[finding.state]} {finding.name:<{max(map(len, CHECKS))}}  {finding.found}")
@@ -444,7 +445,7 @@ def format_findings(findings: Iterable[Finding]) -> str:
     return "\n".join(lines)
 
 
-def raise_failures(findings: Iterable[Finding]) -> None:
-    """Raise `DoctorError` if a check failed."""
+def raise_failures(findings: Iterable[CheckFinding]) -> None:
+    """Raises `DoctorError` if a check failed."""
     if failed := [finding.name for finding in findings if finding.state == "failed"]:
         raise DoctorError(f"{len(failed)} checks failed: {', '.join(failed)}")

@@ -21,7 +21,7 @@ class ShoalError(Exception):
     exit_code = 1
 
     def split_fix(self) -> tuple[str, str]:
-        """Return the problem and the fix, each on one line; the fix is empty if the message has none."""
+        """Returns the problem and the fix, each on one line; the fix is empty if the message has none."""
         problem, *fix = re.split(r" Fix: ", " ".join(str(self).split()), maxsplit=1)
         return problem.rstrip("."), "".join(fix)
 
@@ -173,12 +173,12 @@ _FIXES = {
 
 
 def is_disk_full(error: OSError) -> bool:
-    """Return whether the disk is full or the user's quota is used up."""
+    """Returns whether the disk is full or the user's quota is used up."""
     return error.errno in _FULL
 
 
 def convert_os_error(error: OSError) -> ShoalError | None:
-    """Return the error that a user sees for `error`.
+    """Returns the error that a user sees for `error`.
 
     Returns:
         `DiskError` if the disk is full, `FileError` if the error names a file, otherwise None, because it is a defect.
@@ -194,7 +194,7 @@ def convert_os_error(error: OSError) -> ShoalError | None:
 
 
 def did_you_mean(word: str, known: Iterable[str], limit: int = 1, cutoff: float = 0.5) -> str:
-    """Return ` Did you mean 'x'?` with the most similar of `known`, or an empty string.
+    """Returns ` Did you mean 'x'?` with the most similar of `known`, or an empty string.
 
     Args:
         word: The word that was not found.

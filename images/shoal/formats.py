@@ -9,44 +9,44 @@ _BYTES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "B"))
 
 
 def format_time(nanoseconds: int | None) -> str:
-    """Return a duration with three digits and its unit; None is `NONE`."""
+    """Returns a duration with three digits and its unit; None is `NONE`."""
     return NONE if nanoseconds is None else _scale(nanoseconds, _TIMES)
 
 
 def format_bytes(count: int) -> str:
-    """Return a number of bytes with three digits and its unit (MB: 10⁶ bytes); 0 is `NONE`."""
+    """Returns a number of bytes with three digits and its unit (MB: 10⁶ bytes); 0 is `NONE`."""
     return _scale(count, _BYTES) if count else NONE
 
 
 def format_byte_change(count: int) -> str:
-    """Return a difference in bytes with its sign, three digits and its unit."""
+    """Returns a difference in bytes with its sign, three digits and its unit."""
     return f"{'+' if count > 0 else '−'}{format_bytes(abs(count))}" if count else "±0 B"
 
 
 def format_bandwidth(value: float | None) -> str:
-    """Return a bandwidth in GB/s (10⁹ bytes per second); None is `NONE`."""
+    """Returns a bandwidth in GB/s (10⁹ bytes per second); None is `NONE`."""
     return NONE if value is None else f"{value:#.3g} GB/s"
 
 
 def format_percent(part: float | None) -> str:
-    """Return a fraction of 1 as a whole percentage; None is `NONE`."""
+    """Returns a fraction of 1 as a whole percentage; None is `NONE`."""
     return NONE if part is None else f"{part:.0%}"
 
 
 def format_share(part: int, whole: int) -> str:
-    """Return `part / whole` as a percentage, or "less than 1%"; `NONE` if `whole` is 0."""
+    """Returns `part / whole` as a percentage, or "less than 1%"; `NONE` if `whole` is 0."""
     if not whole:
         return NONE
     return "less than 1%" if 0 < part < whole / 100 else format_percent(part / whole)
 
 
 def format_count(number: int, noun: str) -> str:
-    """Return a number with its noun, in the plural unless the number is 1."""
+    """Returns a number with its noun, in the plural unless the number is 1."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _scale(value: float, units: tuple[tuple[float, str], ...]) -> str:
-    """Return a value in the largest unit that is not larger than it.
+    """Returns a value in the largest unit that is not larger than it.
 
     A value that is smaller than every unit gets the last unit. It has up to two decimals, and none in a unit of 1.
     """

@@ -84,7 +84,7 @@ class Room:
         self._unchecked = 0  # bytes since the disk was looked at
 
     def take(self, name: str, size: int) -> None:
-        """Count an entry. Raises `DiskError` if it does not fit."""
+        """Counts an entry. Raises `DiskError` if it does not fit."""
         self._entries -= 1
         if self._entries < 0:
             raise DiskError(
@@ -103,12 +103,12 @@ class Room:
 
 
 def open_file(path: Path) -> int:
-    """Return a file descriptor that reads a path, which may be anything: no link is followed, no pipe waited for."""
+    """Returns a file descriptor that reads a path, which may be anything: no link is followed, no pipe waited for."""
     return os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
 
 
 def open_regular(path: Path, *, follow: bool = False) -> IO[bytes]:
-    """Open a path, which may be anything. A pipe is not waited for.
+    """Opens a path, which may be anything. A pipe is not waited for.
 
     Args:
         path: The file.
@@ -128,7 +128,7 @@ def open_regular(path: Path, *, follow: bool = False) -> IO[bytes]:
 
 
 def read_file(path: Path, most: int, *, cut: bool = False, follow: bool = False) -> bytes:
-    """Return the content of a file that a job or a project has left. A pipe is not waited for.
+    """Returns the content of a file that a job or a project has left. A pipe is not waited for.
 
     Args:
         path: The file.
@@ -148,7 +148,7 @@ def read_file(path: Path, most: int, *, cut: bool = False, follow: bool = False)
 
 
 def read_project_file(path: Path) -> str:
-    """Return the text of a file of a project, such as a lock.
+    """Returns the text of a file of a project, such as a lock.
 
     Raises FileNotFoundError, and `SpecError` if it is something else, too large, or not UTF-8.
     """
@@ -159,7 +159,7 @@ def read_project_file(path: Path) -> str:
 
 
 def parse_json(content: bytes) -> Any:
-    """Return a JSON document of a job, which can be written as JSON again.
+    """Returns a JSON document of a job, which can be written as JSON again.
 
     NaN, infinite and very long numbers become text, and lone surrogates question marks. Raises ValueError.
     """

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 
 def split_fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """Yield the number and content of each field. Nested messages and strings stay bytes.
+    """Yields the number and content of each field. Nested messages and strings stay bytes.
 
     Raises ValueError for an unknown wire type, and for a field that is cut.
     """
@@ -34,7 +34,7 @@ def split_fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
 
 
 def _read_varint(data: bytes, at: int) -> tuple[int, int]:
-    """Return a number of up to 64 bits, and the place after it."""
+    """Returns a number of up to 64 bits, and the place after it."""
     value = 0
     for shift in range(0, 70, 7):
         if at >= len(data):

@@ -19,7 +19,7 @@ _TEXT_TYPES = (
 
 
 def open_stream(source: IO[bytes], size: int = _AT_ONCE) -> tarfile.TarFile:
-    """Return a tar archive that is read once, from begin to end. Raises tarfile.ReadError at a huge header.
+    """Returns a tar archive that is read once, from begin to end. Raises tarfile.ReadError at a huge header.
 
     Args:
         source: A file, which need not be seekable.
@@ -36,7 +36,7 @@ class _Entry(tarfile.TarInfo):
 
     @classmethod
     def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> _Entry:
-        """Return the entry of a header. Raises tarfile.ReadError if its text is too long."""
+        """Returns the entry of a header. Raises tarfile.ReadError if its text is too long."""
         entry = super().frombuf(buf, encoding, errors)
         if entry.type in _TEXT_TYPES and entry.size > MOST_HEADER:
             raise tarfile.ReadError(f"a header of {entry.size:,} bytes")

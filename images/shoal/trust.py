@@ -19,7 +19,7 @@ _private_groups: dict[tuple[int, int], bool] = {}
 
 
 def own_ids() -> set[int]:
-    """Return the users that own this user's files: this one, root, and for root under sudo, who called sudo."""
+    """Returns the users that own this user's files: this one, root, and for root under sudo, who called sudo."""
     found = {os.geteuid(), 0}
     caller = os.environ.get("SUDO_UID", "")
     return found | {int(caller)} if os.geteuid() == 0 and caller.isascii() and caller.isdecimal() else found
@@ -56,7 +56,7 @@ def become_owner(path: str | os.PathLike[str]) -> str:
 
 
 def find_stranger(path: str | os.PathLike[str]) -> str | None:
-    """Return who else can change a file or directory, in words; None if it is trusted.
+    """Returns who else can change a file or directory, in words; None if it is trusted.
 
     Raises OSError if it does not exist.
     """
@@ -64,7 +64,7 @@ def find_stranger(path: str | os.PathLike[str]) -> str | None:
 
 
 def _find_on_way(path: str | os.PathLike[str]) -> str | None:
-    """Return who else can change a file or put another in its place, in words; None: nobody."""
+    """Returns who else can change a file or put another in its place, in words; None: nobody."""
     last = os.path.realpath(path)
     for place, status in _walk_to(os.path.abspath(path)):
         # In a sticky directory such as /tmp, others can't replace a file that is not theirs.
@@ -75,7 +75,7 @@ def _find_on_way(path: str | os.PathLike[str]) -> str | None:
 
 
 def describe_stranger(place: str, status: os.stat_result, *, is_passed: bool = False) -> str | None:
-    """Return who else than this user can change a file by its owner and mode, in words; None: nobody.
+    """Returns who else than this user can change a file by its owner and mode, in words; None: nobody.
 
     Args:
         place: The file. Directories above it are not looked at.
@@ -94,13 +94,13 @@ def describe_stranger(place: str, status: os.stat_result, *, is_passed: bool = F
 
 
 def is_inside(path: str | os.PathLike[str], directories: set[str]) -> bool:
-    """Return whether a path is one of these directories, or in one of them, after all links are followed."""
+    """Returns whether a path is one of these directories, or in one of them, after all links are followed."""
     place = os.path.realpath(path)
     return any(place == each or place.startswith(each.rstrip("/") + "/") for each in directories)
 
 
 def open_own(path: str | os.PathLike[str], flags: int, named: set[str] | None = None) -> int:
-    """Open a regular file of this user, and return its descriptor. O_CREAT leaves it readable to its owner only.
+    """Opens a regular file of this user, and returns its descriptor. O_CREAT leaves it readable to its owner only.
 
     Raises OSError (EPERM) if it is a link, has further hard links, is not a regular file, or belongs to another user.
 
@@ -128,7 +128,7 @@ def open_own(path: str | os.PathLike[str], flags: int, named: set[str] | None = 
 
 
 def _walk_to(path: str) -> Iterator[tuple[str, os.stat_result]]:
-    """Yield each directory and link on the way to an absolute path, and the file itself, with their status."""
+    """Yields each directory and link on the way to an absolute path, and the file itself, with their status."""
     place, rest, links = "/", [each for each in reversed(path.split("/")) if each], 0
     yield place, os.lstat(place)
     while rest:
@@ -151,7 +151,7 @@ def _walk_to(path: str) -> Iterator[tuple[str, os.stat_result]]:
 
 
 def _has_access_list(place: str) -> bool:
-    """Return whether a file has an access list. The mode of its group is then the one of others, too."""
+    """Returns whether a file has an access list. The mode of its group is then the one of others, too."""
     try:
         return "system.posix_acl_access" in os.listxattr(place, follow_symlinks=False)
     except OSError:  # a file system without them
@@ -159,7 +159,7 @@ def _has_access_list(place: str) -> bool:
 
 
 def _is_private_group(user: int, group: int) -> bool:
-    """Return whether a user is the only one in a group, except root."""
+    """Returns whether a user is the only one in a group, except root."""
     if (user, group) not in _private_groups:
         import grp
         import pwd
@@ -192,7 +192,7 @@ def _name_group(number: int) -> str:
 
 
 def trusted_file() -> str:
-    """Return the path of the list that `shoal trust` writes: one directory on each line."""
+    """Returns the path of the list that `shoal trust` writes: one directory on each line."""
     base = os.environ.get("XDG_CONFIG_HOME", "")
     if not os.path.isabs(base):  # a relative one would name a file of the current project
         base = os.path.join(os.path.expanduser("~"), ".config")
@@ -200,7 +200,7 @@ def trusted_file() -> str:
 
 
 def read_trusted() -> set[str]:
-    """Return the directories that the user has named with `shoal trust`; none if others can write to the list."""
+    """Returns the directories that the user has named with `shoal trust`; none if others can write to the list."""
     path = trusted_file()
     try:
         if _find_on_way(path):
@@ -213,7 +213,7 @@ def read_trusted() -> set[str]:
 
 
 def add_trusted(directory: str | os.PathLike[str]) -> str:
-    """Add a directory to the list, and return the list's path. Raises OSError if it cannot be written."""
+    """Adds a directory to the list, and returns the list's path. Raises OSError if it cannot be written."""
     place, path = os.path.realpath(directory), trusted_file()
     if place in read_trusted():
         return path

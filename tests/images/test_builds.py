@@ -183,6 +183,26 @@ def test_parents_are_built_first_and_what_is_there_is_left(fake: FakeEngine, che
     assert out.splitlines() == [f"{tag}: up to date" for tag in (ONE, TWO, CHILD, GRANDCHILD)]
 
 
+def test_a_build_with_nothing_to_do_connects_once(fake: FakeEngine, checkout: Path) -> None:
+    shoal(fake, checkout, "build", "child-*")
+    before = len(fake.asked)
+    _, out, _ = shoal(fake, checkout, "build", "child-*", "--json")
+    assert [(image["state"], image["seconds"]) for image in json.loads(out)] == [("up to date", None)] * 2
+    # The SDK asks for the version when it connects, and the check of BuildKit once more.
+    assert sum(path.endswith("/version") for path in fake.asked[before:]) == 2
+
+
+def test_a_child_is_kept_if_its_parent_is_built_again_and_is_the_same(fake: FakeEngine, checkout: Path) -> None:
+    shoal(fake, checkout, "build", "child-*")
+    del fake.images[ONE]
+    _, out, _ = shoal(fake, checkout, "build", "child-*", "--dry-run")
+    assert out.splitlines()[0].startswith(f"{ONE}: new")
+    assert f"{CHILD}: rebuilt" in out
+    code, out, err = shoal(fake, checkout, "build", "child-*")
+    assert (code, err) == (0, "")
+    assert endings(out) == [f"✓ {ONE} built", f"✓ {CHILD} up"]
+
+
 def test_images_of_several_systems_stand_on_a_base_each(fake: FakeEngine, checkout: Path) -> None:
     versions = checkout / "dockerfiles" / "versions.yml"
     system = '  debian13: {suite: trixie, upstream: "debian:trixie-slim", sources: debian.sources, python: py313}\n'

@@ -23,7 +23,7 @@ from shoal.docker_client import containers
 from shoal.errors import BuildError, BundleError, DiskError, UsageError
 from shoal.matrix.project import Project
 from shoal.matrix.spec import BuildSpec
-from shoal.sources import context, pins, wheels
+from shoal.sources import context, pins
 
 from ..waiting import error_in_time
 
@@ -464,11 +464,11 @@ def test_only_the_wheels_that_are_not_there_are_fetched(
     wanted = [pin for layer in pins.read_image_pins(project, matrix, image).values() for pin in layer]
     first, *others = wanted
     monkeypatch.setattr(bundle, "_pip_download", download)
-    monkeypatch.setattr(wheels, "find_locked_wheels", lambda *_: iter([(first, tmp_path)]))
+    monkeypatch.setattr(pins, "find_locked_wheels", lambda *_: iter([(first, tmp_path)]))
     (tmp_path / "wheels").mkdir()
     bundle._add_wheels(project, matrix, image, tmp_path / "wheels")
     assert asked == ["".join(f"{pin.name}==={pin.version} --hash=sha256:{pin.sha256}\n" for pin in others)]
     assert [path.name for path in (tmp_path / "wheels").iterdir()] == ["one.whl"]
-    monkeypatch.setattr(wheels, "find_locked_wheels", lambda *_: ((pin, tmp_path) for pin in wanted))
+    monkeypatch.setattr(pins, "find_locked_wheels", lambda *_: ((pin, tmp_path) for pin in wanted))
     bundle._add_wheels(project, matrix, image, tmp_path / "wheels")
     assert len(asked) == 1

@@ -21,7 +21,7 @@ from shoal.sources import context, packages
 from shoal.sources.context import Sources
 from shoal.sources.pins import Pin
 from shoal.sources.record import Decision, Record, decide
-from shoal.sources.steps import Step
+from shoal.sources.steps import BuildStep
 
 BASE = "debian:bookworm-slim@" + "1" * 64
 
@@ -128,7 +128,7 @@ def test_blanks_in_an_instruction_count(sources: Sources) -> None:
 
 def test_a_step_that_comes_or_goes_is_told(sources: Sources) -> None:
     place = [step.name for step in sources.steps].index("toolkit")
-    more = replace(sources, steps=(*sources.steps[:place], Step("extra", "RUN true"), *sources.steps[place:]))
+    more = replace(sources, steps=(*sources.steps[:place], BuildStep("extra", "RUN true"), *sources.steps[place:]))
     assert planned(sources, more).reasons[0].startswith("extra: a new step")
     assert planned(sources, more).rebuilt[:2] == ("extra", "toolkit")
     assert planned(more, sources).reasons[0].startswith("extra: no longer a step")

@@ -14,7 +14,7 @@ import typer
 from typer.testing import CliRunner
 
 from shoal.builds import base_image
-from shoal.commands import application, cache, common, deploy
+from shoal.commands import application, common, deploy, setup
 from shoal.matrix.project import Project
 from shoal.matrix.spec import BuildSpec
 
@@ -28,10 +28,10 @@ def run(*words: str) -> tuple[int, str, str]:
 
 
 def test_every_command_has_a_panel_an_example_and_a_page(project: Project) -> None:
-    commands = [command for command in common.app.registered_commands if not command.hidden]
+    commands = common.app.registered_commands
     panels = {command.rich_help_panel for command in commands}
     assert panels == {common.EVERY_DAY, common.BUILD, common.RUN, common.INSPECT, common.SET_UP}
-    for command in [*commands, *deploy.deploy.registered_commands, *cache.cache.registered_commands]:
+    for command in [*commands, *deploy.deploy.registered_commands, *setup.cache.registered_commands]:
         assert command.callback
         assert "Example: shoal " in str(inspect.getdoc(command.callback)), command.name
         page = str(command.epilog).removeprefix("More: ")
@@ -43,29 +43,7 @@ def test_help_lists_the_ten_commands_of_every_day_first() -> None:
     assert listed[:10] == ["run", "build", "list", "ps", "logs", "stop", "shell", "report", "new", "doctor"]
 
 
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("report size", "size"),
-        ("report differences", "diff"),
-        ("report timeline", "timeline"),
-        ("manifest", "inspect"),
-        ("plan-model", "estimate"),
-    ],
-)
-def test_old_name_is_the_same_command_and_tells_its_new_name(old: str, new: str) -> None:
-    wrong = ("--no-such-option",)
-    assert run(*old.split(), *wrong)[0] == run(new, *wrong)[0] == 2
-    groups = {"": common.app, "report": common.reports}
-    group, _, name = old.rpartition(" ")
-    (hidden,) = (command for command in groups[group].registered_commands if command.name == name)
-    (shown,) = (command for command in common.app.registered_commands if command.name == new)
-    assert hidden.hidden
-    assert hidden.callback
-    assert inspect.unwrap(hidden.callback) is shown.callback
-
-
-def test_plan_is_a_dry_build(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dry_build_prints_the_decisions(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(project.root)
     monkeypatch.setattr(
         "shoal.builds.plan.plan_builds", lambda *given: [SimpleNamespace(decision=image.tag) for image in given[-1]]
@@ -73,7 +51,6 @@ def test_plan_is_a_dry_build(project: Project, monkeypatch: pytest.MonkeyPatch) 
     code, out, err = run("build", "--dry-run", "--all", "--json")
     assert (code, err) == (0, "")
     assert len(json.loads(out)) == len(common.open_project()[1].images)
-    assert run("plan", "--json") == (0, out, "shoal: `shoal plan` is now `shoal build --dry-run`\n")
 
 
 @pytest.mark.parametrize("command", [["build"], ["build", "--dry-run"], ["push", "--to", "registry.example.org"]])

@@ -17,8 +17,8 @@ from shoal.matrix.project import LAYERS, Project
 from shoal.matrix.spec import BuildSpec
 from shoal.network import settings
 from shoal.network.settings import NetworkSettings
-from shoal.sources import context, wheels
-from shoal.sources.pins import Pin
+from shoal.sources import context
+from shoal.sources.pins import Pin, find_locked_wheels
 
 PLAIN = NetworkSettings((), (), (), (), None, (), ())
 
@@ -79,7 +79,7 @@ def test_only_locked_files_are_taken_from_find_links(tmp_path: Path) -> None:
     (tmp_path / "numpy-2.0.0-cp311-cp311-linux_x86_64.whl").write_bytes(b"other hash")
     (tmp_path / "not-a-wheel.whl").write_bytes(b"")
     pins = [Pin("torch", "2.13.0+cpu", hashlib.sha256(b"wheel").hexdigest()), Pin("numpy", "2.0.0", "0" * 64)]
-    assert list(wheels.find_locked_wheels(pins, [tmp_path])) == [(pins[0], good)]
+    assert list(find_locked_wheels(pins, [tmp_path])) == [(pins[0], good)]
 
 
 def test_the_foreign_index_is_asked_only_when_its_file_is_not_at_hand(

@@ -30,7 +30,7 @@ from cryptography.x509.oid import NameOID
 
 from shoal import doctor
 from shoal.builds import base_image
-from shoal.doctor import Result, Site
+from shoal.doctor import CheckResult, Site
 from shoal.errors import DockerError, DoctorError
 from shoal.matrix import project
 from shoal.matrix.project import Project
@@ -120,7 +120,7 @@ def with_machine(site: Site, **fields: Any) -> Site:
 
 def test_docker_is_reported_with_its_api(site: Site) -> None:
     found = "Docker Engine 20.10.24, API 1.41 (needs 1.40 or later)"
-    assert doctor.check_docker(site) == Result("ok", found)
+    assert doctor.check_docker(site) == CheckResult("ok", found)
 
 
 def test_old_docker_and_another_processor(site: Site, fake: FakeEngine) -> None:
@@ -142,7 +142,7 @@ OF_THE_ENGINE = {name: doctor.CHECKS[name] for name in ("docker", "builder", "di
 
 
 def test_the_builder(site: Site, fake: FakeEngine) -> None:
-    assert doctor.check_builder(site) == Result("ok", "BuildKit")
+    assert doctor.check_builder(site) == CheckResult("ok", "BuildKit")
     fake.answers["GET version"] = (200, VERSION | {"Components": [{"Name": "Podman Engine"}]})
     state, found, fix = doctor.check_builder(site)
     assert (state, fix) == ("failed", "point DOCKER_HOST at one")
@@ -198,12 +198,12 @@ def test_the_base_image(site: Site, fake: FakeEngine, tmp_path: Path, monkeypatc
         return "; ".join(words.format(system.upstream) for system in (first, second))
 
     fake.answers["GET images"] = (200, {"Id": "sha256:1", "RepoDigests": []})
-    assert doctor.check_base_images(site) == Result("ok", both("Docker has {}"))
+    assert doctor.check_base_images(site) == CheckResult("ok", both("Docker has {}"))
     fake.answers["GET images"] = (404, {"message": "no such image"})
-    assert doctor.check_base_images(site) == Result("ok", both("{} can be pulled"))
+    assert doctor.check_base_images(site) == CheckResult("ok", both("{} can be pulled"))
     fake.answers["GET distribution"] = (500, {"message": "no route to host"})
     monkeypatch.setattr(base_image, "explain_no_bootstrap", lambda _: "mmdebstrap is not here. Fix: run this as root")
-    assert doctor.check_base_images(site) == Result("failed", "mmdebstrap is not here", "run this as root")
+    assert doctor.check_base_images(site) == CheckResult("failed", "mmdebstrap is not here", "run this as root")
     monkeypatch.setattr(base_image, "explain_no_bootstrap", lambda _: "")
     answers = {"bookworm": reachability.Answer("http://mirror.example", 200), "trixie": reachability.Answer("", 200)}
     monkeypatch.setattr(reachability, "check_mirrors", lambda _, suite: [answers[suite]])
@@ -278,7 +278,9 @@ def test_the_index_and_the_mirror_answer(site: Site, server: Server) -> None:
     pip = (("index-url", f"{server.url}/simple/"), ("extra-index-url", f"{server.url}/more"))
     assert doctor.check_package_index(with_machine(site, pip=pip)).state == "ok"
     sources = (f"deb {server.url}/debian bookworm main", f"deb {server.url}/debian bookworm-updates main")
-    assert doctor.check_debian_mirror(with_machine(site, apt_sources=sources)) == Result("ok", f"{server.url}/debian")
+    assert doctor.check_debian_mirror(with_machine(site, apt_sources=sources)) == CheckResult(
+        "ok", f"{server.url}/debian"
+    )
     suites = ("bookworm", "bookworm-updates", "trixie", "trixie-updates")  # of all base images
     files = [f"/debian/dists/{suite}/InRelease" for suite in suites]
     assert server.asked == ["/simple/pip/", "/more/pip/", *files]
@@ -309,7 +311,7 @@ def test_a_mirror_that_lacks_a_suite(site: Site, server: Server) -> None:
 
 def test_an_extra_index_need_not_have_everything(site: Site, server: Server, closed: str) -> None:
     first, lean = ("index-url", server.url), ("extra-index-url", f"{server.url}/lean")
-    assert doctor.check_package_index(with_machine(site, pip=(first, lean))) == Result("ok", server.url)
+    assert doctor.check_package_index(with_machine(site, pip=(first, lean))) == CheckResult("ok", server.url)
     broken = (("index-url", f"{server.url}/lean"), ("extra-index-url", closed))
     state, found, _ = doctor.check_package_index(with_machine(site, pip=broken))
     assert (state, found) == ("failed", f"{closed}: [Errno 111] Connection refused")
@@ -423,7 +425,7 @@ def test_a_server_is_trusted_by_the_bundle_only(site: Site, server: Server, tmp_
     server.socket = context.wrap_socket(server.socket, server_side=True)
     url = server.url.replace("http:", "https:")
     pip = (("index-url", url),)
-    assert doctor.check_package_index(with_machine(site, pip=pip, ca_bundle=own)) == Result("ok", url)
+    assert doctor.check_package_index(with_machine(site, pip=pip, ca_bundle=own)) == CheckResult("ok", url)
     state, found, _ = doctor.check_package_index(with_machine(site, pip=pip, ca_bundle=other))
     assert (state, found) == ("failed", f"{url}: its certificate is not signed by a CA of the bundle")
     trusting = (*pip, ("trusted-host", "127.0.0.1"))
@@ -433,7 +435,7 @@ def test_a_server_is_trusted_by_the_bundle_only(site: Site, server: Server, tmp_
 def test_settings_that_builds_cannot_use_are_reported(site: Site) -> None:
     assert doctor.check_settings(site).state == "ok"
     result = doctor.check_settings(with_machine(site, left_out=("pip's constraint: not supported in builds",)))
-    assert result == Result("remark", "builds do not use: pip's constraint: not supported in builds")
+    assert result == CheckResult("remark", "builds do not use: pip's constraint: not supported in builds")
 
 
 def test_loopback(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -462,14 +464,14 @@ def test_the_checkout(site: Site, tmp_path: Path) -> None:
 
 
 def test_checks_that_raise_or_hang_fail(site: Site) -> None:
-    def broken(_: Site) -> Result:
+    def broken(_: Site) -> CheckResult:
         raise KeyError("MemTotal")
 
-    def hanging(_: Site) -> Result:
+    def hanging(_: Site) -> CheckResult:
         time.sleep(30)
         raise AssertionError
 
-    checks = {"hanging": hanging, "broken": broken, "good": lambda _: Result("ok", "fine")}
+    checks = {"hanging": hanging, "broken": broken, "good": lambda _: CheckResult("ok", "fine")}
     began = time.monotonic()
     findings = doctor.run_checks(site, checks, limit=0.5)
     assert time.monotonic() - began < 20
@@ -486,11 +488,11 @@ def test_checks_that_raise_or_hang_fail(site: Site) -> None:
 def test_interrupt_waits_for_checks_to_clean_up(site: Site) -> None:
     left = ["network"]
 
-    def making(_: Site) -> Result:
+    def making(_: Site) -> CheckResult:
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
         time.sleep(0.3)
         left.clear()
-        return Result("ok", "")
+        return CheckResult("ok", "")
 
     with pytest.raises(KeyboardInterrupt):
         doctor.run_checks(site, {"networks": making})
@@ -531,7 +533,7 @@ def test_fix_starts_docker_with_the_shipped_script(
 ) -> None:
     ran = write_engine_script(tmp_path)
     monkeypatch.setattr(project, "find_shipped", lambda: Project(tmp_path))
-    assert doctor.apply_fixes(doctor.Site(tmp_path), [doctor.Finding("docker", "failed", "no answer")])
+    assert doctor.apply_fixes(doctor.Site(tmp_path), [doctor.CheckFinding("docker", "failed", "no answer")])
     assert "shoal: --fix: docker: started it with scripts/engine.sh" in capfd.readouterr().err
     assert ran.exists()
 

@@ -164,7 +164,7 @@ def test_many_packages_are_described_at_once() -> None:
     names = [f"x{number}" for number in range(2000)]
     found = inventory.Inventory(
         "a:1",
-        (inventory.Layer("", "", {owners.Owner("python", name): inventory.Sum(1) for name in names}),),
+        (inventory.Layer("", "", {owners.FileOwner("python", name): inventory.Sum(1) for name in names}),),
         (),
         tuple(owners.PythonDistribution(name, f"{number}", "") for name in names for number in range(5)),
     )

@@ -29,7 +29,7 @@ from shoal.formats import format_byte_change, format_bytes, format_share
 from shoal.image import archive as image_archive
 from shoal.image import deflate, inventory, size
 from shoal.image.inventory import Inventory, Sum
-from shoal.image.owners import TAR, DebianPackage, Owner, PythonDistribution
+from shoal.image.owners import TAR, DebianPackage, FileOwner, PythonDistribution
 from shoal.image.size_comparison import compare_sizes, layer_title
 from shoal.matrix.spec import BuildSpec
 
@@ -185,7 +185,11 @@ TORCH: list[tuple[str, Content]] = [
     ("tmp/.wh.rest", b""),
 ]
 COMMANDS = ["/bin/sh -c #(nop) ADD file:1 in / ", "RUN /bin/sh -c pip install \\\n  big-torch # buildkit"]
-TORCHS, LIBCS, COREUTILS = Owner("python", "big-torch"), Owner("debian", "libc6"), Owner("debian", "coreutils")
+TORCHS, LIBCS, COREUTILS = (
+    FileOwner("python", "big-torch"),
+    FileOwner("debian", "libc6"),
+    FileOwner("debian", "coreutils"),
+)
 
 
 @pytest.fixture(params=["legacy", "oci", "oci, gzip"])
@@ -215,14 +219,14 @@ def test_every_file_is_its_packages(layout: Any) -> None:
         TORCHS: taken(SOURCE, BYTECODE, NOTES, METADATA, RECORD_OF_TORCH, TOOL, *carried),
         LIBCS: taken(LIBRARY, b""),  # the library, and the symlink in lib64
         COREUTILS: taken(TOOL, b""),  # the tool, and the link bin, which its list names
-        Owner("other", "/"): taken(b"", b""),  # the links lib and lib64
-        Owner("other", "usr/bin"): taken(b""),  # the hard link dir, which no list names
-        Owner("other", "etc"): taken(OLD, NEW),
-        Owner("other", "tmp"): taken(NOTES),
-        Owner("other", "tmp/rest"): taken(OLD),
-        Owner("other", "tmp/rest/deep"): taken(OLD),
-        Owner("other", "var/lib/dpkg"): taken(STATUS),
-        Owner("other", "var/lib/dpkg/info"): taken(*LISTS.values()),
+        FileOwner("other", "/"): taken(b"", b""),  # the links lib and lib64
+        FileOwner("other", "usr/bin"): taken(b""),  # the hard link dir, which no list names
+        FileOwner("other", "etc"): taken(OLD, NEW),
+        FileOwner("other", "tmp"): taken(NOTES),
+        FileOwner("other", "tmp/rest"): taken(OLD),
+        FileOwner("other", "tmp/rest/deep"): taken(OLD),
+        FileOwner("other", "var/lib/dpkg"): taken(STATUS),
+        FileOwner("other", "var/lib/dpkg/info"): taken(*LISTS.values()),
     }
     assert found.owners[TORCHS].files == 9
     assert next(iter(found.owners)) == max(found.owners, key=lambda owner: found.owners[owner].bytes)
@@ -304,13 +308,13 @@ def test_distributions_that_debian_has_packaged_are_debians() -> None:
     ]
     found = read(oci([tar(files)]))
     assert found.python == ()
-    assert found.owners[Owner("debian", "python3-six")].files == 3
+    assert found.owners[FileOwner("debian", "python3-six")].files == 3
 
 
 def test_a_link_that_a_later_layer_makes_a_directory_is_none() -> None:
     lower: list[tuple[str, Content]] = [("bin", Link("usr/bin")), ("usr/bin/ls", TOOL)]
     upper: list[tuple[str, Content]] = [("bin", None), ("bin/ls", LIBRARY), ("var/lib/dpkg/info/a.list", b"/bin/ls\n")]
-    assert read(oci([tar(lower), tar(upper)])).owners[Owner("debian", "a")].bytes == taken(LIBRARY)
+    assert read(oci([tar(lower), tar(upper)])).owners[FileOwner("debian", "a")].bytes == taken(LIBRARY)
 
 
 def test_links_that_lead_in_circles_end() -> None:
@@ -354,7 +358,7 @@ def test_the_owners_sums_are_the_layers_sizes(given_layers: list[list[tuple[str,
 
 def measured(data: bytes, piece: int = 1_000_003) -> deflate.StreamSizes:
     with deflate.make_pool() as pool:
-        meter = deflate.Meter(pool)
+        meter = deflate.DeflateMeter(pool)
         for part in chunked(data, piece):
             meter.write(part)
         return meter.finish()
@@ -383,8 +387,8 @@ def test_compressed_bytes_follow_the_offset() -> None:
 def test_noise_and_zeros_are_told_apart_in_a_layer() -> None:
     files: list[tuple[str, Content]] = [("noise/a", os.urandom(1_000_000)), ("zeros/b", bytes(1_000_000))]
     owners = read(oci([tar(files)])).owners
-    assert owners[Owner("other", "noise")].compressed == pytest.approx(1_000_000, rel=0.05)  # a block holds both
-    assert owners[Owner("other", "zeros")].compressed < 100_000
+    assert owners[FileOwner("other", "noise")].compressed == pytest.approx(1_000_000, rel=0.05)  # a block holds both
+    assert owners[FileOwner("other", "zeros")].compressed < 100_000
 
 
 def two_images() -> tuple[Inventory, Inventory]:

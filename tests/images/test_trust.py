@@ -66,7 +66,6 @@ def shoal(directory: Path, *words: str) -> subprocess.CompletedProcess[str]:
     [
         ("build", "--dry-run"),
         ("build", "pytorch"),
-        ("plan",),
         ("render", "--check"),
         ("render",),
         ("list",),

@@ -13,7 +13,7 @@ from rich.console import Console
 from shoal.commands.common import format_json
 from shoal.image import deflate, size, size_document
 from shoal.image.inventory import Inventory
-from shoal.image.owners import Owner
+from shoal.image.owners import FileOwner
 from shoal.matrix.spec import BuildSpec
 
 pytestmark = pytest.mark.xdist_group("report")
@@ -54,7 +54,7 @@ def test_the_sizes_are_the_engines_and_what_tar_puts_around_files(
 
 def test_torch_is_the_largest_and_little_is_nobodys(found: Inventory) -> None:
     owners = found.owners
-    assert next(iter(owners)) == Owner("python", "torch")
+    assert next(iter(owners)) == FileOwner("python", "torch")
     assert sum(of.bytes for owner, of in owners.items() if owner.kind == "other") < 0.05 * found.sum.bytes
 
 

@@ -85,7 +85,7 @@ class BaseImage:
 
 
 def make_recipe(system: System) -> tuple[str, ...]:
-    """Return mmdebstrap's options and suite for a system, the same on every machine.
+    """Returns mmdebstrap's options and suite for a system, the same on every machine.
 
     Mirrors and proxies are not among them.
     """
@@ -99,12 +99,12 @@ def make_recipe(system: System) -> tuple[str, ...]:
 
 
 def recipe_digest(system: System) -> str:
-    """Return the digest in the label of an image that is made by the recipe. The label is used to find it again."""
+    """Returns the digest in the label of an image that is made by the recipe. The label is used to find it again."""
     return hashlib.sha256("\n".join((*make_recipe(system), SOURCE_DATE_EPOCH)).encode()).hexdigest()[:12]
 
 
 def find_base(client: docker.DockerClient, system: System) -> BaseImage | None:
-    """Return the system's base image if Docker has one: Debian's, otherwise one made here before.
+    """Returns the system's base image if Docker has one: Debian's, otherwise one made here before.
 
     Pulls and makes nothing.
     """
@@ -112,13 +112,13 @@ def find_base(client: docker.DockerClient, system: System) -> BaseImage | None:
 
 
 def is_base_name(name: str, system: System) -> bool:
-    """Return whether only the system's base image can have this name: Debian's, or one made here."""
+    """Returns whether only the system's base image can have this name: Debian's, or one made here."""
     made_here = re.fullmatch(rf"{REPOSITORY}:{re.escape(system.suite)}-[0-9a-f]{{12}}", name)
     return made_here is not None or name in (system.upstream, system.upstream.rpartition(":")[2])
 
 
 def find_base_of(client: docker.DockerClient, tag: str, system: System) -> str:
-    """Return the reference of the base image that an image is built on, by its first layers.
+    """Returns the reference of the base image that an image is built on, by its first layers.
 
     Raises `BaseImageError` if Docker no longer has the base image.
     """
@@ -141,7 +141,7 @@ def provide_base(
     pin: str = "",
     newest: bool = False,
 ) -> BaseImage:
-    """Return the system's base image. If Docker has none, pull it; if it cannot be pulled, make it.
+    """Returns the system's base image. If Docker has none, pulls it; if it cannot be pulled, makes it.
 
     Making it may install mmdebstrap with apt-get, and keeps an archive in `cache`. An image that was pulled by its
     digest gets the usual tag. One that Docker has already is not compared with `pin`.
@@ -178,7 +178,7 @@ def provide_base(
 
 
 def _find_upstream(client: docker.DockerClient, system: System) -> BaseImage | None:
-    """Return Debian's own image; None if Docker does not have it. Its digest is empty if it was loaded, not pulled."""
+    """Returns Debian's own image; None if Docker does not have it. Its digest is empty if it was loaded, not pulled."""
     image = find_image(client, system.upstream)
     if image is None:
         return None
@@ -190,7 +190,7 @@ def _find_upstream(client: docker.DockerClient, system: System) -> BaseImage | N
 
 
 def _find_bootstrapped(client: docker.DockerClient, system: System) -> BaseImage | None:
-    """Return the image that was made here by the present recipe; None if Docker has none."""
+    """Returns the image that was made here by the present recipe; None if Docker has none."""
     # Images built on it have its label too; the SDK's `images.list` would ask for each of them.
     images = client.api.images(REPOSITORY, filters={"label": f"{RECIPE_LABEL}={recipe_digest(system)}"})
     tagged = sorted(tag for image in images for tag in image["RepoTags"])
@@ -203,7 +203,7 @@ def _find_bootstrapped(client: docker.DockerClient, system: System) -> BaseImage
 def _bootstrap(
     client: docker.DockerClient, system: System, settings: NetworkSettings, cache: Path, say: Say
 ) -> BaseImage:
-    """Load the base image's archive from the cache into Docker, and return the image.
+    """Loads the base image's archive from the cache into Docker, and returns the image.
 
     Makes the archive if it is missing. Making it may install mmdebstrap with apt-get. Raises `BaseImageError`.
     """
@@ -221,7 +221,7 @@ def _bootstrap(
 
 
 def _run_mmdebstrap(system: System, settings: NetworkSettings, archive: Path, say: Say) -> None:
-    """Make the archive of a base image with mmdebstrap, with this machine's proxies, sources, passwords and CA bundle.
+    """Makes the archive of a base image with mmdebstrap, with this machine's proxies, sources, passwords and CA bundle.
 
     Installs mmdebstrap if it is missing. Raises `BaseImageError`.
     """
@@ -247,12 +247,12 @@ def _run_mmdebstrap(system: System, settings: NetworkSettings, archive: Path, sa
 
 
 def archive_path(cache: Path, system: System) -> Path:
-    """Return where the archive of the system's base image is kept, if one was made here."""
+    """Returns where the archive of the system's base image is kept, if one was made here."""
     return cache / f"base-{system.suite}-{recipe_digest(system)}.tar"
 
 
 def explain_no_bootstrap(system: System) -> str:
-    """Return why this machine cannot make a base image; empty if it can. Starts and installs nothing."""
+    """Returns why this machine cannot make a base image; empty if it can. Starts and installs nothing."""
     if platform.machine() != "x86_64":
         return f"the images are for x86_64 and this machine is {platform.machine()}: no base is made here"
     if os.geteuid() != 0 or not (shutil.which("mmdebstrap") or shutil.which("apt-get")):
@@ -264,7 +264,7 @@ def explain_no_bootstrap(system: System) -> str:
 
 
 def _install_mmdebstrap(system: System, say: Say) -> None:
-    """Install mmdebstrap with apt-get, unless it is here.
+    """Installs mmdebstrap with apt-get, unless it is here.
 
     Raises `BaseImageError` if this machine cannot make base images, even with mmdebstrap, or if apt-get fails.
     """
@@ -279,7 +279,7 @@ def _install_mmdebstrap(system: System, say: Say) -> None:
 
 
 def _run(command: list[str], problem: str, **environment: str) -> None:
-    """Run a program with additional variables.
+    """Runs a program with additional variables.
 
     Raises `BaseImageError` with the problem and the end of its standard error if it fails.
     """
@@ -289,7 +289,7 @@ def _run(command: list[str], problem: str, **environment: str) -> None:
 
 
 def _write_image(system: System, layer: BufferedReader, out: IO[bytes]) -> None:
-    """Write an image of one layer, the file system archive `layer`, as `docker load` reads it, tagged and labelled.
+    """Writes an image of one layer, the file system archive `layer`, as `docker load` reads it, tagged and labelled.
 
     Its date is SOURCE_DATE_EPOCH, so that the same layer makes the same image.
     """

@@ -89,7 +89,7 @@ class _Streams:
 
     @contextlib.contextmanager
     def reading(self, response: requests.Response) -> Iterator[None]:
-        """Register an answer while it is read. Raises `BuildError` after `stop_all`."""
+        """Registers an answer while it is read. Raises `BuildError` after `stop_all`."""
         stream: CancellableStream[bytes] = CancellableStream(iter(()), response)
         self._open.add(stream)
         try:
@@ -100,7 +100,7 @@ class _Streams:
             self._open.discard(stream)
 
     def stop_all(self) -> None:
-        """Close all answers that are being read, and let no further one begin."""
+        """Closes all answers that are being read, and lets no further one begin."""
         self._stopped = True
         for stream in tuple(self._open):
             # It ended meanwhile, or is an SSH channel, which closes with this process.
@@ -117,7 +117,7 @@ def build_images(
     bundle: Path | None = None,
     bundle_digest: str | None = None,
 ) -> list[BuildResult]:
-    """Bring images and those that they extend up to date, and return how each build ended. An interrupt stops all.
+    """Brings images and those that they extend up to date, and returns how each build ended. An interrupt stops all.
 
     A failed build is a result, and is not raised. Each build writes a log file under the cache. Missing base images are
     pulled or made, or loaded from the bundle.
@@ -180,7 +180,7 @@ def _execute(session: _Session, plans: Sequence[BuildPlan], jobs: int) -> list[B
 
 
 def _finish_result(tag: str, result: BuildResult | Exception, seconds: float | None) -> BuildResult:
-    """Return a result with its seconds; an error becomes the result "failed", or "not tried" if its parent failed."""
+    """Returns a result with its seconds; an error becomes the result "failed", or "not tried" if its parent failed."""
     if isinstance(result, BuildResult):
         return replace(result, seconds=seconds)
     return BuildResult(tag, "not tried" if isinstance(result, graph.NotTriedError) else "failed", seconds, error=result)
@@ -189,7 +189,7 @@ def _finish_result(tag: str, result: BuildResult | Exception, seconds: float | N
 def _load_bundle(
     client: docker.DockerClient, bundle: Path, expected: str | None, systems: Iterable[System], say: Say
 ) -> None:
-    """Check a bundle, print its digest, and load the base images of `systems` that Docker does not have.
+    """Checks a bundle, prints its digest, and loads the base images of `systems` that Docker does not have.
 
     Raises `UsageError` or `BundleError` if the bundle is not complete and unchanged, or lacks a system.
     """
@@ -208,7 +208,7 @@ def _provide_base(
     *,
     check: bool,
 ) -> BaseImage:
-    """Return a system's base image; if Docker has none, it is pulled by its locked digest, or made.
+    """Returns a system's base image; if Docker has none, it is pulled by its locked digest, or made.
 
     If `check`, say where it differs from the lock.
     """
@@ -245,7 +245,7 @@ def _build(session: _Session, given: BuildPlan) -> BuildResult:
 
 
 def _run_build(session: _Session, client: docker.DockerClient, todo: BuildPlan) -> None:
-    """Have BuildKit build an image, with a log file and a progress display. It gets the image's labels and tag.
+    """Has BuildKit build an image, with a log file and a progress display. It gets the image's labels and tag.
 
     Prints a warning if Debian's packages have left their lock. Raises `BuildError` or `DiskError` if it fails.
     """
@@ -278,7 +278,7 @@ def _run_build(session: _Session, client: docker.DockerClient, todo: BuildPlan) 
 
 
 def _caches(project: Project) -> dict[str, str]:
-    """Return the build argument that gives the steps of a project caches of their own; none if the project is trusted.
+    """Returns the build argument that gives the steps of a project caches of their own; none if the project is trusted.
 
     The caches hold packages. A step of a project that was copied from elsewhere could put others there.
     """
@@ -294,7 +294,7 @@ def _send(
     progress: BuildProgress,
     streams: _Streams,
 ) -> None:
-    """Send the context, and show the answer until the build ends. Raises `BuildError` if Docker refuses it.
+    """Sends the context, and shows the answer until the build ends. Raises `BuildError` if Docker refuses it.
 
     The SDK's own `build` can neither ask for BuildKit nor hang up.
     """
@@ -312,7 +312,7 @@ def _send(
 
 
 def _failure(tag: str, progress: BuildProgress, log: Path) -> BuildError | DiskError:
-    """Return the error of a failed build, with its step and last lines: `DiskError` if the disk is full."""
+    """Returns the error of a failed build, with its step and last lines: `DiskError` if the disk is full."""
     step = progress.failed_step
     lines = [f"{tag}: the build failed"]
     if step:

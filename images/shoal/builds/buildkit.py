@@ -52,7 +52,7 @@ Event = StepEvent | OutputLine | BuildFailed
 
 
 def _decode(message: bytes) -> Fields:
-    """Return a protobuf message's fields: number → values in order; nested messages and strings stay bytes."""
+    """Returns a protobuf message's fields: number → values in order; nested messages and strings stay bytes."""
     fields: Fields = defaultdict(list)
     for number, value in split_fields(message):
         fields[number].append(value)
@@ -60,7 +60,7 @@ def _decode(message: bytes) -> Fields:
 
 
 def read_events(stream: Iterable[Mapping[str, Any]]) -> Iterator[Event]:
-    """Translate Docker's JSON objects into events: lines of output, states of steps (each once), and the build's error.
+    """Translates Docker's JSON objects into events: lines of output, states of steps (each once), the build's error.
 
     An unfinished line of a step is yielded before the step's end. Other objects are skipped.
     """
@@ -82,7 +82,7 @@ def read_events(stream: Iterable[Mapping[str, Any]]) -> Iterator[Event]:
 
 
 def _step(vertex: Fields) -> StepEvent | None:
-    """Return the event of a build step: started, cached, done or failed; None if it has not started.
+    """Returns the event of a build step: started, cached, done or failed; None if it has not started.
 
     A failed step has the error, and an ended one the seconds that it took.
     """
@@ -102,7 +102,7 @@ def _step(vertex: Fields) -> StepEvent | None:
 
 
 def _lines(log: Fields, partial: dict[str, bytes]) -> Iterator[OutputLine]:
-    """Yield the whole lines of a chunk of output; a carriage return ends one too.
+    """Yields the whole lines of a chunk of output; a carriage return ends one too.
 
     The rest is kept in `partial`, by step, as bytes: a chunk may end within a character.
     """
@@ -115,7 +115,7 @@ def _lines(log: Fields, partial: dict[str, bytes]) -> Iterator[OutputLine]:
 
 
 def _last_line(key: str, partial: dict[str, bytes]) -> Iterator[OutputLine]:
-    """Yield the rest of a step's output, if its last line has no end.
+    """Yields the rest of a step's output, if its last line has no end.
 
     It removes the rest from `partial`.
     """
@@ -124,12 +124,11 @@ def _last_line(key: str, partial: dict[str, bytes]) -> Iterator[OutputLine]:
 
 
 def _text(fields: Fields, number: int) -> str:
-    """Return the last value of a field as text; empty if there is none."""
     return b"".join(fields[number][-1:]).decode(errors="replace")
 
 
 def _seconds(fields: Fields, number: int) -> float | None:
-    """Return the seconds of a Timestamp field (1 seconds, 2 nanoseconds); None if there is none."""
+    """Returns the seconds of a Timestamp field (1 seconds, 2 nanoseconds); None if there is none."""
     if not fields[number]:
         return None
     stamp = _decode(fields[number][-1])

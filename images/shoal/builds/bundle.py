@@ -30,7 +30,7 @@ from shoal.errors import BuildError, BundleError, DiskError, UsageError, is_disk
 from shoal.matrix.project import Project, find_shipped
 from shoal.matrix.spec import BuildSpec, ImageSpec, System
 from shoal.network.settings import NetworkSettings, pip_environment, read_network_settings, read_settings_for
-from shoal.sources import debian, lock, packages, pins, release, wheels
+from shoal.sources import debian, lock, packages, pins, release
 
 INSTALL = "python3 -m venv .venv && .venv/bin/pip install --no-index --find-links {directory} shoal"
 """The command that installs `shoal` from a bundle, for users to type."""
@@ -65,7 +65,7 @@ class Bundle:
 
 
 def fill_bundle(project: Project, spec: BuildSpec, images: Iterable[ImageSpec], directory: Path, say: Say) -> Bundle:
-    """Download all that builds of these images, and of those that they extend, need, and `shoal` itself.
+    """Downloads all that builds of these images, and of those that they extend, need, and `shoal` itself.
 
     Writes `SHA256SUMS` at the end. Docker gets the base images that it lacks. Existing files of a bundle stay. Each
     file is moved to its place when it is whole, so an interrupt leaves no part.
@@ -103,7 +103,7 @@ def fill_bundle(project: Project, spec: BuildSpec, images: Iterable[ImageSpec], 
 def _add_system(
     client: docker.DockerClient, project: Project, system: System, names: list[str], directory: Path, say: Say
 ) -> str:
-    """Add a system's base image, the Debian packages `names` and their dependencies; return the base image's reference.
+    """Adds a system's base image, the Debian packages `names` and their dependencies. Returns the base's reference.
 
     If Docker lacks the base image, it is pulled by its locked digest, or made.
     """
@@ -118,7 +118,7 @@ def _add_system(
 
 
 def add_shoal(scratch_parent: Path, target: Path) -> None:
-    """Add the wheels of `shoal` and its dependencies, for hosts with this Python and processor but no network.
+    """Adds the wheels of `shoal` and its dependencies, for hosts with this Python and processor but no network.
 
     The wheel of `shoal` has the image definitions that it comes with. Versions are pinned as in a checkout. Like
     `build_wheel`, it sets variables of this process, and changes its working directory meanwhile. Raises `BuildError`
@@ -139,14 +139,14 @@ def add_shoal(scratch_parent: Path, target: Path) -> None:
 
 
 def _make_directories(directory: Path) -> None:
-    """Make the bundle's directory and the one of its wheels, if missing. Raises UsageError if the first is a file."""
+    """Makes the bundle's directory and the one of its wheels, if missing. Raises UsageError if the first is a file."""
     if directory.exists() and not directory.is_dir():
         raise UsageError(f"{directory}: is a file; expected a directory, new or of a bundle. Name another")
     (directory / WHEELS).mkdir(parents=True, exist_ok=True)
 
 
 def _check_unchanged(directory: Path) -> dict[str, int]:
-    """Return the inodes of files that `SHA256SUMS` does not list, by path. An interrupted `shoal bundle` leaves some.
+    """Returns the inodes of files that `SHA256SUMS` does not list, by path. An interrupted `shoal bundle` leaves some.
 
     A file that somebody else has added looks the same, so each of them must be made again. Raises BundleError if a file
     of an earlier bundle has been changed, for it would be listed as made here. The same holds for links, and for
@@ -166,7 +166,7 @@ def _check_unchanged(directory: Path) -> dict[str, int]:
 
 
 def _refuse(directory: Path, names: list[str]) -> None:
-    """Raise BundleError if there are files that were not made here: they would be listed as if they were."""
+    """Raises BundleError if there are files that were not made here: they would be listed as if they were."""
     if names:
         raise BundleError(
             f"{directory}: not made by this command: {', '.join(sorted(names)[:10])}. Fix: remove these files, or"
@@ -176,7 +176,7 @@ def _refuse(directory: Path, names: list[str]) -> None:
 
 @contextmanager
 def _scratch(directory: Path) -> Iterator[Path]:
-    """Yield a temporary directory on the bundle's own disk, so that whole files can be moved out of it.
+    """Yields a temporary directory on the bundle's own disk, so that whole files can be moved out of it.
 
     It is removed at the end. An OSError of a full disk becomes `DiskError`.
     """
@@ -190,12 +190,12 @@ def _scratch(directory: Path) -> Iterator[Path]:
 
 
 def _failure(text: str) -> BuildError | DiskError:
-    """Return the failure of another program: `DiskError` if its words say that the disk is full."""
+    """Returns the failure of another program: `DiskError` if its words say that the disk is full."""
     return DiskError(f"{text}\n{_WHEN_FULL}") if os.strerror(errno.ENOSPC) in text else BuildError(text)
 
 
 def _save_image(client: docker.DockerClient, reference: str, path: Path) -> None:
-    """Save an image as an archive, as `docker save` writes it. The file appears when it is whole."""
+    """Saves an image as an archive, as `docker save` writes it. The file appears when it is whole."""
     with _scratch(path.parent) as scratch:
         with (scratch / path.name).open("wb") as file:
             for chunk in client.images.get(reference).save(named=True):
@@ -211,7 +211,7 @@ def _add_debs(
     directory: Path,
     host: NetworkSettings,
 ) -> None:
-    """Download Debian packages and their dependencies in a container, and add them and their index to the bundle.
+    """Downloads Debian packages and their dependencies in a container, and adds them and their index to the bundle.
 
     The index also lists packages that the bundle has already. Raises `BuildError`, or `DiskError` if the disk is full.
     """
@@ -229,7 +229,7 @@ def _add_debs(
 
 
 def _index_others(new: Path, old: Path) -> None:
-    """Add the existing packages that are not among the new ones to the index of these.
+    """Adds the existing packages that are not among the new ones to the index of these.
 
     Packages without their file are left out.
     """
@@ -243,14 +243,14 @@ def _index_others(new: Path, old: Path) -> None:
 
 
 def _fetch(container: Container, path: str, directory: Path) -> None:
-    """Copy a directory of a container. Raises BuildError if a part of it cannot be unpacked safely."""
+    """Copies a directory of a container. Raises BuildError if a part of it cannot be unpacked safely."""
     with containers.read_archive(container, path) as file:
         if left_out := list(archive.unpack_safely(file, directory)):
             raise BuildError(f"{path} of a container: {'; '.join(left_out)}")
 
 
 def _move(source: Path, target: Path, last: str = "") -> None:
-    """Move the files to `target`. `last` is moved last: it says that the others are there.
+    """Moves the files to `target`. `last` is moved last: it says that the others are there.
 
     Files of the same name are replaced. Both directories must be on one file system.
     """
@@ -259,12 +259,12 @@ def _move(source: Path, target: Path, last: str = "") -> None:
 
 
 def _add_wheels(project: Project, spec: BuildSpec, image: ImageSpec, directory: Path) -> set[str]:
-    """Download the locked wheels of an image that the bundle does not have; return the paths of those that it has.
+    """Downloads the locked wheels of an image that the bundle does not have; returns the paths of those that it has.
 
     pip tries the configured indexes, then the image's own. Raises `BuildError` with pip's words, or `DiskError`.
     """
     wanted = [pin for layer in pins.read_image_pins(project, spec, image).values() for pin in layer]
-    present = [*wheels.find_locked_wheels(wanted, [directory])]
+    present = [*pins.find_locked_wheels(wanted, [directory])]
     names = {f"{WHEELS}/{path.name}" for _, path in present}
     if not (missing := [pin for pin in wanted if pin not in {pin for pin, _ in present}]):
         return names
@@ -284,7 +284,7 @@ def _add_wheels(project: Project, spec: BuildSpec, image: ImageSpec, directory: 
 
 
 def _pip_download(scratch: Path, options: list[str]) -> subprocess.CompletedProcess[str]:
-    """Run `pip download` into `scratch`/wheels, and return how it ended; a failure raises nothing.
+    """Runs `pip download` into `scratch`/wheels, and returns how it ended; a failure raises nothing.
 
     Temporary files are in `scratch` too: an interrupt stops pip at once.
     """

@@ -39,14 +39,14 @@ _IMAGE_NAMES = ("io.containerd.image.name", "org.opencontainers.image.ref.name")
 
 
 def write_sums(directory: Path) -> str:
-    """Write `SHA256SUMS`, and return its own SHA-256 (hexadecimal): the bundle's digest."""
+    """Writes `SHA256SUMS`, and returns its own SHA-256 (hexadecimal): the bundle's digest."""
     lines = [f"{_sha256(path)}  {name}\n" for name, path in sorted(list_files(directory))]
     (directory / SUMS).write_text("".join(lines))
     return _sha256(directory / SUMS)
 
 
 def check_bundle(directory: Path, expected: str | None) -> str:
-    """Check every file of a bundle, and return its digest.
+    """Checks every file of a bundle, and returns its digest.
 
     Args:
         expected: The digest that `shoal bundle` printed, with or without `sha256:`; None: unknown.
@@ -72,7 +72,7 @@ def check_bundle(directory: Path, expected: str | None) -> str:
 
 
 def find_differences(directory: Path) -> dict[str, Literal["changed", "missing", "not listed"]]:
-    """Return the files that differ from `SHA256SUMS`, by path.
+    """Returns the files that differ from `SHA256SUMS`, by path.
 
     Raises UsageError if there is no such file, and BundleError if it is damaged.
     """
@@ -90,7 +90,7 @@ def find_differences(directory: Path) -> dict[str, Literal["changed", "missing",
 
 
 def _read_list(directory: Path) -> bytes:
-    """Return the content of `SHA256SUMS`. Raises UsageError if there is no such file, or something else."""
+    """Returns the content of `SHA256SUMS`. Raises UsageError if there is no such file, or something else."""
     try:
         return read_file(directory / SUMS, MOST_LOCK)
     except (OSError, ValueError):
@@ -98,7 +98,7 @@ def _read_list(directory: Path) -> bytes:
 
 
 def read_sums(directory: Path) -> dict[str, str]:
-    """Return the SHA-256 of each file by path, as `SHA256SUMS` lists them.
+    """Returns the SHA-256 of each file by path, as `SHA256SUMS` lists them.
 
     Raises UsageError without it, BundleError if damaged.
     """
@@ -110,7 +110,7 @@ def read_sums(directory: Path) -> dict[str, str]:
 
 
 def list_files(directory: Path) -> Iterator[tuple[str, Path]]:
-    """Yield the files of a bundle except `SHA256SUMS`, with their paths in it.
+    """Yields the files of a bundle except `SHA256SUMS`, with their paths in it.
 
     A link to a directory is yielded too: it would bring in files that the list does not contain. Raises BundleError if
     directories are nested deeply.
@@ -128,7 +128,7 @@ def list_files(directory: Path) -> Iterator[tuple[str, Path]]:
 
 
 def _sha256(path: Path) -> str:
-    """Return the SHA-256 of a file; empty for a directory, or a link that leads nowhere."""
+    """Returns the SHA-256 of a file; empty for a directory, or a link that leads nowhere."""
     if not path.is_file():
         return ""
     with path.open("rb") as file:
@@ -136,7 +136,7 @@ def _sha256(path: Path) -> str:
 
 
 def _not_a_bundle(directory: Path) -> UsageError:
-    """Return the error for a --bundle directory that has no bundle. It does not raise it."""
+    """Returns the error for a --bundle directory that has no bundle. It does not raise it."""
     return UsageError(
         f"--bundle {directory}: not a bundle, or one without {SUMS}. Make it on a host with a network: shoal bundle"
         f" {directory}"
@@ -144,7 +144,7 @@ def _not_a_bundle(directory: Path) -> UsageError:
 
 
 def read_settings(directory: Path) -> NetworkSettings:
-    """Return the settings for builds from a bundle that `check_bundle` has passed: no package index, mirror or proxy.
+    """Returns the settings for builds from a bundle that `check_bundle` has passed: no package index, mirror or proxy.
 
     apt trusts the packages of the bundle: their index has been checked, and apt checks them against it. Raises
     UsageError if it is not a bundle.
@@ -165,7 +165,7 @@ def read_settings(directory: Path) -> NetworkSettings:
 
 
 def load_bases(client: docker.DockerClient, directory: Path, systems: Iterable[System]) -> None:
-    """Load the bundle's base images of these systems, if Docker has none. `check_bundle` has passed the bundle.
+    """Loads the bundle's base images of these systems, if Docker has none. `check_bundle` has passed the bundle.
 
     Raises UsageError if the bundle lacks a system, and BundleError if a base image would replace another image.
     """
@@ -189,7 +189,7 @@ def load_bases(client: docker.DockerClient, directory: Path, systems: Iterable[S
 
 
 def copy_image(path: Path, out: IO[bytes]) -> set[str]:
-    """Copy an archive of images to `out`, rewind it, and return each name that Docker may give an image of it.
+    """Copies an archive of images to `out`, rewinds it, and returns each name that Docker may give an image of it.
 
     Docker reads the names from one of three files, depending on its version and image store. It accepts more than this
     does: compressed archives, names such as `/manifest.json`, files under links. So it gets only the files found here.
@@ -210,7 +210,7 @@ def copy_image(path: Path, out: IO[bytes]) -> set[str]:
 
 
 def _read_document(path: Path) -> Any:
-    """Return a JSON document with its keys in lower case: Docker takes `repotags` for `RepoTags`, and the last of both.
+    """Returns a JSON document with its keys in lower case: Docker takes `repotags` for `RepoTags`, the last of both.
 
     Raises ValueError if two keys of an object are the same then.
     """
@@ -225,7 +225,7 @@ def _read_document(path: Path) -> Any:
 
 
 def _names(documents: dict[str, Any]) -> Iterator[str]:
-    """Yield the names of images in the documents of an archive, which differ between versions of Docker.
+    """Yields the names of images in the documents of an archive, which differ between versions of Docker.
 
     A name may come several times.
     """

@@ -17,7 +17,7 @@ class Removed:
 
 
 def prune_cache(cache: Path, bases: Collection[Path]) -> list[Removed]:
-    """Remove logs of builds, installed copies of our packages, and archives of base images.
+    """Removes logs of builds, installed copies of our packages, and archives of base images.
 
     Args:
         cache: The directory of caches. Other files in it stay.

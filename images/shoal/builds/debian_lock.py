@@ -47,7 +47,7 @@ class LockResult:
 
 
 def list_installed(project: Project, images: Iterable[ImageSpec]) -> list[tuple[str, ...]]:
-    """Return the sets of Debian packages that steps of these images install, each once. Reads the templates only."""
+    """Returns the sets of Debian packages that steps of these images install, each once. Reads the templates only."""
     steps = (step for image in images for step in render.read_steps(project, image))
     return sorted({names for step in steps for names in step.packages})
 
@@ -55,7 +55,7 @@ def list_installed(project: Project, images: Iterable[ImageSpec]) -> list[tuple[
 def lock_systems(
     project: Project, spec: BuildSpec, images: Iterable[ImageSpec], say: Say, *, write: bool
 ) -> Iterator[LockResult]:
-    """Yield the current lock of each system of `images`, from its registry and mirror. If it changed, `write` it.
+    """Yields the current lock of each system of `images`, from its registry and mirror. If it changed, `write` it.
 
     A child has a lock of its own, with the packages that its system's lacks. If all images of a system are children,
     only their locks are made, so that the images that they extend stay as they are.
@@ -88,7 +88,7 @@ def lock_systems(
 
 
 def _write_lock(project: Project, suite: str, child: str, lock: DebianLock, *, write: bool) -> LockResult:
-    """Write a lock if it has changed, and return its changes. The file of a child without packages is removed."""
+    """Writes a lock if it has changed, and returns its changes. The file of a child without packages is removed."""
     path = debian.lock_path(project, suite, child)
     changes = tuple(debian.describe_changes(debian.read_lock(project, suite, child), lock))
     if write and child and not lock.packages:
@@ -100,7 +100,7 @@ def _write_lock(project: Project, suite: str, child: str, lock: DebianLock, *, w
 
 
 def _identity(client: docker.DockerClient, found: BaseImage, system: System) -> dict[str, str]:
-    """Return the name of a base image and the digest that identifies it: its manifest's if pulled, else its layer's.
+    """Returns the name of a base image and the digest that identifies it: its manifest's if pulled, else its layer's.
 
     Empty for an image that was loaded: Docker has no digest of its manifest.
     """
@@ -115,7 +115,7 @@ def _identity(client: docker.DockerClient, found: BaseImage, system: System) -> 
 def describe_differences(
     client: docker.DockerClient, found: BaseImage, system: System, locked: DebianLock
 ) -> Iterator[str]:
-    """Yield a message for each part of a base image or its lock that is not pinned or differs.
+    """Yields a message for each part of a base image or its lock that is not pinned or differs.
 
     An image that was loaded, not pulled, cannot be compared: it gets a message too.
     """
@@ -136,7 +136,7 @@ def describe_differences(
 
 
 def describe_drift(project: Project, image: ImageSpec, files: Sequence[str]) -> str:
-    """Return a message that names Debian packages which a build installed and the lock lacks.
+    """Returns a message that names Debian packages which a build installed and the lock lacks.
 
     It names at most `_SHOWN` of them, and then their remaining number. The fix for a child changes no other image.
     """
@@ -153,7 +153,7 @@ def describe_drift(project: Project, image: ImageSpec, files: Sequence[str]) -> 
 def run_in_base(
     client: docker.DockerClient, reference: str, suite: str, script: str, doing: str, host: NetworkSettings
 ) -> Iterator[Container]:
-    """Run a script in a container of a base image and yield the container, which has ended and is removed afterwards.
+    """Runs a script in a container of a base image and yields the container, which has ended and is removed afterwards.
 
     `apt-get update` runs before the script. /run/machine has the settings `host`. Raises BuildError with the end of
     its log if it cannot do what `doing` says.
@@ -180,7 +180,7 @@ def _list_packages(
     wanted: Iterable[tuple[str, ...]],
     host: NetworkSettings,
 ) -> dict[str, str]:
-    """Return the digests of the packages that apt would install now, by file name. Raises BuildError."""
+    """Returns the digests of the packages that apt would install now, by file name. Raises BuildError."""
     script = "\n".join(_PRINT.format(names=" ".join(names)) for names in wanted)
     with run_in_base(
         client, found.reference, system.suite, script, f"list packages of Debian {system.suite}", host

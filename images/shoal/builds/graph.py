@@ -20,7 +20,7 @@ class NotTriedError(Exception):
 def run_tasks(
     parents: Mapping[str, str | None], work: Callable[[str], T], stop: Callable[[], None], jobs: int
 ) -> dict[str, T | Exception]:
-    """Run `work` for every name in `parents`, up to `jobs` at once; return its results and errors by name.
+    """Runs `work` for every name in `parents`, up to `jobs` at once; returns its results and errors by name.
 
     Each call has a thread of its own. A failure stops only the tasks that depend on it: their error is `NotTriedError`.
     An interrupt calls `stop`, waits up to 10 s for each running task, and is raised.
@@ -62,7 +62,7 @@ def run_tasks(
 
 
 def _skipped(parents: Mapping[str, str | None], results: Mapping[str, object]) -> dict[str, NotTriedError]:
-    """Return an error for each task without a result that depends directly on a failed one.
+    """Returns an error for each task without a result that depends directly on a failed one.
 
     `parents` is as in `run_tasks`, and `results` has the results and errors by name.
     """
@@ -74,7 +74,7 @@ def _skipped(parents: Mapping[str, str | None], results: Mapping[str, object]) -
 
 
 def _ready(parents: Mapping[str, str | None], results: Mapping[str, object]) -> list[str]:
-    """Return the tasks without a result that depend on no task, or on one that succeeded: see `_skipped`."""
+    """Returns the tasks without a result that depend on no task, or on one that succeeded: see `_skipped`."""
     done: set[str | None] = {name for name, result in results.items() if not isinstance(result, Exception)}
     done |= set(parents.values()) - set(parents)  # None among them
     return [name for name, parent in parents.items() if name not in results and parent in done]

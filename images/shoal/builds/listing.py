@@ -33,7 +33,7 @@ class ListedImage:
 def list_images(
     matrix: BuildSpec, images: Iterable[ImageSpec], client: docker.DockerClient | None
 ) -> Iterator[ListedImage]:
-    """Yield a row for each image; without a client, whether it is built is unknown."""
+    """Yields a row for each image; without a client, whether it is built is unknown."""
     for image in images:
         found = find_image(client, image.tag) if client else None
         axes = image.model_dump(include={*Axes.model_fields, "extends"})

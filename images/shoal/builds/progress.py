@@ -21,7 +21,7 @@ TAIL_LINES = 20
 
 
 def make_display(console: Console, tags: Iterable[str]) -> Progress:
-    """Return a display with a live line for each running build. Use it as a context manager.
+    """Returns a display with a live line for each running build. Use it as a context manager.
 
     Its lines vanish at the end. Without a terminal it shows nothing: `BuildProgress` then prints plain lines on its
     console.
@@ -77,7 +77,7 @@ class BuildProgress:
         return list(self._tails.get(self.failed_step.key, ())) if self.failed_step else []
 
     def show(self, event: Event) -> None:
-        """Show the next event and write it to the log.
+        """Shows the next event and writes it to the log.
 
         Keeps the last lines, the failure and packages that left the lock.
         """
@@ -95,11 +95,11 @@ class BuildProgress:
             self._write(f"failed: {event.message}")
 
     def log_note(self, text: str) -> None:
-        """Write a line into the log file only."""
+        """Writes a line into the log file only."""
         self._write(text)
 
     def _step(self, step: StepEvent) -> None:
-        """Log a step, and show it: on the display, or as a line without a terminal. Internal steps are only logged.
+        """Logs a step, and shows it: on the display, or as a line without a terminal. Internal steps are only logged.
 
         The first failed step, a numbered one if possible, becomes `failed_step`.
         """

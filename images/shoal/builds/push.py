@@ -45,7 +45,7 @@ class Pushed:
 
 
 def make_reference(tag: str, prefix: str) -> str:
-    """Return an image's name in a registry. Raises PushError if the prefix is not valid.
+    """Returns an image's name in a registry. Raises PushError if the prefix is not valid.
 
     Args:
         prefix: The registry's host, and any path before the repository.
@@ -61,7 +61,7 @@ def make_reference(tag: str, prefix: str) -> str:
 def push_image(
     client: docker.DockerClient, tag: str, target: str, console: Console, wait: Callable[[float], object] = time.sleep
 ) -> Pushed:
-    """Push the image `tag` as `target`, with the credentials that `docker login` has stored.
+    """Pushes the image `tag` as `target`, with the credentials that `docker login` has stored.
 
     The image has the tag `target` meanwhile. Temporary errors are retried after 1, 2, 4 and 8 seconds, for which `wait`
     is called.
@@ -86,7 +86,7 @@ def push_image(
 
 @contextmanager
 def _report_lost_docker(target: str) -> Iterator[None]:
-    """Raise PushError if Docker's answer breaks off or none comes. The SDK raises errors of several libraries then."""
+    """Raises PushError if Docker's answer breaks off or none comes. The SDK raises errors of several libraries then."""
     try:
         yield
     except docker.errors.APIError:  # Docker answers
@@ -100,7 +100,7 @@ def _report_lost_docker(target: str) -> Iterator[None]:
 
 @contextmanager
 def _tagged(client: docker.DockerClient, tag: str, target: str) -> Iterator[None]:
-    """Tag the image with `target` while it is pushed. A tag that it had before stays.
+    """Tags the image with `target` while it is pushed. A tag that it had before stays.
 
     Another image that has this tag loses it. Raises PushError if Docker does not have the image.
     """
@@ -120,7 +120,7 @@ def _tagged(client: docker.DockerClient, tag: str, target: str) -> Iterator[None
 
 
 def _try(client: docker.DockerClient, target: str, console: Console) -> str:
-    """Push once, with a progress bar on a terminal; return the manifest's digest.
+    """Pushes once, with a progress bar on a terminal; returns the manifest's digest.
 
     Raises PushError if the registry or Docker reports an error, or there is no digest.
     """
@@ -144,13 +144,13 @@ def _try(client: docker.DockerClient, target: str, console: Console) -> str:
 
 
 def _sums(layers: Iterable[Mapping[str, int]]) -> tuple[int, int]:
-    """Return the sums of sent and of all bytes, of the layers with a known size."""
+    """Returns the sums of sent and of all bytes, of the layers with a known size."""
     known = [(layer.get("current", 0), layer["total"]) for layer in layers if "total" in layer]
     return sum(min(current, total) for current, total in known), sum(total for _, total in known)
 
 
 def _advice(error: str, tries: int) -> str:
-    """Return the end of an error: a fix if access was refused, otherwise the number of tries if there were several."""
+    """Returns the end of an error: a fix if access was refused, otherwise the number of tries if there were several."""
     if re.search(r"unauthorized|authentication|credentials|denied|forbidden", error, re.IGNORECASE):
         return ". Fix: docker login to the registry, with an account that may push there"
     return f" (tried {tries} times)" if tries > 1 else ""

@@ -17,16 +17,16 @@ from shoal.commands import completion
 from shoal.commands.common import app, convert_error, print_failure
 from shoal.errors import ShoalError
 
-_MODULES = ("setup", "images", "dependencies", "jobs", "running_jobs", "deploy", "inspection", "cache")
+_MODULES = ("setup", "images", "dependencies", "jobs", "running_jobs", "deploy", "inspection")
 """The modules that define commands; importing one adds its commands to `app`."""
-_IMAGE_COMMANDS = frozenset({"build", "list", "plan", "push", "render"})
+_IMAGE_COMMANDS = frozenset({"build", "list", "push", "render"})
 """The commands in the module `images`. Importing the other modules takes longer than running these commands."""
 EXIT_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 """The signals that end a command as SIGINT does, with 128 + their number."""
 
 
 def main() -> None:
-    """Run the command line. Print expected failures, and exit with their codes.
+    """Runs the command line. Print expected failures, and exits with their codes.
 
     Imports the modules with commands; for a command of `images`, that module alone. Turns the garbage collector on
     again. SIGTERM and SIGHUP end a command as an interrupt does: running containers are stopped and removed.
@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def _install_signal_handlers() -> None:
-    """Make SIGTERM and SIGHUP raise an exception, so that a command cleans up.
+    """Makes SIGTERM and SIGHUP raise an exception, so that a command cleans up.
 
     SIGINT raises KeyboardInterrupt again if it ends the process at once; an ignored one stays ignored.
     """
@@ -60,5 +60,5 @@ def _install_signal_handlers() -> None:
 
 
 def _exit_on_signal(number: int, _frame: object) -> None:
-    """Exit with 128 + the signal's number, as a shell does. A signal handler."""
+    """Exits with 128 + the signal's number, as a shell does. A signal handler."""
     sys.exit(128 + number)

@@ -88,7 +88,7 @@ _documents = {"wanted": False, "printed": False}
 
 
 def _note_json(value: bool) -> bool:
-    """Note whether the command has `--json`: a failure is a document then, too."""
+    """Notes whether the command has `--json`: a failure is a document then, too."""
     _documents["wanted"] = value
     return value
 
@@ -101,11 +101,9 @@ AsJson = Annotated[
 ]
 
 Options = TypeVar("Options")
-_Command = TypeVar("_Command", bound=Callable[..., None])
 
 
 def _print_version(requested: bool) -> None:
-    """Print the version and exit, if that is requested."""
     if requested:
         print_document(f"shoal {__version__}")
         raise typer.Exit
@@ -120,37 +118,11 @@ def accept_global_options(
     """Define the options that come before a command."""
 
 
-def has_old_name(group: typer.Typer, old: str, new: str, **settings: Any) -> Callable[[_Command], _Command]:
-    """Return a decorator that also adds a command to `group` under its old name.
-
-    The old name is not in the help. A line on standard error names the new one.
-
-    Args:
-        group: The application, or the group of the old name.
-        old: The words after `shoal`, the last of which is the name in the group.
-        new: The words to use instead.
-        settings: More arguments for `typer.Typer.command`.
-    """
-
-    def decorate(command: _Command) -> _Command:
-        """Add the old name, and return the command as it is."""
-
-        @functools.wraps(command)
-        def call(*args: Any, **values: Any) -> None:
-            print_error(f"`shoal {old}` is now `shoal {new}`")
-            command(*args, **values)
-
-        group.command(old.split()[-1], hidden=True, **settings)(call)
-        return command
-
-    return decorate
-
-
 def takes_fields_of(options: type[Options]) -> Callable[[Callable[[Options], None]], Callable[..., None]]:
-    """Return a decorator for a command that takes a dataclass: typer then sees the dataclass's fields as parameters."""
+    """Returns a decorator for a command that takes a dataclass: typer then sees its fields as parameters."""
 
     def decorate(command: Callable[[Options], None]) -> Callable[..., None]:
-        """Return a command with the fields as its parameters, which makes the dataclass of them."""
+        """Returns a command with the fields as its parameters, which makes the dataclass of them."""
 
         @functools.wraps(command)
         def call(**values: Any) -> None:
@@ -164,43 +136,43 @@ def takes_fields_of(options: type[Options]) -> Callable[[Callable[[Options], Non
 
 
 def progress_console(as_json: bool) -> Console:
-    """Return the console for progress: standard error with `--json`, otherwise standard output."""
+    """Returns the console for progress: standard error with `--json`, otherwise standard output."""
     return CleanConsole(stderr=True) if as_json else console
 
 
 def print_columns(*rows: Sequence[str]) -> None:
-    """Print rows with aligned, whole cells. A rich table would cut tags and paths on a narrow terminal."""
+    """Prints rows with aligned, whole cells. A rich table would cut tags and paths on a narrow terminal."""
     widths = [max(map(len, column)) for column in zip(*rows)]
     for row in rows:
         print_line("  ".join(map(str.ljust, row, widths)).rstrip())
 
 
 def print_written(paths: Iterable[Path], on: Console = console) -> None:
-    """Print a line for each file that was written."""
+    """Prints a line for each file that was written."""
     for path in paths:
         print_line(f"wrote {path}", on)
 
 
 def print_json(document: object) -> None:
-    """Print a JSON document; dataclasses, pydantic models, paths and exceptions may be parts of it."""
+    """Prints a JSON document; dataclasses, pydantic models, paths and exceptions may be parts of it."""
     _documents["printed"] = True
     print_document(format_json(document))
 
 
 def print_failure(failure: ShoalError) -> None:
-    """Print a failure; with `--json`, also as a document if the command has printed none: jq accepts an empty one."""
+    """Prints a failure; with `--json`, also as a document if the command has printed none: jq accepts an empty one."""
     if _documents["wanted"] and not _documents["printed"]:
         print_json({"error": str(failure), "exit_code": failure.exit_code})
     print_error(str(failure))
 
 
 def format_json(document: object) -> str:
-    """Return the text that `print_json` prints."""
+    """Returns the text that `print_json` prints."""
     return json.dumps(document, indent=2, default=_convert_to_json, ensure_ascii=True)
 
 
 def _convert_to_json(value: object) -> Any:
-    """Return a dataclass as a dictionary, a pydantic model as JSON data, and a path or an exception as text.
+    """Returns a dataclass as a dictionary, a pydantic model as JSON data, and a path or an exception as text.
 
     Raises TypeError for other types.
     """
@@ -216,7 +188,7 @@ def _convert_to_json(value: object) -> Any:
 
 
 def open_project(*, to_write: bool = False) -> tuple[project.Project, spec.BuildSpec]:
-    """Return the project around the current directory, or the definitions that `shoal` comes with, and its matrix.
+    """Returns the project around the current directory, or the definitions that `shoal` comes with, and its matrix.
 
     With `to_write`, only a project. Raises `UsageError` or `SpecError`.
     """
@@ -227,7 +199,7 @@ def open_project(*, to_write: bool = False) -> tuple[project.Project, spec.Build
 def choose_images(
     matrix: spec.BuildSpec, command: str, names: list[str] | None, skip: list[str] | None, every: bool
 ) -> list[spec.ImageSpec]:
-    """Return the images that an expensive command takes. Raises `UsageError` unless it has either names or `--all`."""
+    """Returns the images that an expensive command takes. Raises `UsageError` unless it has either names or `--all`."""
     if names and every:
         raise UsageError(f"{' '.join(names)} and --all: contradict each other. Fix: leave out one")
     if not names and not every:
@@ -239,7 +211,7 @@ def choose_images(
 
 
 def load_matrix() -> spec.BuildSpec | None:
-    """Return the matrix that commands in the current directory use; None if there is none."""
+    """Returns the matrix that commands in the current directory use; None if there is none."""
     try:
         return open_project()[1]
     except UsageError:
@@ -247,7 +219,7 @@ def load_matrix() -> spec.BuildSpec | None:
 
 
 def resolve_tag(name: str) -> str:
-    """Return the tag of an image of the matrix, or of one that Docker has as `NAME:latest`.
+    """Returns the tag of an image of the matrix, or of one that Docker has as `NAME:latest`.
 
     A name with a colon is a tag already. Raises `UsageError` if the name matches none or several, or there is no
     matrix, `SpecError` if its buildspec is wrong.
@@ -264,7 +236,7 @@ def resolve_tag(name: str) -> str:
 
 
 def _has_image(tag: str) -> bool:
-    """Return whether Docker has an image; False if no Docker answers, or the text cannot be a tag."""
+    """Returns whether Docker has an image; False if no Docker answers, or the text cannot be a tag."""
     try:
         return docker_images.find_image(docker_client.connect(), tag) is not None
     except (DockerError, docker.errors.APIError):
@@ -272,7 +244,7 @@ def _has_image(tag: str) -> bool:
 
 
 def parse_pairs(option: str, words: list[str] | None) -> dict[str, str]:
-    """Return the names and values of a repeatable option `NAME=VALUE`.
+    """Returns the names and values of a repeatable option `NAME=VALUE`.
 
     Raises `UsageError` if a word has another form, or a name is given twice.
     """
@@ -288,7 +260,7 @@ def parse_pairs(option: str, words: list[str] | None) -> dict[str, str]:
 
 
 def convert_error(error: Exception) -> ShoalError | None:
-    """Return the failure that a user can act on; None if `error` is a defect."""
+    """Returns the failure that a user can act on; None if `error` is a defect."""
     if isinstance(error, ShoalError):
         return error
     if isinstance(error, docker.errors.APIError):
@@ -300,7 +272,7 @@ def convert_error(error: Exception) -> ShoalError | None:
 
 
 def report_builds(results: Iterable[builder.BuildResult], progress: Console) -> None:
-    """Print how each build ended. If builds failed, print all errors but the first, and raise the first."""
+    """Prints how each build ended. If builds failed, prints all errors but the first, and raises the first."""
     for result in results:
         print_line(str(result), progress)
     raise_first(result.error for result in results if result.state == "failed")
@@ -309,7 +281,7 @@ def report_builds(results: Iterable[builder.BuildResult], progress: Console) -> 
 def raise_stale(
     here: project.Project, matrix: spec.BuildSpec, images: Iterable[spec.ImageSpec], files: Iterable[GeneratedFile]
 ) -> None:
-    """Raise `SpecError` if locks of images do not fit, or generated files are stale. Other such errors are printed."""
+    """Raises `SpecError` if locks of images do not fit, or generated files are stale. Other such errors are printed."""
     problems = pins.find_stale(here, matrix, images)
     if stale := [str(file.path) for file in files if file.state == "stale"]:
         problems.append(f"not up to date with the templates: {', '.join(stale)}. Fix: shoal render")
@@ -317,7 +289,7 @@ def raise_stale(
 
 
 def raise_first(errors: Iterable[Exception | None]) -> None:
-    """Raise the first of the errors, after printing the others to standard error. None stands for success."""
+    """Raises the first of the errors, after printing the others to standard error. None stands for success."""
     failures = [error for error in errors if error]
     for error in failures[1:]:
         print_error(str(error))

@@ -15,7 +15,7 @@ _SPLIT = "\x1f"
 
 
 def join_words(environment: MutableMapping[str, str]) -> None:
-    """Join the words that bash splits at colons, so that a tag is one argument again. Changes `environment`.
+    """Joins the words that bash splits at colons, so that a tag is one argument again. Changes `environment`.
 
     Does nothing unless bash asks for completion. The last word keeps only the part that bash will replace. The part
     before it is stored for `complete_images`.
@@ -32,7 +32,7 @@ def join_words(environment: MutableMapping[str, str]) -> None:
 
 
 def complete_images(incomplete: str) -> list[str]:
-    """Return the frameworks and tags that begin with `incomplete`; for bash, only the part after the last colon.
+    """Returns the frameworks and tags that begin with `incomplete`; for bash, only the part after the last colon.
 
     Returns none if there are no image definitions, or if buildspec.yml is wrong.
     """
@@ -46,7 +46,7 @@ def complete_images(incomplete: str) -> list[str]:
 
 
 def complete_jobs(incomplete: str) -> list[str]:
-    """Return the names of this user's jobs on this machine that begin with `incomplete`, running ones first."""
+    """Returns the names of this user's jobs on this machine that begin with `incomplete`, running ones first."""
     from shoal.jobs.store import list_jobs  # takes longer than commands on images that repeat
 
     try:
@@ -57,5 +57,5 @@ def complete_jobs(incomplete: str) -> list[str]:
 
 
 def complete_jobs_and_images(incomplete: str) -> list[str]:
-    """Return the names of jobs, and then of images, that begin with `incomplete`."""
+    """Returns the names of jobs, and then of images, that begin with `incomplete`."""
     return [*complete_jobs(incomplete), *complete_images(incomplete)]

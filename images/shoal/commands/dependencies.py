@@ -89,7 +89,7 @@ def lock_images(
 
 
 def _check_locks(here: Project, matrix: BuildSpec, images: list[ImageSpec], *, as_json: bool) -> None:
-    """Raise `SpecError` if locks or Dockerfiles of images are stale. Write nothing.
+    """Raises `SpecError` if locks or Dockerfiles of images are stale. Write nothing.
 
     With `as_json`, print the locks that fit, and the state of the Dockerfiles.
     """
@@ -106,7 +106,7 @@ def _check_locks(here: Project, matrix: BuildSpec, images: list[ImageSpec], *, a
 
 
 def _lock_bases(here: Project, matrix: BuildSpec, images: list[ImageSpec], *, check: bool, as_json: bool) -> None:
-    """Lock the base images and Debian packages of the systems of `images`, or of children alone, and print changes.
+    """Locks the base images and Debian packages of the systems of `images`, or of children alone, and prints changes.
 
     With `as_json`, the locks are printed as JSON too. With `check`, write nothing, and raise `SpecError` if they have
     changed.
@@ -127,7 +127,7 @@ def _lock_bases(here: Project, matrix: BuildSpec, images: list[ImageSpec], *, ch
 def _needs_lock(
     here: Project, matrix: BuildSpec, image: ImageSpec, chosen: Collection[str], locked: Collection[Path]
 ) -> bool:
-    """Return whether to lock an image: it is chosen, or its lock does not fit its parent's new one.
+    """Returns whether to lock an image: it is chosen, or its lock does not fit its parent's new one.
 
     Variants of an image share a lock, which is made once.
     """

@@ -23,7 +23,6 @@ from shoal.commands.common import (
     Skip,
     app,
     choose_images,
-    has_old_name,
     open_project,
     print_columns,
     print_json,
@@ -34,7 +33,6 @@ from shoal.commands.common import (
 )
 from shoal.console import print_line, print_lines
 from shoal.errors import ShoalError, UsageError
-from shoal.matrix import project, spec
 from shoal.sources import render
 
 
@@ -85,22 +83,6 @@ def render_images(
         raise_stale(here, matrix, chosen, files)
 
 
-@has_old_name(app, "plan", "build --dry-run")
-def plan_images(images: Images = None, skip: Skip = None, as_json: AsJson = False) -> None:
-    """Show which images `build` would build, from which step on and why. Builds nothing."""
-    here, matrix = open_project()
-    _print_plans(here, matrix, matrix.choose(images or (), skip or ()), as_json)
-
-
-def _print_plans(here: project.Project, matrix: spec.BuildSpec, chosen: list[spec.ImageSpec], as_json: bool) -> None:
-    """Print which of the images a build would build, and why."""
-    decisions = [each.decision for each in plan.plan_builds(here, matrix, chosen)]
-    if as_json:
-        print_json(decisions)
-    else:
-        print_lines(map(str, decisions))
-
-
 @app.command("build", rich_help_panel=EVERY_DAY, epilog="More: docs/build.md")
 def build_images(
     images: NamedImages = None,
@@ -127,7 +109,11 @@ def build_images(
     here, matrix = open_project()
     chosen = choose_images(matrix, "build", images, skip, every)
     if dry_run:
-        _print_plans(here, matrix, chosen, as_json)
+        decisions = [each.decision for each in plan.plan_builds(here, matrix, chosen)]
+        if as_json:
+            print_json(decisions)
+        else:
+            print_lines(map(str, decisions))
         return
     progress = progress_console(as_json)
     if bundle_digest and not bundle:
@@ -172,7 +158,7 @@ def push_images(
 
 
 def _push_image(client: docker.DockerClient, tag: str, target: str, progress: Console) -> push.Pushed:
-    """Push an image, print its reference and digest, and return the result.
+    """Pushes an image, prints its reference and digest, and returns the result.
 
     An error that a user can act on becomes part of the result, and is not printed. Others are raised.
     """

@@ -19,12 +19,10 @@ from shoal.commands.common import (
     AsJson,
     app,
     format_json,
-    has_old_name,
     load_matrix,
     print_json,
     print_written,
     progress_console,
-    reports,
     resolve_tag,
 )
 from shoal.console import console, print_line, print_lines
@@ -58,7 +56,6 @@ def write_sbom(image: AnyImage, file: OutputFile = None) -> None:
     _write_output(format_json(document), file, console)
 
 
-@has_old_name(app, "manifest", "inspect")
 @app.command("inspect", rich_help_panel=INSPECT, epilog="More: docs/build.md")
 def write_manifest(image: AnyImage, file: OutputFile = None, as_json: AsJson = False) -> None:
     """List the contents of an image as Markdown, and check that its tag is correct.
@@ -125,7 +122,7 @@ def audit_image(
 
 
 def _connect_with_images(*tags: str) -> docker.DockerClient:
-    """Return a Docker client. Raises `ImageError` if Docker lacks an image, and `DockerError` if it does not answer."""
+    """Returns a Docker client. Raises `ImageError` if Docker lacks an image, `DockerError` if it does not answer."""
     client = docker_client.connect()
     for tag in tags:
         if images.find_image(client, tag) is None:
@@ -134,13 +131,12 @@ def _connect_with_images(*tags: str) -> docker.DockerClient:
 
 
 def _check_output(file: Path | None) -> None:
-    """Raise `UsageError` if the output file cannot be written, before the image is read. Writes nothing."""
+    """Raises `UsageError` if the output file cannot be written, before the image is read. Writes nothing."""
     if file is not None:
         output_files.choose_files(file, as_json=False, read=())
 
 
 def _write_output(text: str, file: Path | None, progress: Console) -> None:
-    """Write text to a file and print its path to `progress`; if there is no file, print the text to standard output."""
     if file is None:
         print_document(text)
     else:
@@ -148,7 +144,6 @@ def _write_output(text: str, file: Path | None, progress: Console) -> None:
         print_written([file], progress)
 
 
-@has_old_name(reports, "report size", "size")
 @app.command("size", rich_help_panel=INSPECT, epilog="More: docs/size.md")
 def report_size(
     image: Annotated[str, typer.Argument(help=_SIZE_HELP)],
@@ -169,7 +164,6 @@ def report_size(
         size.print_sizes(console, inventories)
 
 
-@has_old_name(reports, "report differences", "diff")
 @app.command("diff", rich_help_panel=INSPECT, epilog="More: docs/size.md")
 def report_differences(
     image: AnyImage,

@@ -28,7 +28,6 @@ from shoal.commands.common import (
     OptionalImage,
     app,
     convert_error,
-    has_old_name,
     load_matrix,
     open_project,
     parse_pairs,
@@ -426,7 +425,6 @@ def _print_report(progress: Console, page: Path | None) -> None:
         print_line(f"report: {page}", progress)
 
 
-@has_old_name(app, "plan-model", "estimate", context_settings=_UNKNOWN_OPTIONS)
 @app.command("estimate", rich_help_panel=RUN, epilog="More: docs/modelparallel.md", context_settings=_UNKNOWN_OPTIONS)
 def plan_model(
     image: Image,
@@ -453,7 +451,6 @@ def plan_model(
     raise typer.Exit(code)
 
 
-@has_old_name(reports, "report timeline", "timeline")
 @app.command("timeline", rich_help_panel=RUN, epilog="More: docs/timeline.md")
 def report_timeline(
     paths: Annotated[

@@ -1,4 +1,4 @@
-"""Commands to get started: `doctor` checks this machine, `new` and `init` write files to start from."""
+"""Commands to set up: `doctor` checks this machine, `new` and `init` write files, `trust` and `cache` manage others."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Annotated
 import typer
 
 from shoal import doctor, scaffold, trust
+from shoal.builds import base_image
+from shoal.builds.cache import prune_cache
 from shoal.commands.common import EVERY_DAY, SET_UP, AsJson, app, open_project, print_json, print_written
 from shoal.console import print_line, print_lines
 from shoal.errors import UsageError
@@ -91,3 +93,30 @@ def trust_directory(
     if not directory.is_dir() or "\n" in str(directory.resolve()):
         raise UsageError(f"{directory}: no such directory, or its name has a line break. Fix: name an existing one")
     print_line(f"trusted: {directory.resolve()}, in {trust.add_trusted(directory)}")
+
+
+cache = typer.Typer(help="Free the space of Shoal's own cache.", no_args_is_help=True)
+app.add_typer(cache, name="cache", rich_help_panel=SET_UP)
+
+
+@cache.command("prune", epilog="More: docs/install.md")
+def prune(
+    every: Annotated[
+        bool, typer.Option("--all", help="Also remove base images in use. A build without a registry makes them again.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Remove build logs, installed copies of our packages, and base images that no image uses.
+
+    Later builds make again what they need. For Docker's own cache, use docker builder prune.
+
+    Example: shoal cache prune
+    """
+    here, matrix = open_project()
+    bases = () if every else {base_image.archive_path(here.cache, system) for system in matrix.systems()}
+    removed = prune_cache(here.cache, bases)
+    if as_json:
+        print_json(removed)
+        return
+    freed = sum(file.bytes for file in removed) / 1024**2
+    print_line(f"✓ {here.cache}: {len(removed)} files removed, {freed:,.1f} MiB freed")

@@ -22,7 +22,7 @@ LEAST_API = "1.40"
 
 
 def connect(timeout: int | None = 600) -> docker.DockerClient:
-    """Return a client for the Docker that the environment names. Each thread needs its own client.
+    """Returns a client for the Docker that the environment names. Each thread needs its own client.
 
     Args:
         timeout: The longest silence on a connection, in seconds; None: no limit.
@@ -46,7 +46,7 @@ def connect(timeout: int | None = 600) -> docker.DockerClient:
 
 
 def _describe_denial(socket: Path) -> str:
-    """Return the error for a socket of Docker that this user may not use; empty if it is none."""
+    """Returns the error for a socket of Docker that this user may not use; empty if it is none."""
     try:
         status = socket.stat()
         if not stat.S_ISSOCK(status.st_mode) or os.access(socket, os.W_OK):
@@ -70,7 +70,7 @@ def _describe_denial(socket: Path) -> str:
 
 
 def check_buildkit(client: docker.DockerClient) -> None:
-    """Raise `DockerError` if BuildKit cannot build images: Docker lacks it, or DOCKER_BUILDKIT=0 forbids it.
+    """Raises `DockerError` if BuildKit cannot build images: Docker lacks it, or DOCKER_BUILDKIT=0 forbids it.
 
     Docker has it since API 1.39. The `Builder-Version` of its ping does not show it: Docker 20.10 names BuildKit
     there only if it is the command line's default. Podman, which has the same API, names its own component.
@@ -91,24 +91,24 @@ def check_buildkit(client: docker.DockerClient) -> None:
 
 
 def has_gpus(client: docker.DockerClient) -> bool:
-    """Return whether Docker can give NVIDIA GPUs to a container: it has NVIDIA's runtime."""
+    """Returns whether Docker can give NVIDIA GPUs to a container: it has NVIDIA's runtime."""
     return "nvidia" in client.info().get("Runtimes", {})
 
 
 def check_disk(client: docker.DockerClient, needed_gib: int) -> None:
-    """Raise `DiskError` if Docker's disk has less than `needed_gib` GiB free. A remote Docker is not checked."""
+    """Raises `DiskError` if Docker's disk has less than `needed_gib` GiB free. A remote Docker is not checked."""
     if root := find_data_root(client):
         check_free_space(root, needed_gib)
 
 
 def find_data_root(client: docker.DockerClient) -> Path | None:
-    """Return the directory of Docker's data; None if Docker runs on another machine, or the directory is not here."""
+    """Returns the directory of Docker's data; None if Docker runs on another machine, or the directory is not here."""
     root = Path(client.info()["DockerRootDir"])
     return root if root.is_dir() and client.api.base_url.startswith("http+docker") else None
 
 
 def check_free_space(directory: Path, needed_gib: int) -> None:
-    """Raise `DiskError` if the disk of `directory` has less than `needed_gib` GiB free."""
+    """Raises `DiskError` if the disk of `directory` has less than `needed_gib` GiB free."""
     free = shutil.disk_usage(directory).free
     if free < needed_gib * GIB:
         raise DiskError(

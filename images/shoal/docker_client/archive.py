@@ -30,14 +30,14 @@ def pack_tree(
     left_out: str | None = None,
     room: limits.Room | None = None,
 ) -> None:
-    """Write the tree at `root` as `arcname`, owned by a user and a group, and rewind `out`. Directories get mode 0755.
+    """Writes the tree at `root` as `arcname`, owned by a user and a group, and rewind `out`. Directories get mode 0755.
 
     The entry `left_out` of `root` is not written. Raises `DiskError` if `room` has no place for an entry: a sparse file
     takes its whole size there.
     """
 
     def select(entry: tarfile.TarInfo) -> tarfile.TarInfo | None:
-        """Return an entry with its new owner, or None if it is left out."""
+        """Returns an entry with its new owner, or None if it is left out."""
         if left_out and entry.name == f"{arcname}/{left_out}":
             return None
         if room:
@@ -56,7 +56,7 @@ def pack_tree(
 def write_tar(
     contents: Mapping[str, Content], out: IO[bytes], executable: Callable[[str], bool] = lambda _: False, time: int = 0
 ) -> None:
-    """Write files by path as a USTAR archive, so that equal contents give equal bytes.
+    """Writes files by path as a USTAR archive, so that equal contents give equal bytes.
 
     Args:
         executable: Whether the file at a path gets mode 0755, not 0644.
@@ -76,7 +76,7 @@ def add_file(
     time: int = 0,
     owner: tuple[int, int] = (0, 0),
 ) -> None:
-    """Add a file, from its first byte to its last, to an archive."""
+    """Adds a file, from its first byte to its last, to an archive."""
     entry = tarfile.TarInfo(name)
     entry.uid, entry.gid = owner
     entry.mtime, entry.mode, entry.size = time, mode, file.seek(0, io.SEEK_END)
@@ -85,7 +85,7 @@ def add_file(
 
 
 def pack_file(name: str, content: bytes, mode: int = 0o644, owner: tuple[int, int] = (0, 0)) -> bytes:
-    """Return an archive of one file, which belongs to a user and a group."""
+    """Returns an archive of one file, which belongs to a user and a group."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as archive:
         add_file(archive, name, io.BytesIO(content), mode, owner=owner)
@@ -93,7 +93,7 @@ def pack_file(name: str, content: bytes, mode: int = 0o644, owner: tuple[int, in
 
 
 def unpack_safely(source: IO[bytes], target: Path, origin: str | None = None) -> Iterator[str]:
-    """Unpack regular files, directories, and links that lead to files of the archive; yield each omission in words.
+    """Unpacks regular files, directories, and links that lead to files of the archive; yield each omission in words.
 
     It unpacks only while the caller iterates, and reads the archive once, from begin to end. Such a link becomes
     another name of the file. With `origin`, symbolic links stay links, also to directories, unless they lead out of
@@ -131,7 +131,7 @@ def unpack_safely(source: IO[bytes], target: Path, origin: str | None = None) ->
 
 
 def _find_problem(entry: tarfile.TarInfo) -> str:
-    """Return why an entry is left out, before it is read; otherwise an empty text."""
+    """Returns why an entry is left out, before it is read; otherwise an empty text."""
     path = PurePosixPath(entry.name)
     if path.is_absolute() or ".." in path.parts:
         return "outside the directory"
@@ -144,7 +144,7 @@ def _find_problem(entry: tarfile.TarInfo) -> str:
 
 
 def _unpack(archive: tarfile.TarFile, entry: tarfile.TarInfo, target: Path) -> str:
-    """Make a directory, a file, or another name of a file of the archive. Return why it cannot be made, if so.
+    """Makes a directory, a file, or another name of a file of the archive. Return why it cannot be made, if so.
 
     Raises OSError if the disk is full. No path in `target` leads through a link meanwhile: links are made later.
     """
@@ -175,7 +175,7 @@ def _make(archive: tarfile.TarFile, entry: tarfile.TarInfo, target: Path) -> Non
 
 
 def _add_name(target: Path, name: PurePosixPath, path: Path) -> None:
-    """Make a hard link to a file of the archive, which takes no space. Raises ValueError if it is not among them."""
+    """Makes a hard link to a file of the archive, which takes no space. Raises ValueError if it is not among them."""
     file = target / name
     if name.is_absolute() or ".." in name.parts or not file.is_file():
         raise ValueError(f"a link to {name}, which is not among the files")
@@ -183,7 +183,7 @@ def _add_name(target: Path, name: PurePosixPath, path: Path) -> None:
 
 
 def _link_files(links: Mapping[str, str], target: Path) -> Iterator[str]:
-    """Make another name of a file for each symbolic link to one; yield a message for each other link."""
+    """Makes another name of a file for each symbolic link to one; yield a message for each other link."""
     for name, link in links.items():
         place = name
         for _ in range(_MOST_HOPS):  # through further links
@@ -199,7 +199,7 @@ def _link_files(links: Mapping[str, str], target: Path) -> Iterator[str]:
 
 
 def _make_symlinks(links: Sequence[tuple[str, str]], target: Path, origin: str) -> Iterator[str]:
-    """Make symbolic links, and remove those that lead out of their topmost directory, with a message for each.
+    """Makes symbolic links, and removes those that lead out of their topmost directory, with a message for each.
 
     They are made after all files, so that no file is written through one. They are checked when all exist, because a
     link can lead through another one.
@@ -225,7 +225,7 @@ def _make_symlinks(links: Sequence[tuple[str, str]], target: Path, origin: str) 
 
 
 def stays_inside(path: Path, top: Path, *, by_its_name: bool = False) -> bool:
-    """Return whether a path leads to a place in `top` without leaving it on the way, wherever `top` is moved to.
+    """Returns whether a path leads to a place in `top` without leaving it on the way, wherever `top` is moved to.
 
     So `../top/file` does not: the directory may get another name. A circle of links leads nowhere, and stays inside. A
     very long way counts as one that leaves it. With `by_its_name`, absolute links into `top` stay inside too.
@@ -257,12 +257,12 @@ def stays_inside(path: Path, top: Path, *, by_its_name: bool = False) -> bool:
 
 
 def make_relative(link: str, directory: str, origin: str) -> str:
-    """Return the target of a link in `directory`, relative to it if the target is an absolute path in `origin`."""
+    """Returns the target of a link in `directory`, relative to it if the target is an absolute path in `origin`."""
     return posixpath.relpath(link, directory) if f"{link}/".startswith(f"{origin}/") else link
 
 
 def copy_with_holes(source: IO[bytes], out: IO[bytes]) -> None:
-    """Copy a file to a new one. Blocks of zeros become holes, which take no space."""
+    """Copies a file to a new one. Blocks of zeros become holes, which take no space."""
     while block := source.read(len(_ZEROS)):
         if block == _ZEROS[: len(block)]:
             out.seek(len(block), io.SEEK_CUR)
@@ -272,6 +272,6 @@ def copy_with_holes(source: IO[bytes], out: IO[bytes]) -> None:
 
 
 def _set_time(path: Path, mtime: float) -> None:
-    """Set the time of a file or directory. A time that the file system cannot keep is ignored."""
+    """Sets the time of a file or directory. A time that the file system cannot keep is ignored."""
     with contextlib.suppress(OSError, OverflowError, ValueError):
         os.utime(path, (mtime, mtime))

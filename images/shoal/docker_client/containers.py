@@ -30,13 +30,13 @@ HANGS = 10
 
 
 def unique_name(stem: str) -> str:
-    """Return a unique name that begins with `stem`."""
+    """Returns a unique name that begins with `stem`."""
     return f"{stem}-{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(3)}"
 
 
 @contextlib.contextmanager
 def delay_interrupts() -> Iterator[None]:
-    """Hold back SIGINT, SIGTERM and SIGHUP until the body is done, which takes a second or two.
+    """Holds back SIGINT, SIGTERM and SIGHUP until the body is done, which takes a second or two.
 
     Then the first is raised, and others are dropped. A removal must be complete. Docker also completes a request if its
     client has gone, and its result can be removed only after that. If a signal has waited for `HANGS` seconds, the next
@@ -59,7 +59,7 @@ def delay_interrupts() -> Iterator[None]:
             signal.raise_signal(came.pop())
 
     def restore() -> None:
-        """Install the earlier signal handlers again."""
+        """Installs the earlier signal handlers again."""
         signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
         for number, handler in old.items():
             signal.signal(number, handler)
@@ -77,7 +77,7 @@ def delay_interrupts() -> Iterator[None]:
 
 @contextlib.contextmanager
 def remove_at_end(client: docker.DockerClient, name: str) -> Iterator[None]:
-    """Remove all containers and networks with the label `JOB_LABEL=name` at the end. Interrupts wait meanwhile."""
+    """Removes all containers and networks with the label `JOB_LABEL=name` at the end. Interrupts wait meanwhile."""
     try:
         yield
     finally:
@@ -86,7 +86,7 @@ def remove_at_end(client: docker.DockerClient, name: str) -> Iterator[None]:
 
 
 def remove_objects(client: docker.DockerClient, name: str, volumes: bool = False) -> None:
-    """Remove all containers and networks with the label `JOB_LABEL=name`, and with `volumes` also named volumes.
+    """Removes all containers and networks with the label `JOB_LABEL=name`, and with `volumes` also named volumes.
 
     The label finds half-made ones too. Running containers are killed, and their anonymous volumes are removed.
     """
@@ -102,7 +102,7 @@ def remove_objects(client: docker.DockerClient, name: str, volumes: bool = False
 
 
 def _remove_network(network: Network) -> None:
-    """Remove a network. Containers that are still on it, such as a foreign monitor, are detached first."""
+    """Removes a network. Containers that are still on it, such as a foreign monitor, are detached first."""
     network.reload()
     for container in network.attrs["Containers"] or ():
         with contextlib.suppress(docker.errors.NotFound):  # it has ended meanwhile
@@ -113,7 +113,7 @@ def _remove_network(network: Network) -> None:
 def create_container(
     client: docker.DockerClient, image: str, command: list[str], settings: dict[str, Any]
 ) -> Container:
-    """Create a container without starting it. Raises `ImageError` if Docker does not have the image.
+    """Creates a container without starting it. Raises `ImageError` if Docker does not have the image.
 
     `settings` are further arguments of the SDK's `containers.create`. Interrupts are delayed meanwhile.
     """
@@ -126,7 +126,7 @@ def create_container(
 
 @contextlib.contextmanager
 def read_archive(container: Container, path: str) -> Iterator[IO[bytes]]:
-    """Give a directory of a container as a tar archive, which is read once, from begin to end.
+    """Gives a directory of a container as a tar archive, which is read once, from begin to end.
 
     The connection is closed also if an interrupt comes in the middle. The SDK's `get_archive` leaves it open, and until
     it is closed, Docker locks the container: its removal would wait for 10 minutes, and other commands with it.
@@ -149,7 +149,7 @@ def read_archive(container: Container, path: str) -> Iterator[IO[bytes]]:
 
 
 def read_file(container: Container, path: str) -> bytes | None:
-    """Return a file of a container; None if there is none, or it is a link or larger than `MOST_REPORT`."""
+    """Returns a file of a container; None if there is none, or it is a link or larger than `MOST_REPORT`."""
     with (
         contextlib.suppress(docker.errors.NotFound),
         read_archive(container, path) as packed,
@@ -163,7 +163,7 @@ def read_file(container: Container, path: str) -> bytes | None:
 
 @contextlib.contextmanager
 def close_at_end(stream: Any) -> Iterator[Any]:
-    """Give a stream of the SDK's `attach` or `exec_start`, and close its connection at the end.
+    """Gives a stream of the SDK's `attach` or `exec_start`, and closes its connection at the end.
 
     The SDK never closes it. Python would do so in the wrong order, and Python 3.13 prints a traceback then.
     """
@@ -172,12 +172,12 @@ def close_at_end(stream: Any) -> Iterator[Any]:
 
 
 def split_lines(chunks: Iterable[bytes]) -> Iterator[str]:
-    """Yield whole lines as text, and the last one even if it has no end. The \\r of a progress bar ends one too."""
+    """Yields whole lines as text, and the last one even if it has no end. The \\r of a progress bar ends one too."""
     return (line for line, _ in split_pieces(chunks))
 
 
 def split_pieces(chunks: Iterable[bytes]) -> Iterator[tuple[str, bool]]:
-    """Yield the lines of `split_lines`, each with whether a terminal would overwrite it: the \\r of a progress bar.
+    """Yields the lines of `split_lines`, each with whether a terminal would overwrite it: the \\r of a progress bar.
 
     A line of more than `MOST_LOG_LINE` bytes is split.
     """

@@ -20,7 +20,7 @@ _NO_PROGRAM = re.compile(r'exec: "(?P<program>[^"]+)": (?P<problem>.+?)(?:: unkn
 
 
 def find_image(client: docker.DockerClient, tag: str) -> docker.models.images.Image | None:
-    """Return the image with the tag or ID; None if Docker does not have it. Pulls nothing."""
+    """Returns the image with the tag or ID; None if Docker does not have it. Pulls nothing."""
     try:
         return client.images.get(tag)
     except docker.errors.ImageNotFound:
@@ -28,7 +28,7 @@ def find_image(client: docker.DockerClient, tag: str) -> docker.models.images.Im
 
 
 def describe_missing(client: docker.DockerClient, tag: str, matrix: BuildSpec | None) -> str:
-    """Return the error text for an image that Docker does not have: how to build it, or similar tags.
+    """Returns the error text for an image that Docker does not have: how to build it, or similar tags.
 
     Only an image of the matrix can be built.
     """
@@ -45,12 +45,12 @@ def describe_missing(client: docker.DockerClient, tag: str, matrix: BuildSpec | 
 
 
 def read_config(image: docker.models.images.Image) -> dict[str, Any]:
-    """Return the configuration of an image; empty if the image has none."""
+    """Returns the configuration of an image; empty if the image has none."""
     return dict(image.attrs.get("Config") or {})
 
 
 def read_labels(image: docker.models.images.Image) -> dict[str, str]:
-    """Return the labels of an image; none if the image has no configuration."""
+    """Returns the labels of an image; none if the image has no configuration."""
     try:
         return image.labels
     except AttributeError:  # the SDK's, for an image without a configuration
@@ -58,14 +58,14 @@ def read_labels(image: docker.models.images.Image) -> dict[str, str]:
 
 
 def has_script(image: docker.models.images.Image) -> bool:
-    """Return whether an image names the script of a job, or has an entry point, which gets the word `train`."""
+    """Returns whether an image names the script of a job, or has an entry point, which gets the word `train`."""
     config = read_config(image)
     variables = {variable.partition("=")[0] for variable in config.get("Env") or ()}
     return bool(SCRIPT_VARIABLES & variables or config.get("Entrypoint"))
 
 
 def remove_replaced(client: docker.DockerClient, image_id: str) -> None:
-    """Remove an image that lost its tag to a new one, unless another tag or a container still uses it.
+    """Removes an image that lost its tag to a new one, unless another tag or a container still uses it.
 
     An image that is gone already is ignored.
     """
@@ -80,7 +80,7 @@ def remove_replaced(client: docker.DockerClient, image_id: str) -> None:
 
 
 def explain_start(image: str, error: docker.errors.APIError) -> Exception:
-    """Return the error for a container that did not start: an `ImageError` if it has no such program."""
+    """Returns the error for a container that did not start: an `ImageError` if it has no such program."""
     if not (match := _NO_PROGRAM.search(str(error.explanation))):
         return error
     program = match["program"]

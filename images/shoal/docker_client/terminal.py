@@ -28,14 +28,14 @@ _STDIN, _STDOUT = 0, 1
 
 
 def has_terminal() -> bool:
-    """Return whether standard input and output are a terminal."""
+    """Returns whether standard input and output are a terminal."""
     return os.isatty(_STDIN) and os.isatty(_STDOUT)
 
 
 def run_in_container(
     client: docker.DockerClient, container_id: str, command: Sequence[str], directory: str | None = None
 ) -> int:
-    """Run a command in a container that runs, and return its exit code. Starts a thread that reads standard input.
+    """Runs a command in a container that runs, and returns its exit code. Starts a thread that reads standard input.
 
     With a terminal, the command gets one too, and keys such as Ctrl-C go to it. Otherwise standard output and error
     stay apart, and standard input is passed on if it is not a terminal.
@@ -71,7 +71,7 @@ def run_in_container(
 
 @contextlib.contextmanager
 def _attach(api: Any, number: str, interactive: bool) -> Iterator[tuple[socket.socket, bytes]]:
-    """Start a command, and yield the connection to its streams, and the bytes that came with the HTTP headers.
+    """Starts a command, and yields the connection to its streams, and the bytes that came with the HTTP headers.
 
     The SDK loses these bytes.
     """
@@ -86,7 +86,7 @@ def _attach(api: Any, number: str, interactive: bool) -> Iterator[tuple[socket.s
 
 @contextlib.contextmanager
 def _raw_terminal(resize: Callable[[int, int], Any]) -> Iterator[None]:
-    """Pass all keys on, and changes of the terminal's size. The terminal's settings are restored at the end."""
+    """Passes all keys on, and changes of the terminal's size. The terminal's settings are restored at the end."""
 
     def send_size(*_: object) -> None:
         """A signal handler for SIGWINCH."""
@@ -114,7 +114,6 @@ def _send_input(connection: socket.socket) -> None:
 
 
 def _receive(connection: socket.socket, first: bytes, write: Callable[[bytes], None]) -> None:
-    """Write all that comes from a connection, until it ends."""
     chunk = first or connection.recv(_CHUNK)
     while chunk:
         write(chunk)
@@ -128,7 +127,7 @@ class _Frames:
     rest: bytes = b""
 
     def add(self, chunk: bytes) -> None:
-        """Write the frames that are complete with a chunk."""
+        """Writes the frames that are complete with a chunk."""
         self.rest += chunk
         while len(self.rest) >= _HEADER.size:
             stream, length = _HEADER.unpack_from(self.rest)

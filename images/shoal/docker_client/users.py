@@ -26,7 +26,7 @@ ROOT = Owner()
 
 
 def find_owner(client: docker.DockerClient, image: str, identity: str) -> Owner:
-    """Return who runs the processes in containers of an image: root, or the user of its `USER`.
+    """Returns who runs the processes in containers of an image: root, or the user of its `USER`.
 
     As Docker does, it looks for names, and for the group of a user, in the image's own files. So it makes a container
     with the label `JOB_LABEL=identity`, which does not start, and removes it. A name that is not there counts as root:
@@ -46,7 +46,7 @@ def find_owner(client: docker.DockerClient, image: str, identity: str) -> Owner:
 
 
 def resolve_user(user: str, accounts: Sequence[str], groups: Sequence[str]) -> Owner:
-    """Return the numbers of an image's `USER`, such as `trainer`, `1000` or `1000:100`, as Docker finds them.
+    """Returns the numbers of an image's `USER`, such as `trainer`, `1000` or `1000:100`, as Docker finds them.
 
     Args:
         user: The value of `USER`.
@@ -64,7 +64,7 @@ def resolve_user(user: str, accounts: Sequence[str], groups: Sequence[str]) -> O
 
 
 def _find_entry(name: str, lines: Sequence[str]) -> list[str]:
-    """Return the fields of the first line with a name or a number; none if there is no such line."""
+    """Returns the fields of the first line with a name or a number; none if there is no such line."""
     for line in lines:
         fields = line.split(":")
         if len(fields) > 2 and (fields[0] == name or (name.isdecimal() and fields[2] == name)):
@@ -73,6 +73,5 @@ def _find_entry(name: str, lines: Sequence[str]) -> list[str]:
 
 
 def _parse_id(text: str) -> int:
-    """Return the number of a user or group; `_NO_ID` for other texts."""
     is_number = text.isascii() and text.isdecimal() and len(text) <= 10
     return int(text) if is_number and int(text) < 2**31 else _NO_ID

@@ -43,13 +43,13 @@ class AuditReport(pydantic.BaseModel):
     dependencies: tuple[_Dependency, ...]
 
     def find(self, installed: Distribution) -> list[_Dependency]:
-        """Return the entries about an installed distribution."""
+        """Returns the entries about an installed distribution."""
         name = canonicalize_name(installed.name)
         named = [entry for entry in self.dependencies if canonicalize_name(entry.name) == name]
         return [entry for entry in named if _is_same_version(installed.version, entry.version)]
 
 
-class AcceptedVulnerability(yaml_file.Model):
+class AcceptedVulnerability(yaml_file.StrictModel):
     """An entry of the allow-list."""
 
     id: Annotated[str, pydantic.Field(min_length=1)]
@@ -60,7 +60,7 @@ class AcceptedVulnerability(yaml_file.Model):
     """The last day on which it is accepted."""
 
 
-class AllowList(yaml_file.Model):
+class AllowList(yaml_file.StrictModel):
     """The allow-list."""
 
     accepted: tuple[AcceptedVulnerability, ...]
@@ -108,7 +108,7 @@ class Vulnerability:
 
 
 def read_report(path: Path) -> AuditReport:
-    """Read a report of pip-audit. Raises `SpecError` if it cannot be read, or is not one."""
+    """Reads a report of pip-audit. Raises `SpecError` if it cannot be read, or is not one."""
     try:
         return AuditReport.model_validate_json(read_file(path, MOST_LOCK, follow=True))
     except OSError as error:
@@ -118,14 +118,14 @@ def read_report(path: Path) -> AuditReport:
 
 
 def read_allow_list(path: Path | None) -> tuple[AcceptedVulnerability, ...]:
-    """Read an allow-list; None has no entries. Raises `SpecError` with file, line and key."""
+    """Reads an allow-list; None has no entries. Raises `SpecError` with file, line and key."""
     return yaml_file.read_yaml(path, AllowList)[0].accepted if path else ()
 
 
 def audit(
     facts: ImageFacts, report: AuditReport, accepted: Sequence[AcceptedVulnerability], today: datetime.date
 ) -> Audit:
-    """Return the known vulnerabilities of the distributions in an image.
+    """Returns the known vulnerabilities of the distributions in an image.
 
     Args:
         facts: What is installed in the image.
@@ -145,7 +145,6 @@ def audit(
 def _match_advisories(
     facts: ImageFacts, report: AuditReport, accepted: Sequence[AcceptedVulnerability], today: datetime.date
 ) -> Iterator[Vulnerability]:
-    """Yield each advisory about an installed distribution, with the entry that accepts it or None."""
     for installed in facts.distributions:
         for known in [known for dependency in report.find(installed) for known in dependency.vulns]:
             entry = _find_entry(accepted, known.id, *known.aliases)
@@ -154,13 +153,13 @@ def _match_advisories(
 
 
 def _find_entry(accepted: Sequence[AcceptedVulnerability], *names: str) -> AcceptedVulnerability | None:
-    """Return the entry about one of these names that expires last; None if there is none."""
+    """Returns the entry about one of these names that expires last; None if there is none."""
     entries = (entry for entry in accepted if entry.id in names)
     return max(entries, key=lambda entry: entry.expires, default=None)
 
 
 def _is_same_version(installed: str, known: str) -> bool:
-    """Return whether two versions are equal; a local part (after `+`) counts only if both have one."""
+    """Returns whether two versions are equal; a local part (after `+`) counts only if both have one."""
     try:
         ours, theirs = Version(installed), Version(known)
     except ValueError:  # InvalidVersion, or a number with thousands of digits

@@ -89,7 +89,7 @@ class _Members:
 
 
 def read_layers(name: str, chunks: Iterable[bytes], known: Blobs | None = None) -> tuple[LayerTar, ...]:
-    """Return the layers of an image, lowest first, from its archive.
+    """Returns the layers of an image, lowest first, from its archive.
 
     Args:
         name: The image, for messages.
@@ -122,7 +122,7 @@ class Chunks(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        """Fill the buffer from the current chunk, or the next one. Returns 0 at the end."""
+        """Fills the buffer from the current chunk, or the next one. Returns 0 at the end."""
         while not self._rest:
             try:
                 self._rest = memoryview(next(self._chunks))
@@ -144,7 +144,7 @@ class Budget:
         }
 
     def take(self, bytes_: int = 0, entries: int = 0, text: int = 0) -> None:
-        """Count something that was read, or will be."""
+        """Counts something that was read, or will be."""
         for (name, left), size in zip(self._left.items(), (bytes_, entries, text)):
             self._left[name] = left - size
             if left < size:
@@ -154,14 +154,14 @@ class Budget:
 class _Metered(io.RawIOBase):
     """A readable file that passes all that is read to a meter, and counts it."""
 
-    def __init__(self, source: IO[bytes], meter: deflate.Meter, budget: Budget) -> None:
+    def __init__(self, source: IO[bytes], meter: deflate.DeflateMeter, budget: Budget) -> None:
         self._source, self._meter, self._budget = source, meter, budget
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
-        """Fill a buffer from the source, count the bytes in the meter, and return their number; 0 at the end."""
+        """Fills a buffer from the source, counts the bytes in the meter, and returns their number; 0 at the end."""
         data = self._source.read(len(buffer))
         self._budget.take(bytes_=len(data))
         self._meter.write(data)
@@ -170,7 +170,7 @@ class _Metered(io.RawIOBase):
 
 
 def _keep(archive: tarfile.TarFile, member: tarfile.TarInfo, members: _Members, pool: ThreadPoolExecutor) -> None:
-    """Read a member of the archive, and keep it if it is a link, a layer or a JSON document. Others are skipped.
+    """Reads a member of the archive, and keeps it if it is a link, a layer or a JSON document. Others are skipped.
 
     Layers are unpacked if needed, and compressed in `pool` to measure them. If a layer has another compression than
     gzip, only the compression's name is kept. JSON of more than 8 MiB is skipped.
@@ -207,8 +207,8 @@ def _is_tar(begin: bytes) -> bool:
 
 
 def _layer(content: IO[bytes], pool: ThreadPoolExecutor, budget: Budget) -> LayerTar:
-    """Read a layer to its end, and return its entries and sizes. Digest and command are still empty."""
-    meter = deflate.Meter(pool)
+    """Reads a layer to its end, and returns its entries and sizes. Digest and command are still empty."""
+    meter = deflate.DeflateMeter(pool)
     source = _Metered(content, meter, budget)
     with open_stream(cast(IO[bytes], source), _AT_ONCE) as archive:
         entries = tuple(entry for _, entry, _ in read_entries(archive, budget))
@@ -248,12 +248,12 @@ def _kind_of(member: tarfile.TarInfo) -> Kind:
 
 
 def replace_surrogates(text: str) -> str:
-    """Return a text that can be encoded as UTF-8: other bytes of a path become question marks."""
+    """Returns a text that can be encoded as UTF-8: other bytes of a path become question marks."""
     return text.encode("utf-8", "replace").decode()
 
 
 def normalize_path(path: str) -> str:
-    """Return the shortest form of a path in a tar, without a leading slash. `.` is the root.
+    """Returns the shortest form of a path in a tar, without a leading slash. `.` is the root.
 
     Raises `ImageError` if it is too long: all directories above it are held in memory.
     """
@@ -263,7 +263,7 @@ def normalize_path(path: str) -> str:
 
 
 def _layers(name: str, members: _Members) -> Iterator[LayerTar]:
-    """Yield the layers that manifest.json names.
+    """Yields the layers that manifest.json names.
 
     Raises `ImageError` if one is missing or compressed other than by gzip.
     """
@@ -284,7 +284,7 @@ def _layers(name: str, members: _Members) -> Iterator[LayerTar]:
 
 
 def _manifest(name: str, members: _Members) -> Mapping[str, Any]:
-    """Return the only image in manifest.json. Raises `ImageError` if it has none or several."""
+    """Returns the only image in manifest.json. Raises `ImageError` if it has none or several."""
     images = _json(name, members, "manifest.json")
     if not isinstance(images, list) or not images or not all(isinstance(image, dict) for image in images):
         raise ImageError(f"{name}: its manifest.json is no list of images; {_EXPECTED}.")
@@ -298,7 +298,7 @@ def _manifest(name: str, members: _Members) -> Mapping[str, Any]:
 
 
 def _json(name: str, members: _Members, path: str) -> object:
-    """Return the decoded document of a member. Raises `ImageError` if it is missing or not JSON."""
+    """Returns the decoded document of a member. Raises `ImageError` if it is missing or not JSON."""
     text = members.texts.get(_follow(path, members.links))
     if text is None:
         raise ImageError(f"{name}: no {path} in it; {_EXPECTED}.")
@@ -310,14 +310,14 @@ def _json(name: str, members: _Members, path: str) -> object:
 
 
 def _texts(name: str, what: str, value: object) -> list[str]:
-    """Return a value that must be a list of strings. Raises `ImageError` otherwise."""
+    """Returns a value that must be a list of strings. Raises `ImageError` otherwise."""
     if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
         raise ImageError(f"{name}: {what}: {value!r} is no list of names; {_EXPECTED}.")
     return value
 
 
 def _describe_layers(config: Mapping[str, Any], layers: int) -> tuple[list[str], list[str]]:
-    """Return the digests and the commands of layers, from the configuration of an image.
+    """Returns the digests and the commands of layers, from the configuration of an image.
 
     If the configuration has another number of digests than `layers`, all digests are empty. The same rule holds for the
     commands.
@@ -336,7 +336,7 @@ def _as_list(value: object) -> list[Any]:
 
 
 def _follow(path: str, links: Mapping[str, str]) -> str:
-    """Return the path to which links of the archive lead; links in a circle are followed a limited number of times."""
+    """Returns the path to which links of the archive lead; links in a circle are followed a limited number of times."""
     for _ in links:
         if path not in links:
             break

@@ -34,7 +34,7 @@ class StreamSizes:
         return self.compressed_before(self.bytes)
 
     def compressed_before(self, offset: int) -> int:
-        """Return the compressed bytes before an offset. Inside a block they count as evenly spread."""
+        """Returns the compressed bytes before an offset. Inside a block they count as evenly spread."""
         index, rest = divmod(min(offset, self.bytes), BLOCK)
         begin = self.ends[index - 1] if index else 0
         if not rest:
@@ -43,7 +43,7 @@ class StreamSizes:
         return begin + (self.ends[index] - begin) * rest // length
 
 
-class Meter:
+class DeflateMeter:
     """Measures a stream that is written in pieces. Meters may share a pool."""
 
     def __init__(self, pool: ThreadPoolExecutor) -> None:
@@ -55,7 +55,7 @@ class Meter:
         self._pending: deque[Future[int]] = deque()
 
     def write(self, data: bytes | memoryview) -> None:
-        """Measure the next piece. Waits while too many blocks are pending."""
+        """Measures the next piece. Waits while too many blocks are pending."""
         self._bytes += len(data)
         self._buffer += data
         while len(self._buffer) > BLOCK:  # not >=: the last block must be known as the last
@@ -63,7 +63,7 @@ class Meter:
             del self._buffer[:BLOCK]
 
     def finish(self) -> StreamSizes:
-        """Wait for all blocks, and return the sizes of all that was written.
+        """Waits for all blocks, and returns the sizes of all that was written.
 
         It is called once, after the last `write`.
         """
@@ -75,7 +75,7 @@ class Meter:
         return StreamSizes(self._bytes, tuple(accumulate(self._sizes)))
 
     def _submit(self, block: bytes, *, is_last: bool) -> None:
-        """Give a block to the pool. Waits while too many blocks are pending."""
+        """Gives a block to the pool. Waits while too many blocks are pending."""
         self._pending.append(self._pool.submit(_compressed, block, self._window, is_last))
         self._window = block[-_WINDOW:]
         while len(self._pending) > _MOST_PENDING:
@@ -83,12 +83,12 @@ class Meter:
 
 
 def make_pool() -> ThreadPoolExecutor:
-    """Return a pool with a thread for each core: zlib computes outside the interpreter's lock."""
+    """Returns a pool with a thread for each core: zlib computes outside the interpreter's lock."""
     return ThreadPoolExecutor(len(os.sched_getaffinity(0)), "deflate")
 
 
 def _compressed(block: bytes, window: bytes, is_last: bool) -> int:
-    """Return the number of bytes of a compressed block. Runs in a thread of the pool."""
+    """Returns the number of bytes of a compressed block. Runs in a thread of the pool."""
     compressor = zlib.compressobj(LEVEL, zlib.DEFLATED, -zlib.MAX_WBITS, zdict=window)
     size = len(compressor.compress(block))
     return size + len(compressor.flush(zlib.Z_FINISH if is_last else zlib.Z_SYNC_FLUSH))

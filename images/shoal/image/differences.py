@@ -75,7 +75,7 @@ class Differences:
         return {path: kind for path, kind in self.unexpected.items() if path not in self.owners}
 
     def check(self) -> None:
-        """Raise `DifferenceError` if there are differences that two builds of one commit do not have.
+        """Raises `DifferenceError` if there are differences that two builds of one commit do not have.
 
         A Debian package in another version is one of them.
         """
@@ -88,7 +88,7 @@ class Differences:
 
 
 def read_image(client: docker.DockerClient, tag: str) -> FileSystem:
-    """Return the file system of an image, with its configuration as further files. No code of the image runs.
+    """Returns the file system of an image, with its configuration as further files. No code of the image runs.
 
     Raises:
         DockerError: If Docker lacks the image.
@@ -99,14 +99,14 @@ def read_image(client: docker.DockerClient, tag: str) -> FileSystem:
 
 
 def _configuration_files(config: Mapping[str, object]) -> Iterator[tuple[str, File]]:
-    """Yield each part of the configuration of an image that containers and later builds obey, as a file."""
+    """Yields each part of the configuration of an image that containers and later builds obey, as a file."""
     for key in _CONFIGURATION:
         content = json.dumps(config.get(key) or None, sort_keys=True)
         yield f"(configuration) {key}", File(mode=0, uid=0, gid=0, time=0, content=content, source_time=0)
 
 
 def compare_images(before: str, after: str, old: FileSystem, new: FileSystem) -> Differences:
-    """Compare two images by their files and Debian packages.
+    """Compares two images by their files and Debian packages.
 
     Args:
         before: The tag of the first image.
@@ -127,7 +127,7 @@ def compare_images(before: str, after: str, old: FileSystem, new: FileSystem) ->
 
 
 def format_differences(differences: Differences) -> Iterator[str]:
-    """Yield the lines of a report: the number of differences of each kind, changed packages, and unexplained paths.
+    """Yields the lines of a report: the number of differences of each kind, changed packages, and unexplained paths.
 
     At most MAX_LISTED of these paths are listed. The last line says if there are no unexpected differences.
     """
@@ -146,7 +146,6 @@ def format_differences(differences: Differences) -> Iterator[str]:
 
 
 def _compare_files(old: Mapping[str, File], new: Mapping[str, File]) -> Iterator[tuple[str, Kind]]:
-    """Yield the paths that differ, sorted, each with the kind of its first difference."""
     for path in sorted(old.keys() | new.keys()):
         if path not in old or path not in new:
             yield path, "added" if path in new else "removed"
@@ -155,7 +154,7 @@ def _compare_files(old: Mapping[str, File], new: Mapping[str, File]) -> Iterator
 
 
 def _compare_file(old: File, new: File) -> Kind | None:
-    """Return the first difference between two versions of a file; None if they are equal."""
+    """Returns the first difference between two versions of a file; None if they are equal."""
     if old.content != new.content:
         return "content"
     if (old.mode, old.uid, old.gid) != (new.mode, new.uid, new.gid):

@@ -64,7 +64,7 @@ class ImageFacts(pydantic.BaseModel):
 
 
 def read_facts(client: docker.DockerClient, tag: str) -> ImageFacts:
-    """Read the facts of an image, in a container without a network.
+    """Reads the facts of an image, in a container without a network.
 
     Facts that Docker knows are taken from Docker, because an image may lie about them.
 

@@ -71,7 +71,7 @@ class FileSystem(pydantic.BaseModel):
 
 
 def read_filesystem(client: docker.DockerClient, tag: str) -> FileSystem:
-    """Return the file system of an image, through a container that is not started. Raises `DockerError`."""
+    """Returns the file system of an image, through a container that is not started. Raises `DockerError`."""
     label = containers.unique_name("files")
     settings = {"network_mode": "none", "labels": {containers.JOB_LABEL: label}}
     with containers.remove_at_end(client, label):
@@ -81,7 +81,7 @@ def read_filesystem(client: docker.DockerClient, tag: str) -> FileSystem:
 
 
 def parse_archive(chunks: Iterable[bytes]) -> FileSystem:
-    """Return the file system in a tar archive, as `docker export` writes it, with the package of each file.
+    """Returns the file system in a tar archive, as `docker export` writes it, with the package of each file.
 
     Files that Docker makes are left out. The archive is read once, as a stream.
     """
@@ -104,7 +104,7 @@ def parse_archive(chunks: Iterable[bytes]) -> FileSystem:
 
 
 def _find_packages(entries: list[Entry]) -> Iterator[tuple[str, str]]:
-    """Yield the paths of Debian packages, each with its package. dpkg's own files about a package belong to it too."""
+    """Yields the paths of Debian packages, each with its package. dpkg's own files about a package belong to it too."""
     claims = owners.Owners([entries])
     for entry in entries:
         owner = claims.find_owner(entry)
@@ -115,7 +115,7 @@ def _find_packages(entries: list[Entry]) -> Iterator[tuple[str, str]]:
 
 
 def _make_file(member: tarfile.TarInfo, blocks: Iterable[bytes], others: Mapping[str, File]) -> File:
-    """Return the file of an archive member, with a hash of its content, or the target of a symlink.
+    """Returns the file of an archive member, with a hash of its content, or the target of a symlink.
 
     A hard link gets the content of its target, which `others` has. Docker's own changes are left out: the time of /etc,
     and SELinux's labels.
@@ -150,7 +150,7 @@ def _read_blocks(content: IO[bytes] | None) -> Iterator[bytes]:
 
 
 def _hash(blocks: Iterable[bytes], *, is_bytecode: bool) -> tuple[str, int]:
-    """Return the SHA-256 of a file and 0; for bytecode, the SHA-256 without the source's time, and that time in s.
+    """Returns the SHA-256 of a file and 0; for bytecode, the SHA-256 without the source's time, and that time in s.
 
     Bytecode that does not record its source's time counts as any file.
     """

@@ -19,7 +19,7 @@ from shoal.image.owners import (
     STATUS,
     TAR,
     DebianPackage,
-    Owner,
+    FileOwner,
     Owners,
     PythonDistribution,
     debian_packages,
@@ -55,7 +55,7 @@ class Layer:
 
     digest: str
     command: str
-    owners: Mapping[Owner, Sum]
+    owners: Mapping[FileOwner, Sum]
 
     @property
     def sum(self) -> Sum:
@@ -76,20 +76,20 @@ class Inventory:
         return total(layer.sum for layer in self.layers)
 
     @property
-    def owners(self) -> dict[Owner, Sum]:
+    def owners(self) -> dict[FileOwner, Sum]:
         """The sum of each owner over all layers, the largest first."""
-        sums: dict[Owner, Sum] = {}
+        sums: dict[FileOwner, Sum] = {}
         for owner, of in chain.from_iterable(layer.owners.items() for layer in self.layers):
             sums[owner] = sums.get(owner, Sum()) + of
         return dict(sorted(sums.items(), key=lambda item: (-item[1].bytes, item[0])))
 
     @property
-    def versions(self) -> dict[Owner, str]:
+    def versions(self) -> dict[FileOwner, str]:
         """The versions of the packages. Several versions of one package are joined by commas."""
-        found: dict[Owner, dict[str, None]] = {}
+        found: dict[FileOwner, dict[str, None]] = {}
         pairs = chain(
-            ((Owner("debian", package.name), package.version) for package in self.debian),
-            ((Owner("python", distribution.name), distribution.version) for distribution in self.python),
+            ((FileOwner("debian", package.name), package.version) for package in self.debian),
+            ((FileOwner("python", distribution.name), distribution.version) for distribution in self.python),
         )
         for owner, version in pairs:
             found.setdefault(owner, {})[version] = None
@@ -97,7 +97,7 @@ class Inventory:
 
 
 def read_inventory(name: str, chunks: Iterable[bytes], known: archive.Blobs | None = None) -> Inventory:
-    """Return the inventory of an image, from the archive that `docker save` writes.
+    """Returns the inventory of an image, from the archive that `docker save` writes.
 
     `known` is as in `archive.read_layers`. Raises `ImageError`, with `name`, if it is not an archive of one image.
     """
@@ -105,7 +105,7 @@ def read_inventory(name: str, chunks: Iterable[bytes], known: archive.Blobs | No
 
 
 def make_inventory(name: str, layers: Sequence[LayerTar]) -> Inventory:
-    """Return the inventory of an image from its layers, lowest first. Raises `ImageError` for too many packages."""
+    """Returns the inventory of an image from its layers, lowest first. Raises `ImageError` for too many packages."""
     owners = Owners(layer.entries for layer in layers)
     visible = _visible(layers)
     seen = Counter(chain.from_iterable(visible.values()))
@@ -119,17 +119,17 @@ def make_inventory(name: str, layers: Sequence[LayerTar]) -> Inventory:
 
 
 def total(sums: Iterable[Sum]) -> Sum:
-    """Return the sum of sums."""
+    """Returns the sum of sums."""
     return sum(sums, Sum())
 
 
 def _layer(number: int, layer: LayerTar, owners: Owners, seen: Mapping[_Key, int]) -> Layer:
-    """Return a layer with the sum of each owner, and how much of it is hidden by later layers.
+    """Returns a layer with the sum of each owner, and how much of it is hidden by later layers.
 
     `seen` has a number above 0 for each entry that the image shows, by the numbers of the layer and of the entry. The
     end of the layer's archive belongs to `TAR`.
     """
-    sums: dict[Owner, Sum] = {}
+    sums: dict[FileOwner, Sum] = {}
     for place, entry in enumerate(layer.entries):
         owner = owners.find_owner(entry)
         is_hidden = owner != TAR and not seen[number, place]
@@ -139,8 +139,8 @@ def _layer(number: int, layer: LayerTar, owners: Owners, seen: Mapping[_Key, int
     return Layer(layer.digest, layer.command, sums)
 
 
-def _sum(layer: LayerTar, begin: int, end: int, owner: Owner, is_hidden: bool) -> Sum:
-    """Return the bytes of a part of a layer, from `begin` to `end`, all of them hidden if `is_hidden`.
+def _sum(layer: LayerTar, begin: int, end: int, owner: FileOwner, is_hidden: bool) -> Sum:
+    """Returns the bytes of a part of a layer, from `begin` to `end`, all of them hidden if `is_hidden`.
 
     It counts as one file, unless its owner is `TAR`.
     """
@@ -149,7 +149,7 @@ def _sum(layer: LayerTar, begin: int, end: int, owner: Owner, is_hidden: bool) -
 
 
 def _visible(layers: Sequence[LayerTar]) -> dict[str, tuple[_Key, ...]]:
-    """Return the entries that a container sees, by path, without directories; for a hard link with those it shares."""
+    """Returns the entries that a container sees, by path, without directories; for a hard link with those it shares."""
     visible: dict[str, tuple[_Key, ...]] = {}
     for number, layer in enumerate(layers):
         hidden = _HiddenPaths(layer.entries)
@@ -179,17 +179,16 @@ class _HiddenPaths:
                 self._remove(entry.path)
 
     def hides(self, path: str) -> bool:
-        """Return whether the layer hides the entry that lower layers have at a path."""
+        """Returns whether the layer hides the entry that lower layers have at a path."""
         return path in self._paths or any(above in self._trees for above in _directories(path))
 
     def _remove(self, path: str) -> None:
-        """Hide a path and all below it."""
         self._paths.add(path)
         self._trees.add(f"{path}/")
 
 
 def _directories(path: str) -> Iterator[str]:
-    """Yield the directories above a path, each with its slash. The root is the slash alone."""
+    """Yields the directories above a path, each with its slash. The root is the slash alone."""
     yield "/"
     end = path.find("/")
     while end >= 0:
@@ -198,7 +197,6 @@ def _directories(path: str) -> Iterator[str]:
 
 
 def _texts(layers: Sequence[LayerTar], visible: Mapping[str, tuple[_Key, ...]]) -> Iterator[tuple[str, bytes]]:
-    """Yield the visible files that describe packages, with their paths."""
     for path, keys in visible.items():
         number, place = keys[0]
         text = layers[number].entries[place].text

@@ -38,7 +38,7 @@ class Manifest:
 
 
 def make_manifest(facts: ImageFacts, image: ImageSpec | None) -> Manifest:
-    """Return the manifest; check the tag if the matrix has the image.
+    """Returns the manifest, and checks the tag if the matrix has the image.
 
     Labels that begin with `shoal.`, and the variables HOME, HOSTNAME and PWD, are left out.
     """
@@ -59,7 +59,7 @@ def make_manifest(facts: ImageFacts, image: ImageSpec | None) -> Manifest:
 
 
 def check_tag(facts: ImageFacts, image: ImageSpec) -> list[str]:
-    """Return the wrong parts of the tag, a sentence each, such as `cuda is cu118, not cu117`; empty if none is."""
+    """Returns the wrong parts of the tag, a sentence each, such as `cuda is cu118, not cu117`; empty if none is."""
     cuda = _find_cuda(facts)
     actual = {
         "version": _find_framework(facts, image.framework),
@@ -79,19 +79,19 @@ def check_tag(facts: ImageFacts, image: ImageSpec) -> list[str]:
 
 
 def _find_framework(facts: ImageFacts, framework: str) -> str | None:
-    """Return the version of the framework's distribution, without its local part; None if it is not installed."""
+    """Returns the version of the framework's distribution, without its local part; None if it is not installed."""
     names = _FRAMEWORKS.get(framework, (framework,))
     return next((facts.versions[name].partition("+")[0] for name in names if name in facts.versions), None)
 
 
 def _find_cuda(facts: ImageFacts) -> str | None:
-    """Return the CUDA version of NVIDIA's runtime wheel in the form of a tag, cu117 for 11.7; None without CUDA."""
+    """Returns the CUDA version of NVIDIA's runtime wheel in the form of a tag, cu117 for 11.7; None without CUDA."""
     versions = (version for name, version in facts.versions.items() if _CUDA.fullmatch(name))
     return next(("cu" + "".join(version.split(".")[:2]) for version in versions), None)
 
 
 def format_markdown(manifest: Manifest) -> str:
-    """Return the manifest as a page of Markdown."""
+    """Returns the manifest as a page of Markdown."""
     parts = [
         f"# {escape_markdown(manifest.tag)}\n",
         f"`{manifest.id}`, {manifest.bytes / MIB:,.0f} MiB, created {manifest.created[:19]}Z.\n",
@@ -124,6 +124,6 @@ def _format_row(cells: tuple[str, ...]) -> str:
 
 
 def escape_markdown(text: str) -> str:
-    """Return a text of an image that Markdown shows as it is, in one line: no HTML, links, code and cells."""
+    """Returns a text of an image that Markdown shows as it is, in one line: no HTML, links, code and cells."""
     text = clean_text(text).replace("\n", " ").translate(_ENTITIES)
     return _SIGNS.sub(lambda found: f"&#{ord(found[0])};", text)

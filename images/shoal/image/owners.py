@@ -30,7 +30,7 @@ _MOST_STEPS = 256  # directories and links on one path: each is a level of Pytho
 
 
 @dataclass(frozen=True, order=True)
-class Owner:
+class FileOwner:
     """The owner of a file: a Python distribution, a Debian package, or its directory."""
 
     kind: Literal["python", "debian", "other", "tar"]
@@ -38,8 +38,8 @@ class Owner:
     name: str
 
 
-TAR = Owner("tar", "directories, whiteouts and ends of the layers' archives")
-REST = Owner("other", "further packages and directories")
+TAR = FileOwner("tar", "directories, whiteouts and ends of the layers' archives")
+REST = FileOwner("other", "further packages and directories")
 """The owner of all files after the first `MOST_OWNERS` owners."""
 
 
@@ -73,16 +73,16 @@ class Owners:
         entries = [entry for layer in layers for entry in layer]
         self._tree = _Tree(entries)
         described = [(entry.path, entry.text) for entry in entries if entry.text is not None]
-        self._claims: dict[str, Owner] = {}
-        self._found: set[Owner] = set()
+        self._claims: dict[str, FileOwner] = {}
+        self._found: set[FileOwner] = set()
         # A distribution inside another (setuptools' _vendor) belongs to the outer one: deeper paths come first.
         for path, text in sorted(described, key=lambda item: -item[0].count("/")):
             self._claim_record(path, text)
         for path, text in described:
             self._claim_list(path, text)
 
-    def find_owner(self, entry: Entry) -> Owner:
-        """Return the owner of an entry. Bytecode that no list has belongs to the owner of its source.
+    def find_owner(self, entry: Entry) -> FileOwner:
+        """Returns the owner of an entry. Bytecode that no list has belongs to the owner of its source.
 
         Directories and whiteouts belong to `TAR`. Other files without a package belong to their directory: its
         first four levels. After many owners, all others are `REST`.
@@ -92,7 +92,7 @@ class Owners:
         found = self._claims.get(entry.path)
         if found is None and (bytecode := _BYTECODE.fullmatch(entry.path)):
             found = self._claims.get(f"{bytecode[1] or ''}{bytecode[2]}.py")
-        found = found or Owner("other", _directory_of(entry.path))
+        found = found or FileOwner("other", _directory_of(entry.path))
         if found not in self._found:
             if len(self._found) >= MOST_OWNERS:
                 return REST
@@ -100,28 +100,28 @@ class Owners:
         return found
 
     def is_vendored(self, path: str, name: str) -> bool:
-        """Return whether the metadata at `path` belongs to an owner other than the distribution `name`."""
-        return self._claims.get(path, Owner("python", name)) != Owner("python", name)
+        """Returns whether the metadata at `path` belongs to an owner other than the distribution `name`."""
+        return self._claims.get(path, FileOwner("python", name)) != FileOwner("python", name)
 
     def _claim_record(self, path: str, text: bytes) -> None:
-        """Give the files of a RECORD to their Python distribution; do nothing for other files."""
+        """Gives the files of a RECORD to their Python distribution; do nothing for other files."""
         found = _DIST_INFO.fullmatch(path)
         if found and found[3] == "RECORD":
-            owner = Owner("python", _name_and_version(found[2])[0])
+            owner = FileOwner("python", _name_and_version(found[2])[0])
             with contextlib.suppress(csv.Error):  # a field of an image may have any length
                 for row in csv.reader(_lines(text)):
                     if row:
                         self._claim(posixpath.normpath(posixpath.join(found[1], row[0])).lstrip("/"), owner)
 
     def _claim_list(self, path: str, text: bytes) -> None:
-        """Give the files of one of dpkg's lists to their Debian package; do nothing for other files."""
+        """Gives the files of one of dpkg's lists to their Debian package; do nothing for other files."""
         if found := _LIST.fullmatch(path):
-            owner = Owner("debian", found[1])
+            owner = FileOwner("debian", found[1])
             for line in _lines(text):
                 self._claim(line.rstrip("\n").lstrip("/"), owner)
 
-    def _claim(self, path: str, owner: Owner) -> None:
-        """Give a file to an owner, also if it has one already: the last claim counts. No file has a very long path."""
+    def _claim(self, path: str, owner: FileOwner) -> None:
+        """Gives a file to an owner, also if it has one already: the last claim counts. No file has a very long path."""
         if len(path) <= MOST_PATH:
             self._claims[self._tree.real(path)] = owner
 
@@ -139,12 +139,12 @@ class _Tree:
         self._known: dict[str, str] = {}
 
     def real(self, path: str) -> str:
-        """Return the path without symlinked directories."""
+        """Returns the path without symlinked directories."""
         directory, _, name = path.rpartition("/")
         return posixpath.join(self._directory(directory, 0), name)
 
     def _directory(self, path: str, steps: int) -> str:
-        """Return a directory without symlinks in its path; the rest of a very long way is as it is.
+        """Returns a directory without symlinks in its path; the rest of a very long way is as it is.
 
         Results are kept in `_known`, so all links must be known before the first call.
         """
@@ -162,7 +162,7 @@ class _Tree:
 
 
 def debian_packages(status: bytes) -> Iterator[DebianPackage]:
-    """Yield the packages that dpkg's status, the content of `STATUS`, lists as installed."""
+    """Yields the packages that dpkg's status, the content of `STATUS`, lists as installed."""
     for stanza in re.split(r"\n\s*\n", _replace_errors(status)):
         fields: dict[str, str] = dict(_FIELD.findall(stanza))
         name = fields.get("Package")
@@ -172,7 +172,7 @@ def debian_packages(status: bytes) -> Iterator[DebianPackage]:
 
 
 def python_distributions(texts: Mapping[str, bytes], owners: Owners) -> Iterator[PythonDistribution]:
-    """Yield the distributions that have a METADATA among the texts, which are by path. Vendored ones are left out."""
+    """Yields the distributions that have a METADATA among the texts, which are by path. Vendored ones are left out."""
     for path, text in texts.items():
         found = _DIST_INFO.fullmatch(path)
         if found and found[3] == "METADATA":
@@ -183,13 +183,12 @@ def python_distributions(texts: Mapping[str, bytes], owners: Owners) -> Iterator
 
 
 def _name_and_version(directory: str) -> tuple[str, str]:
-    """Return the normalised name and the version from the name of a *.dist-info directory."""
     name, _, version = directory.partition("-")
     return canonicalize_name(replace_surrogates(name)), version
 
 
 def _directory_of(path: str) -> str:
-    """Return the first four directories of a path, which name the owner of a file without a package.
+    """Returns the first four directories of a path, which name the owner of a file without a package.
 
     A file in the root has the owner "/".
     """
@@ -198,7 +197,7 @@ def _directory_of(path: str) -> str:
 
 
 def _lines(text: bytes) -> Iterator[str]:
-    """Yield the lines of a text with their ends. Bytes that are not UTF-8 are decoded as tarfile does it in paths."""
+    """Yields the lines of a text with their ends. Bytes that are not UTF-8 are decoded as tarfile does it in paths."""
     return io.TextIOWrapper(io.BytesIO(text), "utf-8", "surrogateescape")
 
 

@@ -22,7 +22,7 @@ DPKG = ["dpkg-query", "--show", "--showformat=${Package}\t${Version}\t${Architec
 
 
 def main() -> None:
-    """Print the JSON object: system, python, machine, distributions, packages, commands and environment."""
+    """Prints the JSON object: system, python, machine, distributions, packages, commands and environment."""
     facts = {
         "system": read_os_release("/etc/os-release", "/usr/lib/os-release"),
         "python": platform.python_version(),
@@ -36,7 +36,7 @@ def main() -> None:
 
 
 def read_os_release(*paths: str) -> dict[str, str]:
-    """Return the fields of the first file that exists; none if no file exists.
+    """Returns the fields of the first file that exists; none if no file exists.
 
     Python has a function for it only since 3.10.
     """
@@ -48,13 +48,13 @@ def read_os_release(*paths: str) -> dict[str, str]:
 
 
 def list_distributions() -> list[dict[str, str]]:
-    """Return the distributions that have a name. Others are leftovers of a failed removal; pip ignores them too."""
+    """Returns the distributions that have a name. Others are leftovers of a failed removal; pip ignores them too."""
     named = [found for found in importlib.metadata.distributions() if found.metadata["Name"]]
     return sorted(map(describe_distribution, named), key=lambda about: about["name"].lower())
 
 
 def describe_distribution(found: importlib.metadata.Distribution) -> dict[str, str]:
-    """Return the name, version, licence and homepage of a distribution; empty if it does not name them.
+    """Returns the name, version, licence and homepage of a distribution; empty if it does not name them.
 
     The licence is its SPDX expression, otherwise the one of its classifiers, otherwise a short field License.
     """
@@ -69,19 +69,19 @@ def describe_distribution(found: importlib.metadata.Distribution) -> dict[str, s
 
 
 def join_classifiers(classifiers: list[str]) -> str:
-    """Return the licences among the classifiers of a distribution, joined by AND."""
+    """Returns the licences among the classifiers of a distribution, joined by AND."""
     names = [line.rsplit(" :: ", 1)[1] for line in classifiers if line.startswith("License :: ")]
     return " AND ".join(name for name in names if name != "OSI Approved")
 
 
 def read_short_licence(about: importlib.metadata.PackageMetadata) -> str:
-    """Return the field License if it is a name, and not the text of a licence."""
+    """Returns the field License if it is a name, and not the text of a licence."""
     text = about["License"] or ""
     return text if len(text) < 80 and "\n" not in text and text != "UNKNOWN" else ""
 
 
 def list_packages() -> list[dict[str, str]]:
-    """Return the name, version, architecture, source package and licence of each Debian package; none without dpkg.
+    """Returns the name, version, architecture, source package and licence of each Debian package; none without dpkg.
 
     Raises CalledProcessError if dpkg-query fails.
     """
@@ -95,7 +95,7 @@ def list_packages() -> list[dict[str, str]]:
 
 
 def read_copyright(package: str) -> str:
-    """Return the licences that a package's copyright file names, joined by AND.
+    """Returns the licences that a package's copyright file names, joined by AND.
 
     Empty if there is no such file, or it is not in Debian's machine-readable format.
     """
@@ -106,7 +106,7 @@ def read_copyright(package: str) -> str:
 
 
 def read_first_line(command: list[str]) -> str:
-    """Return the first line that a command prints, on standard error if it prints nothing else.
+    """Returns the first line that a command prints, on standard error if it prints nothing else.
 
     Empty if there is no such command, it cannot run, or it takes longer than a minute.
     """

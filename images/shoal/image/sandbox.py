@@ -40,7 +40,7 @@ _SETTINGS: dict[str, Any] = {
 
 
 def run_probe(client: docker.DockerClient, tag: str, program: Path) -> dict[str, Any]:
-    """Run one of our Python programs with the image's Python, and return the JSON object that it prints.
+    """Runs one of our Python programs with the image's Python, and returns the JSON object that it prints.
 
     Args:
         client: Docker.
@@ -61,7 +61,7 @@ def run_probe(client: docker.DockerClient, tag: str, program: Path) -> dict[str,
 
 
 def run_command(client: docker.DockerClient, tag: str, command: Sequence[str]) -> str:
-    """Run a command in a container of the image, which is removed, and return its standard output.
+    """Runs a command in a container of the image, which is removed, and returns its standard output.
 
     Raises:
         ImageError: If Docker lacks the image, it has no such command, or the command fails.

@@ -18,7 +18,7 @@ _NAMESPACE = uuid.UUID("5f2f6a4e-5d1c-4c63-9c0a-3f0d6f0e8f11")
 
 
 def make_sbom(facts: ImageFacts) -> dict[str, Any]:
-    """Return the bill of materials as a JSON object.
+    """Returns the bill of materials as a JSON object.
 
     It is the same for the same image: its serial number is derived from the image's digest. A package that an image has
     twice is listed once, as CycloneDX asks.
@@ -43,7 +43,7 @@ def make_sbom(facts: ImageFacts) -> dict[str, Any]:
 
 
 def _components(facts: ImageFacts) -> Iterator[dict[str, Any]]:
-    """Yield the operating system, then the Debian packages, then the Python distributions."""
+    """Yields the operating system, then the Debian packages, then the Python distributions."""
     system = facts.system
     yield {
         "type": "operating-system",
@@ -60,7 +60,6 @@ def _components(facts: ImageFacts) -> Iterator[dict[str, Any]]:
 
 
 def _debian_component(package: Package, vendor: str, release: str) -> dict[str, Any]:
-    """Return a Debian package as a CycloneDX component, with its package URL, licence and source package."""
     vendor, name, version, architecture, distro = (
         quote(text, safe=".+-~") for text in (vendor, package.name, package.version, package.architecture, release)
     )
@@ -70,7 +69,6 @@ def _debian_component(package: Package, vendor: str, release: str) -> dict[str, 
 
 
 def _python_component(distribution: Distribution) -> dict[str, Any]:
-    """Return a Python distribution as a CycloneDX component, with its normalized name, package URL and licence."""
     name = canonicalize_name(distribution.name)
     purl = f"pkg:pypi/{name}@{quote(distribution.version, safe='.')}"
     return _component(name, distribution.version, purl, distribution.licence)

@@ -127,7 +127,7 @@ def _describe_layer(layer: Layer) -> str:
 
 
 def _open_image(name: str, matrix: BuildSpec | None) -> _ImageArchive:
-    """Return an image as an archive: a .tar file, the default image of a framework, or any other that Docker has.
+    """Returns an image as an archive: a .tar file, the default image of a framework, or any other that Docker has.
 
     Docker's archive is read while it is made. Raises `UsageError` if there is no such image or file.
     """
@@ -148,19 +148,18 @@ def _open_image(name: str, matrix: BuildSpec | None) -> _ImageArchive:
 
 
 def _read_chunks(file: IO[bytes]) -> Iterator[bytes]:
-    """Yield a file in chunks, and close it at the end."""
     with file:
         while chunk := file.read(_CHUNK):
             yield chunk
 
 
 def _save_image(client: docker.DockerClient, image_id: str) -> Iterator[bytes]:
-    """Yield an image as an archive. By its ID, because several images may have had the tag."""
+    """Yields an image as an archive. By its ID, because several images may have had the tag."""
     yield from client.api.get_image(image_id, chunk_size=_CHUNK)
 
 
 def _read_inventory(archive: _ImageArchive, console: Console, known: Blobs) -> Inventory:
-    """Read and compress the layers of an image for its inventory. Shows a bar, or lines without a terminal.
+    """Reads and compresses the layers of an image for its inventory. Shows a bar, or lines without a terminal.
 
     Layers of Docker's other images are in `known`, and are not read again.
     """
@@ -181,7 +180,7 @@ def _read_inventory(archive: _ImageArchive, console: Console, known: Blobs) -> I
 
 
 def _report_chunks(archive: _ImageArchive, console: Console) -> Iterator[bytes]:
-    """Yield the chunks, and print a line every `_PAUSE` seconds."""
+    """Yields the chunks, and prints a line every `_PAUSE` seconds."""
     done, printed = 0, time.monotonic()
     for chunk in archive.chunks:
         yield chunk
@@ -193,14 +192,12 @@ def _report_chunks(archive: _ImageArchive, console: Console) -> Iterator[bytes]:
 
 
 def _count_chunks(chunks: Iterable[bytes], progress: Progress, task: TaskID) -> Iterator[bytes]:
-    """Yield the chunks, and advance a progress bar by their sizes."""
     for chunk in chunks:
         yield chunk
         progress.advance(task, len(chunk))
 
 
 def _print_rows(console: Console, name: str, rows: Sequence[tuple[str, Sum]]) -> None:
-    """Print a table of the first ten rows, and how many are left out."""
     table = _make_table(console, name, "size", "compressed", "hidden")
     for text, of in rows[:_MAX_ROWS]:
         table.add_row(escape(text), format_bytes(of.bytes), format_bytes(of.compressed), format_bytes(of.hidden))
@@ -210,7 +207,7 @@ def _print_rows(console: Console, name: str, rows: Sequence[tuple[str, Sum]]) ->
 
 
 def _print_changes(console: Console, comparison: Comparison) -> None:
-    """Print the ten largest changes of layers and of packages, each as a table.
+    """Prints the ten largest changes of layers and of packages, each as a table.
 
     Then it prints how many are left out. Without changes there is no table.
     """
@@ -227,7 +224,7 @@ def _print_changes(console: Console, comparison: Comparison) -> None:
 
 
 def _make_table(console: Console, name: str, *others: str) -> Table:
-    """Return a table; on a narrow terminal its first column is cut off, as the others are numbers."""
+    """Returns a table; on a narrow terminal its first column is cut off, as the others are numbers."""
     table = Table(box=None)
     width = max(20, console.width - _NUMBER_WIDTH * len(others))
     table.add_column(name, no_wrap=True, overflow="ellipsis", max_width=width)

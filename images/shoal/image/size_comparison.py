@@ -75,7 +75,7 @@ class Comparison:
 
 
 def compare_sizes(before: Inventory, after: Inventory) -> Comparison:
-    """Return the changes from one image to another. Packages are matched by name, layers by content or command."""
+    """Returns the changes from one image to another. Packages are matched by name, layers by content or command."""
     packages = sorted(
         _compare_packages(before, after), key=lambda change: (-abs(change.bytes), change.kind, change.name)
     )
@@ -83,12 +83,11 @@ def compare_sizes(before: Inventory, after: Inventory) -> Comparison:
 
 
 def layer_title(layer: Layer) -> str:
-    """Return the command that made a layer, shortened to one line; "unknown command" if there is none."""
+    """Returns the command that made a layer, shortened to one line; "unknown command" if there is none."""
     return one_line(_SHELL.sub("", layer.command)) or "unknown command"
 
 
 def _compare_packages(before: Inventory, after: Inventory) -> Iterator[Change]:
-    """Yield a change for each owner of files in either image, also if nothing changed."""
     old, new = before.owners, after.owners
     old_versions, new_versions = before.versions, after.versions
     for owner in {**new, **old}:
@@ -97,7 +96,7 @@ def _compare_packages(before: Inventory, after: Inventory) -> Iterator[Change]:
 
 
 def _compare_layers(before: Sequence[Layer], after: Sequence[Layer]) -> Iterator[Change]:
-    """Yield a change for each layer of either image: new, gone, or in both.
+    """Yields a change for each layer of either image: new, gone, or in both.
 
     Layers match by content or, in order, by command.
     """
@@ -111,7 +110,7 @@ def _compare_layers(before: Sequence[Layer], after: Sequence[Layer]) -> Iterator
 
 
 def _key_layers(layers: Iterable[Layer], digests: set[str]) -> dict[tuple[str, int], Layer]:
-    """Return the layers by digest (if it is in `digests`) or command, and by how often that occurred before."""
+    """Returns the layers by digest (if it is in `digests`) or command, and by how often that occurred before."""
     turns: Counter[str] = Counter()
     named = {}
     for layer in layers:

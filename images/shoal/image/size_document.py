@@ -9,17 +9,17 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from shoal.image.inventory import Inventory, Layer, Sum
-from shoal.image.owners import DebianPackage, Owner, PythonDistribution
+from shoal.image.owners import DebianPackage, FileOwner, PythonDistribution
 from shoal.image.size_comparison import Change, Comparison, State, compare_sizes
 
 
 @dataclass(frozen=True)
-class OwnerSize(Sum, Owner):
+class OwnerSize(Sum, FileOwner):
     """The part of a layer that a package or a directory owns."""
 
 
 @dataclass(frozen=True)
-class _Package(Owner):
+class _Package(FileOwner):
     version: str
     """Empty if it is unknown."""
 

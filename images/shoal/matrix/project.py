@@ -62,7 +62,7 @@ class Project:
         return self.root / ".cache" / "shoal"
 
     def part(self, name: str) -> Path:
-        """Return a package such as `toolkit`: the project's own, or else the one that `shoal` comes with.
+        """Returns a package such as `toolkit`: the project's own, or else the one that `shoal` comes with.
 
         Raises `SpecError` if it is the project's own and may not run code here: to build a package runs its backend.
         """
@@ -77,7 +77,7 @@ class Project:
         return own
 
     def may_run_code(self) -> bool:
-        """Return whether code of the project may run on this machine: it is this checkout, or trusted by name.
+        """Returns whether code of the project may run on this machine: it is this checkout, or trusted by name.
 
         A project that was copied from elsewhere may have files of others, though they belong to this user.
         """
@@ -87,16 +87,16 @@ class Project:
         return self.templates / "schema" / f"{name}.json"
 
     def lock_directory(self, spec: ImageSpec) -> Path:
-        """Return the directory of an image's locks. Its variants share them."""
+        """Returns the directory of an image's locks. Its variants share them."""
         return self.templates / "requirements" / f"{spec.repository}-{spec.runtime_version_tag}"
 
     def rendered(self, spec: ImageSpec) -> Path:
-        """Return the path of an image's generated Dockerfile."""
+        """Returns the path of an image's generated Dockerfile."""
         return self.templates / "rendered" / spec.repository / spec.version_tag / "Dockerfile"
 
 
 def find(start: Path) -> Project:
-    """Return the project that contains `start`, or else the definitions that this package comes with.
+    """Returns the project that contains `start`, or else the definitions that this package comes with.
 
     Raises `UsageError` if there is neither, and `SpecError` if others can change the project's files.
     """
@@ -104,7 +104,7 @@ def find(start: Path) -> Project:
 
 
 def find_editable(start: Path) -> Project:
-    """Return the project that contains `start`, for a command that writes to it.
+    """Returns the project that contains `start`, for a command that writes to it.
 
     Raises `UsageError` without one, and `SpecError` if others can change its files.
     """
@@ -117,7 +117,7 @@ def find_editable(start: Path) -> Project:
 
 
 def find_shipped() -> Project:
-    """Return the definitions in this package's wheel or, if it is installed from a checkout, that checkout.
+    """Returns the definitions in this package's wheel or, if it is installed from a checkout, that checkout.
 
     Raises `UsageError` if there is neither.
     """
@@ -130,7 +130,7 @@ def find_shipped() -> Project:
 
 
 def _find_above(start: Path) -> Project | None:
-    """Return the project in the nearest directory with a buildspec.yml: `start`, or one above it.
+    """Returns the project in the nearest directory with a buildspec.yml: `start`, or one above it.
 
     Raises `SpecError` if others can change its files, or one of its links leaves it.
     """
@@ -143,7 +143,7 @@ def _find_above(start: Path) -> Project | None:
 
 
 def _check_trust(root: Path) -> None:
-    """Raise `SpecError` if others can change the files of a project, or one of its links leaves it."""
+    """Raises `SpecError` if others can change the files of a project, or one of its links leaves it."""
     if words := trust.find_stranger(root):
         raise _refuse(root, words, root)
     named = trust.read_trusted()
@@ -158,7 +158,7 @@ def _check_trust(root: Path) -> None:
 
 
 def _check_cache(path: Path) -> Path:
-    """Make the user's cache if possible, and return it. Raise `SpecError` if others can change what is in it."""
+    """Makes the user's cache if possible, and returns it. Raise `SpecError` if others can change what is in it."""
     with contextlib.suppress(OSError):  # builds work without a cache
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
     if path.exists() and not trust.is_inside(path, trust.read_trusted()):
@@ -179,7 +179,7 @@ def _refuse(root: Path, words: str, directory: Path) -> SpecError:
 
 
 def _walk(path: str, *, deep: bool) -> Iterator[tuple[str, os.stat_result]]:
-    """Yield a file, if it exists, with its status, and if `deep`, all below it. No link is followed.
+    """Yields a file, if it exists, with its status, and if `deep`, all below it. No link is followed.
 
     Raises `SpecError` if directories are nested deeper than people do.
     """

@@ -15,7 +15,7 @@ from shoal.errors import UsageError, did_you_mean
 def choose_tags(
     tags: Iterable[str], defaults: Mapping[str, str], wanted: Iterable[str] = (), skip: Iterable[str] = ()
 ) -> list[str]:
-    """Return the tags that match `wanted` (if empty: all tags) and not `skip`, each once, in the order of `wanted`.
+    """Returns the tags that match `wanted` (if empty: all tags) and not `skip`, each once, in the order of `wanted`.
 
     Words are as in `match_word`. Raises `UsageError` if a word matches no tag, or no tag is left.
     """
@@ -29,7 +29,7 @@ def choose_tags(
 
 
 def match_word(word: str, tags: Iterable[str], defaults: Mapping[str, str]) -> list[str]:
-    """Return the tags that one word matches: a tag, a glob, or a framework with its tag in `defaults`.
+    """Returns the tags that one word matches: a tag, a glob, or a framework with its tag in `defaults`.
 
     Raises `UsageError`, with the nearest names and all choices, if there is none.
     """
@@ -43,7 +43,7 @@ def match_word(word: str, tags: Iterable[str], defaults: Mapping[str, str]) -> l
 
 
 def match_one(word: str, tags: Iterable[str], defaults: Mapping[str, str]) -> str:
-    """Return the tag that `word` matches. Raises `UsageError` if it matches none or several."""
+    """Returns the tag that `word` matches. Raises `UsageError` if it matches none or several."""
     found = match_word(word, tags, defaults)
     if len(found) > 1:
         raise UsageError("\n  ".join([f"{word!r} matches {len(found)} images. Fix: use one of these tags:", *found]))
@@ -51,5 +51,5 @@ def match_one(word: str, tags: Iterable[str], defaults: Mapping[str, str]) -> st
 
 
 def matches(glob: str, tag: str) -> bool:
-    """Return whether a glob matches a whole tag; `-` and `:` are the same in both."""
+    """Returns whether a glob matches a whole tag; `-` and `:` are the same in both."""
     return fnmatchcase(tag.replace(":", "-"), glob.replace(":", "-"))

@@ -15,7 +15,7 @@ import pydantic
 
 from shoal.errors import SpecError, did_you_mean
 from shoal.matrix import selectors, yaml_file
-from shoal.matrix.yaml_file import Location, Model
+from shoal.matrix.yaml_file import Location, StrictModel
 
 VERSIONS = Path("dockerfiles", "versions.yml")
 _MOST_IMAGES = 2_000
@@ -31,7 +31,7 @@ Glob = Annotated[str, pydantic.Field(pattern=r"^[\w*][\w*./+-]*[\w*]$")]
 Package = Annotated[str, pydantic.Field(pattern=r"^[a-z0-9][a-z0-9.+-]+$")]
 
 
-class _Needs(Model):
+class _Needs(StrictModel):
     """The needs of a version of a framework, or of something that extends its images."""
 
     framework: Word
@@ -58,7 +58,7 @@ class Release(_Needs):
 
     @pydantic.model_validator(mode="after")
     def _cuda_belongs_to_gpu(self) -> Release:
-        """Refuse a gpu release without a CUDA version, and a cpu release with one (pydantic validator)."""
+        """Refuses a gpu release without a CUDA version, and a cpu release with one (pydantic validator)."""
         if (self.device == "gpu") != (self.cuda is not None):
             raise ValueError("a gpu image names its cuda version (cuda: cu117), a cpu image has none")
         return self
@@ -71,7 +71,7 @@ class Child(_Needs):
     """A glob on tags of earlier images. One child is built on each match. Only runtime variants match."""
 
 
-class System(Model):
+class System(StrictModel):
     """A release of Debian that images are based on."""
 
     suite: Word
@@ -86,7 +86,7 @@ class System(Model):
     """The compiler packages of devel variants. If there are none, there is no devel variant."""
 
     def variants(self) -> Iterator[tuple[Variant, tuple[Package, ...]]]:
-        """Yield the variants of images, and the Debian packages that each adds."""
+        """Yields the variants of images, and the Debian packages that each adds."""
         yield "runtime", ()
         if self.devel:
             yield "devel", self.devel
@@ -136,7 +136,7 @@ class ImageSpec(Release):
         return f"3.{self.python.removeprefix('py3')}"
 
 
-class VersionsFile(Model):
+class VersionsFile(StrictModel):
     """dockerfiles/versions.yml: the releases and systems to choose from."""
 
     systems: dict[Word, System]
@@ -147,7 +147,7 @@ class VersionsFile(Model):
     """Images that extend other images."""
 
     def combinations(self, everyday: tuple[str, ...]) -> list[tuple[Location, ImageSpec]]:
-        """Return every possible image, parents first, each with the place of its entry.
+        """Returns every possible image, parents first, each with the place of its entry.
 
         Raises `SpecError` if there are more than a project needs.
 
@@ -178,17 +178,16 @@ def _check_number(images: Sized) -> None:
 
 
 def _parents(images: Iterable[ImageSpec]) -> dict[str, ImageSpec]:
-    """Return the images that a child can extend, by tag."""
+    """Returns the images that a child can extend, by tag."""
     return {image.tag: image for image in images if image.variant == "runtime"}
 
 
 def _extend(parent: ImageSpec, child: Child) -> ImageSpec:
-    """Return the image of a child on a parent, with the parent's device, CUDA, Python and system."""
     place = parent.model_dump(include={"device", "cuda", "python", "os", "system"})
     return ImageSpec.model_validate(child.model_dump() | place | {"extends": parent.tag})
 
 
-class Axes(Model):
+class Axes(StrictModel):
     """The values of each axis that images are built for. A missing axis has all values of versions.yml."""
 
     framework: tuple[Word, ...] | None = None
@@ -207,17 +206,17 @@ class Axes(Model):
     """`devel` images also have compilers, and `lean` images no everyday packages."""
 
     def values(self) -> Iterator[tuple[str, tuple[str, ...]]]:
-        """Yield the axes that are set, with their values."""
+        """Yields the axes that are set, with their values."""
         for axis in type(self).model_fields:
             if (values := getattr(self, axis)) is not None:
                 yield axis, values
 
     def allow(self, image: ImageSpec) -> bool:
-        """Return whether an image has a value of each axis that is set. An image without CUDA fits every `cuda`."""
+        """Returns whether an image has a value of each axis that is set. An image without CUDA fits every `cuda`."""
         return all(getattr(image, axis) in (None, *values) for axis, values in self.values())
 
 
-class Exclusion(Model):
+class Exclusion(StrictModel):
     """Images that are not built: those that match all globs of the entry."""
 
     framework: str = "*"
@@ -236,11 +235,11 @@ class Exclusion(Model):
     """A glob on the variant."""
 
     def matches(self, image: ImageSpec) -> bool:
-        """Return whether an image matches all globs."""
+        """Returns whether an image matches all globs."""
         return all(fnmatchcase(getattr(image, axis) or "", glob) for axis, glob in self)
 
 
-class BuildFile(Model):
+class BuildFile(StrictModel):
     """buildspec.yml: the images to build, and their common settings."""
 
     indexes: Mapping[str, str] = pydantic.Field(default_factory=dict)
@@ -260,7 +259,7 @@ class BuildFile(Model):
     """Combinations that are not built."""
 
 
-class Dropped(Model):
+class Dropped(StrictModel):
     """Files of wheels that images leave out."""
 
     what: str
@@ -271,7 +270,7 @@ class Dropped(Model):
     """Globs of `find` on paths in site-packages; `*` also matches `/`. A directory is removed with its content."""
 
 
-class DroppedFile(Model):
+class DroppedFile(StrictModel):
     """dockerfiles/dropped.yml: the files of wheels that images leave out."""
 
     dropped: tuple[Dropped, ...]
@@ -289,7 +288,7 @@ class BuildSpec:
     images: tuple[ImageSpec, ...]
 
     def choose(self, wanted: Iterable[str] = (), skip: Iterable[str] = ()) -> list[ImageSpec]:
-        """Return the images that match `wanted` (if empty: all images) and not `skip`.
+        """Returns the images that match `wanted` (if empty: all images) and not `skip`.
 
         Raises `UsageError` if a word matches no image, or no image is left.
         """
@@ -297,20 +296,20 @@ class BuildSpec:
         return [by_tag[tag] for tag in selectors.choose_tags(by_tag, self.defaults, wanted, skip)]
 
     def systems(self) -> list[System]:
-        """Return the systems of the images, each once."""
+        """Returns the systems of the images, each once."""
         return list(dict.fromkeys(image.system for image in self.images))
 
     def parent(self, image: ImageSpec) -> ImageSpec | None:
-        """Return the image that `image` extends; None if it extends a base image."""
+        """Returns the image that `image` extends; None if it extends a base image."""
         return next((parent for parent in self.images if parent.tag == image.extends), None)
 
     def list_extensions(self, image: ImageSpec) -> list[str]:
-        """Return the names of a child and of the children that it extends; none for an image without parent."""
+        """Returns the names of a child and of the children that it extends; none for an image without parent."""
         parent = self.parent(image)
         return [image.framework, *self.list_extensions(parent)] if parent else []
 
     def with_parents(self, images: Iterable[ImageSpec]) -> list[ImageSpec]:
-        """Return the images and all that they extend, parents first."""
+        """Returns the images and all that they extend, parents first."""
         wanted = {image.tag for image in images}
         for image in reversed(self.images):
             if image.tag in wanted and image.extends:
@@ -318,12 +317,12 @@ class BuildSpec:
         return [image for image in self.images if image.tag in wanted]
 
     def select(self, word: str) -> ImageSpec:
-        """Return the image that `word` matches. Raises `UsageError` if it matches none or several."""
+        """Returns the image that `word` matches. Raises `UsageError` if it matches none or several."""
         return self.choose([selectors.match_one(word, [image.tag for image in self.images], self.defaults)])[0]
 
 
 def load(path: Path) -> BuildSpec:
-    """Read and check a buildspec and its versions.yml. Raises `SpecError` with file, line and key of each mistake."""
+    """Reads and checks a buildspec and its versions.yml. Raises `SpecError` with file, line and key of each mistake."""
     file, document = yaml_file.read_yaml(path, BuildFile)
     versions, versions_document = yaml_file.read_yaml(path.parent / VERSIONS, VersionsFile)
     combinations = versions.combinations(file.everyday)
@@ -340,7 +339,7 @@ def load(path: Path) -> BuildSpec:
 
 
 def _drop_excluded(allowed: Iterable[ImageSpec], exclude: Iterable[Exclusion]) -> Iterator[ImageSpec]:
-    """Yield the images that are not excluded. If a parent is not built, its children are not built either."""
+    """Yields the images that are not excluded. If a parent is not built, its children are not built either."""
     built: set[str | None] = {None}
     for image in allowed:
         if image.extends in built and not any(exclusion.matches(image) for exclusion in exclude):
@@ -351,7 +350,7 @@ def _drop_excluded(allowed: Iterable[ImageSpec], exclude: Iterable[Exclusion]) -
 def _problems_of_versions(
     versions: VersionsFile, combinations: Iterable[tuple[Location, ImageSpec]], file: BuildFile
 ) -> Iterator[tuple[Location, str]]:
-    """Yield the place and message of each contradiction in versions.yml: equal tags, lost children, unknown indexes."""
+    """Yields place and message of each contradiction in versions.yml: equal tags, lost children, unknown indexes."""
     seen: dict[str, Location] = {}
     for location, image in combinations:
         if image.tag in seen:
@@ -372,7 +371,7 @@ def _problems_of_versions(
 
 
 def _problems_of_axes(file: BuildFile, candidates: list[ImageSpec]) -> Iterator[tuple[Location, str]]:
-    """Yield the place and message of each value that versions.yml does not define."""
+    """Yields the place and message of each value that versions.yml does not define."""
     for axis, values in file.axes.values():
         known = sorted({getattr(image, axis) or "" for image in candidates} - {""})
         for number, value in enumerate(values):
@@ -382,7 +381,7 @@ def _problems_of_axes(file: BuildFile, candidates: list[ImageSpec]) -> Iterator[
 
 
 def _problems_of_systems(axes: Axes, systems: Mapping[str, System]) -> Iterator[tuple[Location, str]]:
-    """Yield the place and message of each value of `os` and `python` that fits no value of the other axis."""
+    """Yields the place and message of each value of `os` and `python` that fits no value of the other axis."""
     pythons = axes.python or [system.python for system in systems.values()]
     chosen = {name: system.python for name, system in systems.items() if name in (axes.os or systems)}
     there_is = ", ".join(f"{name} has {system.python}" for name, system in systems.items())
@@ -399,7 +398,7 @@ def _problems_of_systems(axes: Axes, systems: Mapping[str, System]) -> Iterator[
 def _problems_of_choice(
     file: BuildFile, allowed: list[ImageSpec], images: tuple[ImageSpec, ...]
 ) -> Iterator[tuple[Location, str]]:
-    """Yield the place and message of each exclusion or default that matches no image, and of an empty matrix."""
+    """Yields the place and message of each exclusion or default that matches no image, and of an empty matrix."""
     for number, exclusion in enumerate(file.exclude):
         if not any(exclusion.matches(image) for image in allowed):
             yield ("exclude", number), "excludes no image of the axes. Correct it, or take it out"

@@ -24,13 +24,13 @@ _MOST_BYTES, _MOST_VALUES, _MOST_LEVELS, _MOST_PARTS = 128 * 1024, 20_000, 100, 
 The parser takes a second for 5,000 of them. Our largest file has 3 KB."""
 
 
-class Model(pydantic.BaseModel):
+class StrictModel(pydantic.BaseModel):
     """Base of the models of files: frozen, without unknown keys, with attributes documented by the text below them."""
 
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
-M = TypeVar("M", bound=Model)
+M = TypeVar("M", bound=StrictModel)
 
 
 @dataclass(frozen=True)
@@ -41,12 +41,12 @@ class Document:
     data: Any
 
     def locate(self, location: Location, message: str) -> str:
-        """Return the message with file, line and key before it."""
+        """Returns the message with file, line and key before it."""
         key = ".".join(str(part) for part in location) or "(whole file)"
         return f"{self.path}:{self._line_of(location)}: {key}: {message}"
 
     def _line_of(self, location: Location) -> int:
-        """Return the line, counted from 1, of the deepest part of `location` that the file has."""
+        """Returns the line, counted from 1, of the deepest part of `location` that the file has."""
         line = 1
         data = self.data
         for part in location:
@@ -59,7 +59,7 @@ class Document:
 
 
 def read_yaml(path: Path, model: type[M]) -> tuple[M, Document]:
-    """Read and check a file. Raises `SpecError` with file, line and key."""
+    """Reads and checks a file. Raises `SpecError` with file, line and key."""
     document = Document(path, _parse(path))
     if not isinstance(document.data, dict):
         raise SpecError(f"{path}:1: expected a mapping with the keys {', '.join(model.model_fields)}")
@@ -70,7 +70,7 @@ def read_yaml(path: Path, model: type[M]) -> tuple[M, Document]:
 
 
 def _parse(path: Path) -> Any:
-    """Return the content of a YAML file, with line numbers.
+    """Returns the content of a YAML file, with line numbers.
 
     Raises `SpecError` if it can't be read, is not YAML, or is larger than a file that people write.
     """
@@ -100,7 +100,7 @@ def _parse(path: Path) -> Any:
 
 
 def _read_limited(path: Path) -> bytes:
-    """Return the content of a file. Raises `SpecError` if it is too large or no regular file, and OSError."""
+    """Returns the content of a file. Raises `SpecError` if it is too large or no regular file, and OSError."""
     with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:  # a pipe must not be waited for
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise SpecError(f"{path}: not a regular file. Fix: replace it by a YAML file")
@@ -111,7 +111,7 @@ def _read_limited(path: Path) -> bytes:
 
 
 def _measure_depth(text: bytes) -> int:
-    """Return how many brackets of a text are open at the same time."""
+    """Returns how many brackets of a text are open at the same time."""
     depth = deepest = 0
     for letter in re.findall(rb"[\[\]{}]", text):
         depth += 1 if letter in b"[{" else -1
@@ -120,7 +120,7 @@ def _measure_depth(text: bytes) -> int:
 
 
 def _count_values(data: Any, known: dict[int, int]) -> int:
-    """Return the number of values in a document in which each alias is replaced by its value.
+    """Returns the number of values in a document in which each alias is replaced by its value.
 
     Args:
         data: The document, or a part of it.
@@ -134,8 +134,8 @@ def _count_values(data: Any, known: dict[int, int]) -> int:
     return known[id(data)]
 
 
-def _explain(document: Document, model: type[Model], problem: Any) -> str:
-    """Return the message for a mistake that pydantic found, with file, line and key."""
+def _explain(document: Document, model: type[StrictModel], problem: Any) -> str:
+    """Returns the message for a mistake that pydantic found, with file, line and key."""
     location = tuple(problem["loc"])
     message = str(problem["msg"]).removeprefix("Value error, ")
     if problem["type"] == "extra_forbidden":
@@ -149,24 +149,23 @@ def _explain(document: Document, model: type[Model], problem: Any) -> str:
 
 
 def _describe(value: Any) -> str:
-    """Return the beginning of a value as text. Python writes no number with thousands of digits."""
+    """Returns the beginning of a value as text. Python writes no number with thousands of digits."""
     try:
         return repr(value)[:200]
     except ValueError:
         return "a number with thousands of digits"
 
 
-def _model_at(model: type[Model], location: Iterable[str | int]) -> type[Model]:
-    """Return the model of the mapping at `location`."""
+def _model_at(model: type[StrictModel], location: Iterable[str | int]) -> type[StrictModel]:
     for part in location:
         field = model.model_fields.get(str(part))
         model = next(_models(field.annotation), model) if field else model
     return model
 
 
-def _models(annotation: Any) -> Iterator[type[Model]]:
-    """Yield the models in a type annotation, such as the one of `tuple[Release, ...]`."""
-    if isinstance(annotation, type) and issubclass(annotation, Model):
+def _models(annotation: Any) -> Iterator[type[StrictModel]]:
+    """Yields the models in a type annotation, such as the one of `tuple[Release, ...]`."""
+    if isinstance(annotation, type) and issubclass(annotation, StrictModel):
         yield annotation
     for inner in typing.get_args(annotation):
         yield from _models(inner)

@@ -23,7 +23,7 @@ class Netrc:
     """Why a file that exists is not used, as a sentence; empty if it is used or there is none."""
 
     def add_credentials(self, url: str) -> str:
-        """Return the URL with the credentials for its host; unchanged if there are none or the URL has its own."""
+        """Returns the URL with the credentials for its host; unchanged if there are none or the URL has its own."""
         parts = urlsplit(url)
         found = self.file.authenticators(parts.hostname) if self.file and parts.hostname else None
         if not found or "@" in parts.netloc:
@@ -33,7 +33,7 @@ class Netrc:
 
 
 def read_netrc() -> Netrc:
-    """Read the netrc file that pip would read: the one that NETRC names, or the one in the home directory.
+    """Reads the netrc file that pip would read: the one that NETRC names, or the one in the home directory.
 
     A file that cannot be read or parsed raises nothing: it becomes `problem`.
     """
@@ -52,7 +52,7 @@ def read_netrc() -> Netrc:
 
 
 def read_apt_auth(sources: Iterable[str], directory: Path = Path("/etc/apt")) -> tuple[str, tuple[str, ...]]:
-    """Read apt's credentials for the hosts of `sources`.
+    """Reads apt's credentials for the hosts of `sources`.
 
     Args:
         sources: apt's sources in one-line form, `deb URL SUITE COMPONENT...`.
@@ -72,13 +72,13 @@ def read_apt_auth(sources: Iterable[str], directory: Path = Path("/etc/apt")) ->
 
 
 def select_auth_entries(text: str, sources: Iterable[str]) -> str:
-    """Return the entries of `text`, which has the form of auth.conf, for the hosts of `sources`; one per line."""
+    """Returns the entries of `text`, which has the form of auth.conf, for the hosts of `sources`; one per line."""
     hosts = {urlsplit(word).hostname for source in sources for word in source.split() if "://" in word}
     return "".join(f"{entry}\n" for entry in _auth_entries(text, hosts))
 
 
 def add_apt_credentials(url: str, auth: str) -> str:
-    """Return the URL with the credentials of the first entry of `auth` (in the form of auth.conf) that matches it.
+    """Returns the URL with the credentials of the first entry of `auth` (in the form of auth.conf) that matches it.
 
     An entry matches by scheme, host, port and the begin of the path. The URL is unchanged if no entry matches, or it
     has its own credentials.
@@ -94,13 +94,12 @@ def add_apt_credentials(url: str, auth: str) -> str:
 
 
 def _insert_login(url: str, login: str, password: str) -> str:
-    """Return a URL with user and password before its host."""
     parts = urlsplit(url)
     return urlunsplit(parts._replace(netloc=f"{quote(login, safe='')}:{quote(password, safe='')}@{parts.netloc}"))
 
 
 def _auth_entries(text: str, hosts: Set[str | None]) -> Iterator[str]:
-    """Yield the entries for those hosts; the host of an entry may have a scheme before it and a path after it."""
+    """Yields the entries for those hosts; the host of an entry may have a scheme before it and a path after it."""
     words = re.sub(r"^\s*#.*$", "", text, flags=re.MULTILINE)
     for entry in re.split(r"(?:^|\s)machine\s+", words)[1:]:
         place, *others = entry.split() or [""]

@@ -20,7 +20,7 @@ _NOT_OPTIONS = ("version", "help")
 
 
 def read_pip_settings(environment: Mapping[str, str] = os.environ, prefix: str = sys.prefix) -> dict[str, str]:
-    """Return the settings of `pip install`, by option. Line breaks become spaces; empty values are left out.
+    """Returns the settings of `pip install`, by option. Line breaks become spaces; empty values are left out.
 
     As in pip, no file is read if PIP_CONFIG_FILE is `os.devnull`.
 
@@ -43,7 +43,7 @@ def read_pip_settings(environment: Mapping[str, str] = os.environ, prefix: str =
 
 
 def _parse_file(path: Path) -> configparser.RawConfigParser:
-    """Read one file of pip; a missing or unreadable one is empty. Raises `SpecError` if it is not valid."""
+    """Reads one file of pip; a missing or unreadable one is empty. Raises `SpecError` if it is not valid."""
     parser = configparser.RawConfigParser()
     try:
         parser.read(path)
@@ -53,7 +53,7 @@ def _parse_file(path: Path) -> configparser.RawConfigParser:
 
 
 def _config_files(environment: Mapping[str, str], prefix: Path) -> Iterator[Path]:
-    """Yield the files that pip reads, in ascending priority; they may not exist.
+    """Yields the files that pip reads, in ascending priority; they may not exist.
 
     If PIP_CONFIG_FILE names a file that exists, it takes the place of the files in the home directory.
     """
@@ -71,5 +71,5 @@ def _config_files(environment: Mapping[str, str], prefix: Path) -> Iterator[Path
 
 
 def _option_name(key: str) -> str:
-    """Return the name of an option for `--Name_of`, a key of a file or the rest of a PIP_ variable."""
+    """Returns the name of an option for `--Name_of`, a key of a file or the rest of a PIP_ variable."""
     return key.lower().replace("_", "-").removeprefix("--")

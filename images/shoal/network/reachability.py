@@ -54,7 +54,7 @@ class Answer:
 
 
 def check_indexes(settings: NetworkSettings) -> list[Answer]:
-    """Request the page of one package from each index that builds use; from none if pip's `no-index` is set.
+    """Requests the page of one package from each index that builds use; from none if pip's `no-index` is set.
 
     An index that does not answer within 5 s is an answer with a problem.
     """
@@ -71,7 +71,7 @@ def check_indexes(settings: NetworkSettings) -> list[Answer]:
 
 
 def check_mirrors(settings: NetworkSettings, suite: str) -> list[Answer]:
-    """Request the release file of each source that builds on Debian's `suite` install from.
+    """Requests the release file of each source that builds on Debian's `suite` install from.
 
     If this machine has none, it is Debian's own mirror. Sources without HTTP are left out. A mirror that does not
     answer within 5 s is an answer with a problem.
@@ -89,7 +89,7 @@ def check_mirrors(settings: NetworkSettings, suite: str) -> list[Answer]:
 
 
 def _convert_proxies(lines: tuple[str, ...]) -> Iterator[tuple[str, str]]:
-    """Yield apt's proxies in the form of requests: for a scheme, or for one host with a scheme."""
+    """Yields apt's proxies in the form of requests: for a scheme, or for one host with a scheme."""
     for line in lines:
         found = re.match(r'Acquire::(https?)::Proxy(?:::(\S+))? "(.*)";?$', line, re.IGNORECASE)
         if found:
@@ -101,7 +101,7 @@ def _convert_proxies(lines: tuple[str, ...]) -> Iterator[tuple[str, str]]:
 def _request(
     shown: str, url: str, settings: NetworkSettings, proxies: Mapping[str, str], verify: bool = True
 ) -> Answer:
-    """Request `url`, and report the answer under the address `shown`, less its credentials.
+    """Requests `url`, and report the answer under the address `shown`, less its credentials.
 
     A failure is an answer too, and raises nothing.
     """
@@ -118,7 +118,7 @@ def _request(
 
 @contextlib.contextmanager
 def _ca_file(content: bytes | None, verify: bool) -> Iterator[str | bool]:
-    """Yield the `verify` argument of requests: a file with the CA bundle, True for its default, False for no check.
+    """Yields the `verify` argument of requests: a file with the CA bundle, True for its default, False for no check.
 
     Without a check, urllib3's warnings about it are switched off in this process. The file is removed afterwards.
     """
@@ -134,7 +134,6 @@ def _ca_file(content: bytes | None, verify: bool) -> Iterator[str | bool]:
 
 
 def _describe_failure(error: Exception) -> str:
-    """Return why there was no answer, in a few words."""
     for kind, problem in _PROBLEMS:
         if isinstance(error, kind):
             return problem

@@ -66,7 +66,7 @@ class NetworkSettings:
     """apt's credentials for the hosts of its sources, in the form of auth.conf."""
 
     def without_logins(self) -> NetworkSettings:
-        """Return the settings without users and passwords, for builds with steps of somebody who must not read them."""
+        """Returns the settings without users and passwords, for builds with steps that must not read them."""
 
         def clean(pairs: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
             return tuple((name, _LOGIN.sub("", value)) for name, value in pairs)
@@ -81,7 +81,7 @@ class NetworkSettings:
         )
 
     def select_sources(self, suite: str) -> tuple[str, ...]:
-        """Return the apt sources for builds on a Debian suite.
+        """Returns the apt sources for builds on a Debian suite.
 
         A Debian mirror holds all suites at one address. This machine may have sources of its own release only. Their
         addresses are then used for `suite`: on bookworm, `URL bookworm-security main` becomes
@@ -99,11 +99,11 @@ class NetworkSettings:
         return own or tuple(_sources_of_suite(self.apt_sources, self.release, suite))
 
     def select_auth(self, sources: Iterable[str]) -> str:
-        """Return apt's credentials for the hosts of these sources, in the form of auth.conf."""
+        """Returns apt's credentials for the hosts of these sources, in the form of auth.conf."""
         return credentials.select_auth_entries(self.apt_auth, sources)
 
     def build_files(self, suite: str) -> dict[str, bytes]:
-        """Return the files of the context's `machine/` directory, by name, for a build on a Debian suite.
+        """Returns the files of the context's `machine/` directory, by name, for a build on a Debian suite.
 
         They are pip.conf and apt.conf, and if they are needed sources.list, auth.conf and ca.crt. They hold
         credentials.
@@ -119,14 +119,14 @@ class NetworkSettings:
         return encoded | ({"ca.crt": self.ca_bundle} if self.ca_bundle else {})
 
     def _pip_conf(self) -> str:
-        """Return pip.conf for builds: pip's settings of this machine, and the CA bundle's path in the build."""
+        """Returns pip.conf for builds: pip's settings of this machine, and the CA bundle's path in the build."""
         lines = ["[global]", *(f"{key} = {value}" for key, value in self.pip)]
         if self.ca_bundle:
             lines.append("cert = /run/machine/ca.crt")
         return "\n".join(lines) + "\n"
 
     def _apt_conf(self, has_sources: bool, has_auth: bool) -> str:
-        """Return apt's settings for builds: proxies, and the paths of the given files and of the CA bundle."""
+        """Returns apt's settings for builds: proxies, and the paths of the given files and of the CA bundle."""
         lines = list(self.apt_proxies)
         if has_sources:
             lines += ['Dir::Etc::SourceList "/run/machine/sources.list";', 'Dir::Etc::SourceParts "-";']
@@ -139,7 +139,7 @@ class NetworkSettings:
 
 @functools.cache
 def read_network_settings() -> NetworkSettings:
-    """Read the settings of pip and apt, the proxies and the CA bundle, with their credentials, once per process.
+    """Reads the settings of pip and apt, the proxies and the CA bundle, with their credentials, once per process.
 
     Reads pip's files and variables, netrc, and apt's files. Runs `apt-config`, if it is installed. Do not print the
     result.
@@ -172,7 +172,7 @@ def read_network_settings() -> NetworkSettings:
 
 
 def read_settings_for(project: Project, say: Callable[[str], object]) -> NetworkSettings:
-    """Return the network settings of this machine, without passwords if the steps of a project must not read them.
+    """Returns the network settings of this machine, without passwords if the steps of a project must not read them.
 
     A step can send a password to anybody. `say` gets a sentence about it, if there are passwords.
     """
@@ -187,7 +187,7 @@ def read_settings_for(project: Project, say: Callable[[str], object]) -> Network
 
 
 def pip_environment() -> dict[str, str]:
-    """Return the environment for pip on this machine, with the CA bundle of builds: pip ignores SSL_CERT_FILE.
+    """Returns the environment for pip on this machine, with the CA bundle of builds: pip ignores SSL_CERT_FILE.
 
     Raises:
         SpecError: If a file of pip is not valid.
@@ -198,7 +198,7 @@ def pip_environment() -> dict[str, str]:
 
 
 def _select_pip_settings(pip: dict[str, str]) -> tuple[dict[str, str], list[str]]:
-    """Return pip's settings that a build can use, and a sentence for each that it cannot.
+    """Returns pip's settings that a build can use, and a sentence for each that it cannot.
 
     Local directories in `find-links` are left out without a sentence, as their wheels are copied.
     """
@@ -215,7 +215,7 @@ def _select_pip_settings(pip: dict[str, str]) -> tuple[dict[str, str], list[str]
 
 
 def _ca_bundles(pip: dict[str, str]) -> Iterator[tuple[str, Path]]:
-    """Yield the CA bundles that pip and the environment name, then the system's if certificates were added to it."""
+    """Yields the CA bundles that pip and the environment name, then the system's if certificates were added to it."""
     named = {"pip's cert": pip.get("cert"), **{name: os.environ.get(name) for name in _CA_VARIABLES}}
     for setting, name in named.items():
         if name:
@@ -225,7 +225,7 @@ def _ca_bundles(pip: dict[str, str]) -> Iterator[tuple[str, Path]]:
 
 
 def _proxy_variables() -> Iterator[tuple[str, str]]:
-    """Yield the proxy variables that are set, in either case."""
+    """Yields the proxy variables that are set, in either case."""
     for name in _PROXIES:
         for spelling in (name, name.lower()):
             if value := os.environ.get(spelling):
@@ -233,7 +233,7 @@ def _proxy_variables() -> Iterator[tuple[str, str]]:
 
 
 def _read_apt_proxies() -> Iterator[str]:
-    """Yield the proxy lines of apt's configuration; none if `apt-config` is not installed."""
+    """Yields the proxy lines of apt's configuration; none if `apt-config` is not installed."""
     try:
         dump = subprocess.run(["apt-config", "dump"], capture_output=True, text=True, check=False).stdout
     except FileNotFoundError:
@@ -244,7 +244,7 @@ def _read_apt_proxies() -> Iterator[str]:
 
 
 def _debian_release() -> str:
-    """Return the Debian suite of this machine; empty if it runs another system."""
+    """Returns the Debian suite of this machine; empty if it runs another system."""
     with contextlib.suppress(OSError):
         release = platform.freedesktop_os_release()
         return release.get("VERSION_CODENAME", "") if release["ID"] == "debian" else ""
@@ -252,7 +252,7 @@ def _debian_release() -> str:
 
 
 def _sources_of_suite(sources: Iterable[str], suite: str, wanted: str) -> Iterator[str]:
-    """Yield the sources of `suite`, its updates and security updates, with the suite's name replaced by `wanted`."""
+    """Yields the sources of `suite`, its updates and security updates, with the suite's name replaced by `wanted`."""
     for source in sources:
         kind, uri, name, *components = source.split()
         if suite and name in {f"{suite}{pocket}" for pocket in _POCKETS}:
@@ -260,7 +260,7 @@ def _sources_of_suite(sources: Iterable[str], suite: str, wanted: str) -> Iterat
 
 
 def read_apt_sources(directory: Path = Path("/etc/apt")) -> Iterator[str]:
-    """Yield apt's sources of binary packages, for all suites and vendors, in one-line form without options.
+    """Yields apt's sources of binary packages, for all suites and vendors, in one-line form without options.
 
     Disabled sources and `deb-src` are left out.
     """
@@ -272,13 +272,13 @@ def read_apt_sources(directory: Path = Path("/etc/apt")) -> Iterator[str]:
 
 
 def _parse_one_line_sources(text: str) -> Iterator[str]:
-    """Yield the sources of binary packages in a .list file, in one-line form without options."""
+    """Yields the sources of binary packages in a .list file, in one-line form without options."""
     for words in re.findall(r"^deb[ \t]+(?:\[[^]]*\][ \t]+)?(\S+[ \t]+\S+[^#\n]*)", text, re.MULTILINE):
         yield " ".join(["deb", *words.split()])
 
 
 def _parse_deb822_sources(text: str) -> Iterator[str]:
-    """Yield the enabled sources of binary packages in a file in deb822 format, in one-line form without options.
+    """Yields the enabled sources of binary packages in a file in deb822 format, in one-line form without options.
 
     One line for each URI and suite.
     """

@@ -10,7 +10,7 @@ Intervals = tuple[Interval, ...]
 
 
 def union(intervals: Iterable[Interval]) -> Intervals:
-    """Return the times that are in any of the intervals, which may overlap and be in any order.
+    """Returns the times that are in any of the intervals, which may overlap and be in any order.
 
     Intervals that touch become one. Empty ones are left out.
     """
@@ -26,7 +26,7 @@ def union(intervals: Iterable[Interval]) -> Intervals:
 
 
 def intersection(ones: Intervals, others: Intervals) -> Intervals:
-    """Return the times that are in both."""
+    """Returns the times that are in both."""
     common: list[Interval] = []
     one = other = 0
     while one < len(ones) and other < len(others):
@@ -41,7 +41,7 @@ def intersection(ones: Intervals, others: Intervals) -> Intervals:
 
 
 def difference(ones: Intervals, others: Intervals) -> Intervals:
-    """Return the times in `ones` that are not in `others`."""
+    """Returns the times in `ones` that are not in `others`."""
     if not ones:
         return ()
     begin, end = ones[0][0], ones[-1][1]
@@ -50,12 +50,12 @@ def difference(ones: Intervals, others: Intervals) -> Intervals:
 
 
 def clip(intervals: Intervals, begin: int, end: int) -> Intervals:
-    """Return the times from `begin` to `end`. Fast if that is a small part."""
+    """Returns the times from `begin` to `end`. Fast if that is a small part."""
     first = bisect_right(intervals, begin, key=lambda interval: interval[1])
     last = bisect_left(intervals, end, key=lambda interval: interval[0])
     return intersection(intervals[first:last], ((begin, end),))
 
 
 def length(intervals: Intervals) -> int:
-    """Return the sum of the lengths."""
+    """Returns the sum of the lengths."""
     return sum(end - begin for begin, end in intervals)

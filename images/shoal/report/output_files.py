@@ -16,7 +16,7 @@ from shoal.errors import DiskError, UsageError, is_disk_full
 
 
 def choose_files(output: Path, as_json: bool, read: Sequence[Path]) -> list[Path]:
-    """Return the files that a report writes: the page, and with `as_json` a JSON file next to it.
+    """Returns the files that a report writes: the page, and with `as_json` a JSON file next to it.
 
     Args:
         output: The value of `-o`.
@@ -46,7 +46,7 @@ def choose_files(output: Path, as_json: bool, read: Sequence[Path]) -> list[Path
 
 
 def write_files(output: Path, texts: Mapping[Path, str], mode: int = 0o666) -> None:
-    """Write texts to files.
+    """Writes texts to files.
 
     Args:
         output: The value of `-o`, which errors name.
@@ -66,7 +66,7 @@ def write_files(output: Path, texts: Mapping[Path, str], mode: int = 0o666) -> N
 
 
 def render_page(template: str, **values: object) -> str:
-    """Return an HTML page, rendered from a template of this package.
+    """Returns an HTML page, rendered from a template of this package.
 
     Values are escaped for HTML, and no text hides or turns around a part of itself.
     Raises jinja2.UndefinedError if the template uses a value that is not given.
@@ -82,7 +82,7 @@ def render_page(template: str, **values: object) -> str:
 
 
 def _write(path: Path, text: str, mode: int) -> None:
-    """Write a file. If an error or an interrupt stops that, a new file is removed."""
+    """Writes a file. If an error or an interrupt stops that, a new file is removed."""
     existed = path.exists()
     try:
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "w", encoding="utf-8") as file:

@@ -14,7 +14,7 @@ from shoal.report.timeline_analysis import Analysis, analyse, list_caveats
 
 
 def write_timeline_report(paths: Sequence[Path], output: Path, as_json: bool) -> tuple[Analysis, list[Path]]:
-    """Write the page, and with `as_json` the merged trace next to it.
+    """Writes the page, and with `as_json` the merged trace next to it.
 
     Args:
         paths: Timelines, or directories with timelines.
@@ -39,7 +39,7 @@ def write_timeline_report(paths: Sequence[Path], output: Path, as_json: bool) ->
 
 
 def print_timeline_report(console: Console, analysis: Analysis) -> None:
-    """Print the summary, caveats and a table of the ranks."""
+    """Prints the summary, caveats and a table of the ranks."""
     for sentence in (*timeline_text.summarize_timeline(analysis), *list_caveats(analysis)):
         print_line(sentence, console)
     table = Table(box=None)

@@ -144,13 +144,13 @@ class Analysis:
 
 
 def analyse(timeline: Timeline) -> Analysis:
-    """Analyse a timeline. This module's docstring defines the figures."""
+    """Analyses a timeline. This module's docstring defines the figures."""
     found = tuple(match_collectives(timeline.ranks))
     return Analysis(timeline, tuple(_analyse_rank(rank, found) for rank in timeline.ranks), found)
 
 
 def find_busy_times(rank: Rank) -> Intervals:
-    """Return the times at which the main thread of a rank computes: its `compute` spans without its `wait` spans.
+    """Returns the times at which the main thread of a rank computes: its `compute` spans without its `wait` spans.
 
     If it has no `compute` spans, the time from its first span to its last takes their place.
     """
@@ -159,7 +159,7 @@ def find_busy_times(rank: Rank) -> Intervals:
 
 
 def match_collectives(ranks: Sequence[Rank]) -> Iterator[Collective]:
-    """Yield the collectives that two or more ranks recorded, in the order of the first rank that recorded them.
+    """Yields the collectives that two or more ranks recorded, in the order of the first rank that recorded them.
 
     Spans match by operation, bucket, group and their place among equal ones.
     """
@@ -176,7 +176,7 @@ def match_collectives(ranks: Sequence[Rank]) -> Iterator[Collective]:
 
 
 def list_caveats(analysis: Analysis) -> Iterator[str]:
-    """Yield sentences about missing data and differing clocks, which make figures less reliable; maybe none."""
+    """Yields sentences about missing data and differing clocks, which make figures less reliable; maybe none."""
     timeline = analysis.timeline
     if timeline.missing:
         yield f"Timelines are missing (rank {_join_numbers(timeline.missing)}): the skew covers the other ranks only."
@@ -192,7 +192,7 @@ def list_caveats(analysis: Analysis) -> Iterator[str]:
 
 
 def _analyse_rank(rank: Rank, found: Sequence[Collective]) -> RankReport:
-    """Return the figures of a rank, given the collectives of all ranks."""
+    """Returns the figures of a rank, given the collectives of all ranks."""
     spans = rank.spans_of("communication")
     communication = _merge_times(spans)
     steps = sorted(span.duration for span in rank.spans_of("step"))
@@ -215,7 +215,7 @@ def _analyse_rank(rank: Rank, found: Sequence[Collective]) -> RankReport:
 
 
 def _share_steps(rank: Rank, exposed: Intervals) -> StepShares | None:
-    """Return how the steps of a rank are spent; None if steps or computation were not recorded."""
+    """Returns how the steps of a rank are spent; None if steps or computation were not recorded."""
     within = _merge_times(rank.spans_of("step"))
     if not within or not rank.spans_of("compute"):
         return None

@@ -55,7 +55,7 @@ class Picture:
 
 
 def render_timeline_page(analysis: Analysis) -> str:
-    """Return the page of a timeline as HTML: summary, caveats, a table of ranks and pictures. Writes no file."""
+    """Returns the page of a timeline as HTML: summary, caveats, a table of ranks and pictures. Writes no file."""
     return render_page(
         "timeline.html.j2",
         analysis=analysis,
@@ -74,7 +74,7 @@ def render_timeline_page(analysis: Analysis) -> str:
 
 
 def make_ticks(width: int) -> Iterator[tuple[int, str]]:
-    """Yield round times from 0 to `width`, in nanoseconds, each with its text.
+    """Yields round times from 0 to `width`, in nanoseconds, each with its text.
 
     After 0, there are at most `_MAX_TICKS`. All have the same unit.
     """
@@ -89,7 +89,7 @@ def make_ticks(width: int) -> Iterator[tuple[int, str]]:
 
 
 def find_steps(timeline: Timeline) -> list[Interval]:
-    """Return the training steps, each from the first rank's begin to the last rank's end.
+    """Returns the training steps, each from the first rank's begin to the last rank's end.
 
     There are as many as the rank with the fewest recorded; ranks without steps do not count. If no steps were recorded,
     a step lasts from one begin of the first rank's most frequent collective to the next.
@@ -107,7 +107,7 @@ def find_steps(timeline: Timeline) -> list[Interval]:
 
 
 def _choose_windows(timeline: Timeline) -> Iterator[tuple[str, Interval]]:
-    """Yield the windows that the page shows, each with its title.
+    """Yields the windows that the page shows, each with its title.
 
     The first is the whole recording. With three steps or more, the median and the longest step follow.
     """
@@ -122,7 +122,7 @@ def _choose_windows(timeline: Timeline) -> Iterator[tuple[str, Interval]]:
 
 
 def _make_picture(analysis: Analysis, title: str, window: Interval) -> Picture:
-    """Return the picture of a window, with three rows per rank. Spans too short to see are joined."""
+    """Returns the picture of a window, with three rows per rank. Spans too short to see are joined."""
     begin, end = window
     ranks = analysis.ranks
     shortest = (end - begin) * len(ranks) * len(_ROWS) // _MAX_BARS
@@ -149,7 +149,7 @@ def _make_picture(analysis: Analysis, title: str, window: Interval) -> Picture:
 
 
 def _make_bars(report: RankReport, category: str, window: Interval, y: int, shortest: int) -> Iterator[Bar]:
-    """Yield the bars of a row; spans shorter than `shortest` are joined. Exposed communication has bars on top."""
+    """Yields the bars of a row; spans shorter than `shortest` are joined. Exposed communication has bars on top."""
     spans = [span for span in report.rank.spans_of(category) if span.begin < window[1] and span.end > window[0]]
     for span in _join_short_spans(spans, shortest):
         parts = clip(report.exposed, span.begin, span.end) if category == "communication" else ()
@@ -159,13 +159,13 @@ def _make_bars(report: RankReport, category: str, window: Interval, y: int, shor
 
 
 def _choose_marks(report: RankReport, window: Interval) -> Iterator[Span]:
-    """Yield the instants of a window; none if there are more than 100, which would cover the bars."""
+    """Yields the instants of a window; none if there are more than 100, which would cover the bars."""
     instants = [mark for mark in report.rank.instants if window[0] <= mark.begin < window[1]]
     return iter(instants if len(instants) <= UNITS // 100 else ())
 
 
 def _join_short_spans(spans: Iterable[Span], shortest: int) -> Iterator[Span]:
-    """Yield the spans; a run of neighbours that lasts less than `shortest` nanoseconds becomes one span.
+    """Yields the spans; a run of neighbours that lasts less than `shortest` nanoseconds becomes one span.
 
     Joined spans are shorter than that too, so several of them can follow each other. Longer spans stay as they are.
     """
@@ -180,7 +180,7 @@ def _join_short_spans(spans: Iterable[Span], shortest: int) -> Iterator[Span]:
 
 
 def _join(run: Sequence[Span]) -> Span:
-    """Return one span for a run of spans: named as the longest, with their number and the sum of their bytes.
+    """Returns one span for a run of spans: named as the longest, with their number and the sum of their bytes.
 
     A single span is returned as it is.
     """
@@ -191,7 +191,7 @@ def _join(run: Sequence[Span]) -> Span:
 
 
 def _place(span: Span, window: Interval, y: int, remark: str = "") -> Bar:
-    """Return the bar of a span, or of its part in the window."""
+    """Returns the bar of a span, or of its part in the window."""
     scale = UNITS / (window[1] - window[0])
     begin, end = max(span.begin, window[0]), min(span.end, window[1])
     width = (end - begin) * scale
@@ -206,7 +206,7 @@ def _place(span: Span, window: Interval, y: int, remark: str = "") -> Bar:
 
 
 def _choose_label(span: Span, width: float) -> str:
-    """Return the name and bucket of a span, its bucket alone, or nothing: the longest that fits into `width`."""
+    """Returns the name and bucket of a span, its bucket alone, or nothing: the longest that fits into `width`."""
     bucket = str(span.args.get("bucket", ""))
     full = f"{span.name} {bucket}".strip()
     if width >= len(full) * _LETTER:
@@ -215,14 +215,14 @@ def _choose_label(span: Span, width: float) -> str:
 
 
 def _css_class(span: Span) -> str:
-    """Return the CSS class of a span: its category, or its name if it computes forward, backward or the optimizer."""
+    """Returns the CSS class of a span: its category, or its name if it computes forward, backward or the optimizer."""
     return (
         span.name if span.category == "compute" and span.name in ("forward", "backward", "optimizer") else span.category
     )
 
 
 def _list_kinds(timeline: Timeline) -> list[str]:
-    """Return the kinds of bars on the page, for its legend.
+    """Returns the kinds of bars on the page, for its legend.
 
     Their order is fixed. Spans of other categories, such as steps, are left out.
     """
@@ -233,5 +233,4 @@ def _list_kinds(timeline: Timeline) -> list[str]:
 
 
 def _collective_key(span: Span) -> tuple[object, ...]:
-    """Return the name, bucket and group, which identify a kind of collective."""
     return span.name, span.args.get("bucket"), span.args.get("group")

@@ -43,7 +43,7 @@ COLUMNS = (
 
 
 def describe_span(span: Span) -> str:
-    """Return lines with a span's name, bytes, duration, bandwidth, dtype, communication engine and group."""
+    """Returns lines with a span's name, bytes, duration, bandwidth, dtype, communication engine and group."""
     bucket = f", bucket {span.args['bucket']}" if "bucket" in span.args else ""
     several = f"{span.args['spans']} spans, the longest " if "spans" in span.args else ""
     rate = f"{format_bytes(span.bytes)} in {format_time(span.duration)}, {format_bandwidth(span_bandwidth(span))}"
@@ -53,12 +53,12 @@ def describe_span(span: Span) -> str:
 
 
 def span_bandwidth(span: Span) -> float | None:
-    """Return a span's bandwidth in GB/s; None if it has no bytes or no duration."""
+    """Returns a span's bandwidth in GB/s; None if it has no bytes or no duration."""
     return span.bytes / span.duration if span.bytes and span.duration else None
 
 
 def summarize_timeline(analysis: Analysis) -> Iterator[str]:
-    """Yield the sentences that summarize a timeline: ranks, steps, hidden communication, and skew if there is some.
+    """Yields the sentences that summarize a timeline: ranks, steps, hidden communication, and skew if there is some.
 
     The number of steps and their duration are from the first rank. Hidden and exposed communication are of all ranks.
     Without communication, a sentence says so and is the last one.
@@ -83,7 +83,7 @@ def summarize_timeline(analysis: Analysis) -> Iterator[str]:
 
 
 def _summarize_skew(analysis: Analysis) -> str:
-    """Return a sentence on how late the last rank begins, and on the straggler if there is one."""
+    """Returns a sentence on how late the last rank begins, and on the straggler if there is one."""
     mean = format_time(analysis.skew // len(analysis.collectives))
     skew = f"On average, the last rank begins a collective {mean} after the first"
     if analysis.straggler is None:
@@ -97,12 +97,10 @@ def _summarize_skew(analysis: Analysis) -> str:
 
 
 def _format_share(report: RankReport, name: str) -> str:
-    """Return one of the rank's `StepShares` as a percentage; NONE if there are none."""
     return format_percent(getattr(report.shares, name, None))
 
 
 def _format_slowest(span: Span | None) -> str:
-    """Return the name, bucket and duration of a span; NONE if there is no span."""
     if span is None:
         return NONE
     bucket = f" {span.args['bucket']}" if "bucket" in span.args else ""

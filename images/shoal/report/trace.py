@@ -69,7 +69,7 @@ class Rank:
     instants: tuple[Span, ...]
 
     def spans_of(self, category: str) -> tuple[Span, ...]:
-        """Return the spans of a category."""
+        """Returns the spans of a category."""
         return tuple(span for span in self.spans if span.category == category)
 
 
@@ -98,7 +98,7 @@ class Timeline:
 
 
 def find_files(paths: Sequence[Path]) -> tuple[Path, ...]:
-    """Return the files of `paths`, each once.
+    """Returns the files of `paths`, each once.
 
     A directory stands for all timelines in and below it, otherwise its JSON files.
 
@@ -113,7 +113,7 @@ def find_files(paths: Sequence[Path]) -> tuple[Path, ...]:
 
 
 def read_timeline(files: Sequence[Path]) -> Timeline:
-    """Read the files of a job's ranks, and put them on one clock.
+    """Reads the files of a job's ranks, and puts them on one clock.
 
     Raises:
         TraceError: If a file is not a trace or has no spans, or files are from different jobs.
@@ -126,7 +126,7 @@ def read_timeline(files: Sequence[Path]) -> Timeline:
 
 
 def format_merged_trace(timeline: Timeline) -> str:
-    """Return one Chrome trace of all ranks, in the JSON array format, one event per line."""
+    """Returns one Chrome trace of all ranks, in the JSON array format, one event per line."""
     events = (json.dumps(event) for rank in timeline.ranks for event in _chrome_events(timeline, rank))
     return "[\n" + ",\n".join(events) + "\n]\n"
 
@@ -148,7 +148,7 @@ class _Track:
 
 
 def _list_directory(directory: Path) -> list[Path]:
-    """Return the timelines in and below a directory, otherwise its own JSON files. Raises `UsageError` for neither."""
+    """Returns the timelines in and below a directory, otherwise its own JSON files. Raises `UsageError` for neither."""
     files = sorted(directory.rglob(PATTERN)) or sorted(directory.glob("*.json"))
     if not files:
         raise UsageError(f"{directory}: contains no {PATTERN}; {_EXPECTED}")
@@ -156,7 +156,7 @@ def _list_directory(directory: Path) -> list[Path]:
 
 
 def _read_tracks(file: Path) -> Iterator[_Track]:
-    """Yield the processes in a file, one for each pid. Raises `TraceError` without spans, or if a pid is not a rank."""
+    """Yields the processes in a file, one for each pid. Raises `TraceError` without spans, or for a pid without a rank."""
     events, complete = _read_events(file)
     of_pid: dict[int, list[Mapping[str, Any]]] = defaultdict(list)
     about: dict[int, dict[str, Any]] = defaultdict(dict)
@@ -180,7 +180,7 @@ def _read_tracks(file: Path) -> Iterator[_Track]:
 
 
 def _check_numbers(file: Path, about: Mapping[str, Any]) -> None:
-    """Raise `TraceError` unless the begin and the world size of a process are integers of usual size, or missing."""
+    """Raises `TraceError` unless the begin and the world size of a process are integers of usual size, or missing."""
     for key, most in ((_BEGIN, _MOST // 1000), ("world_size", MOST_RANKS)):
         value = about.get(key)
         if value is not None and (type(value) is not int or not 0 <= value <= most):
@@ -188,7 +188,7 @@ def _check_numbers(file: Path, about: Mapping[str, Any]) -> None:
 
 
 def _read_events(file: Path) -> tuple[list[dict[str, Any]], bool]:
-    """Return the events of a file, and whether it is complete; of an incomplete file, the complete events.
+    """Returns the events of a file, and whether it is complete; of an incomplete file, the complete events.
 
     Raises `TraceError` if it can't be read, or is not a Chrome trace.
     """
@@ -219,12 +219,12 @@ def _is_event(event: object) -> bool:
 
 
 def _is_odd(value: object) -> bool:
-    """Return whether a value of an event cannot be compared: a list or an object."""
+    """Returns whether a value of an event cannot be compared: a list or an object."""
     return isinstance(value, (list, dict))
 
 
 def _parse_complete_events(text: str) -> list[Any]:
-    """Return the complete events of a trace that is cut off; it has one event per line, as our ranks write it.
+    """Returns the complete events of a trace that is cut off; it has one event per line, as our ranks write it.
 
     Empty if it has another form.
     """
@@ -235,7 +235,7 @@ def _parse_complete_events(text: str) -> list[Any]:
 
 
 def _make_rank(track: _Track, began: int) -> Rank:
-    """Return the rank of a track, on the clock that begins at `began`. Raises `TraceError`."""
+    """Returns the rank of a track, on the clock that begins at `began`. Raises `TraceError`."""
     shift = track.began - began
     try:
         events = sorted((_make_span(event, shift) for event in track.events), key=lambda event: event[1].begin)
@@ -258,7 +258,7 @@ def _make_rank(track: _Track, began: int) -> Rank:
 
 
 def _make_span(event: Mapping[str, Any], shift: int) -> tuple[str, Span]:
-    """Return the phase of an event, and its span, `shift` nanoseconds later."""
+    """Returns the phase of an event, and its span, `shift` nanoseconds later."""
     begin = round(event["ts"] * 1000) + shift
     end = begin + (round(event["dur"] * 1000) if event["ph"] == "X" else 0)
     if not -_MOST <= begin <= end <= _MOST:
@@ -269,12 +269,11 @@ def _make_span(event: Mapping[str, Any], shift: int) -> tuple[str, Span]:
 
 
 def _cut(value: Any) -> int | str:
-    """Return a number, or the beginning of a value as text."""
     return value if type(value) is int and abs(value) <= _MOST else cut_line(str(value), _MOST_LETTERS)
 
 
 def _check_one_job(ranks: Sequence[Rank]) -> None:
-    """Raise `TraceError` if ranks cannot be of one job: by number, world size, job name or time.
+    """Raises `TraceError` if ranks cannot be of one job: by number, world size, job name or time.
 
     The ranks must be sorted by number.
     """
@@ -306,13 +305,12 @@ def _describe_job(rank: Rank) -> str:
 
 
 def _time_range(rank: Rank) -> tuple[int, int]:
-    """Return the begin of a rank's first event and the end of its last one."""
     events: Iterable[Span] = (*rank.spans, *rank.instants)
     return min(event.begin for event in events), max(event.end for event in events)
 
 
 def _chrome_events(timeline: Timeline, rank: Rank) -> Iterator[dict[str, Any]]:
-    """Yield the events of a rank for a merged trace, names of its rows included."""
+    """Yields the events of a rank for a merged trace, names of its rows included."""
     about = {
         "name": f"rank {rank.number}",
         "rank": rank.number,

@@ -31,7 +31,7 @@ _IGNORED = ".cache/\n.env\n.venv/\njobs/\n"
 
 
 def write_project(directory: Path, image: ImageSpec) -> list[Path]:
-    """Create a project for an image that extends another: a Dockerfile, a training script, a test and a README.
+    """Creates a project for an image that extends another: a Dockerfile, a training script, a test and a README.
 
     The script uses TensorFlow if the image is one of TensorFlow, otherwise PyTorch. Missing directories are created.
 
@@ -67,7 +67,7 @@ def write_project(directory: Path, image: ImageSpec) -> list[Path]:
 
 
 def write_definitions(directory: Path) -> list[Path]:
-    """Write the image definitions that this package comes with, and return their paths.
+    """Writes the image definitions that this package comes with, and returns their paths.
 
     `buildspec.yml` is written last: a directory with it is a project. A `.gitignore` leaves out caches, results of jobs
     and `.env`; one that is there stays. Raises `UsageError` if the directory has one of the other files already, or is
@@ -95,13 +95,13 @@ def write_definitions(directory: Path) -> list[Path]:
 
 
 def _check_own(directory: Path) -> None:
-    """Raise `UsageError` if others could put links in the place of the files that are written to a directory."""
+    """Raises `UsageError` if others could put links in the place of the files that are written to a directory."""
     if directory.exists() and (words := trust.find_stranger(directory)):
         raise UsageError(f"{directory}: {words}. Fix: choose a directory of your own")
 
 
 def _render_template(template: str, **values: str) -> str:
-    """Return a template of this package, filled in. A variable without a value raises jinja2.UndefinedError."""
+    """Returns a template of this package, filled in. A variable without a value raises jinja2.UndefinedError."""
     text = files(__name__).joinpath(template).read_text()
     environment = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True, autoescape=False)
     return environment.from_string(text).render(**values)

@@ -10,9 +10,9 @@ from shoal.docker_client.archive import Content
 from shoal.matrix.project import Project
 from shoal.matrix.spec import BuildSpec, ImageSpec
 from shoal.network.settings import NetworkSettings
-from shoal.sources import debian, packages, record, render, wheels
-from shoal.sources.pins import Pin, read_image_pins
-from shoal.sources.steps import Step
+from shoal.sources import debian, packages, record, render
+from shoal.sources.pins import Pin, find_locked_wheels, read_image_pins
+from shoal.sources.steps import BuildStep
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Sources:
 
     image: ImageSpec
     dockerfile: bytes
-    steps: tuple[Step, ...]
+    steps: tuple[BuildStep, ...]
     templates: Mapping[str, bytes]
     """The files that declare the steps."""
     locks: Mapping[str, tuple[Pin, ...]]
@@ -34,7 +34,7 @@ class Sources:
     """The project's own files that steps read, by folder and path."""
 
     def make_record(self, base: str) -> record.Record:
-        """Return the record of an image: digests of all its inputs, and `base` (`reference@ID`), which it extends."""
+        """Returns the record of an image: digests of all its inputs, and `base` (`reference@ID`), which it extends."""
         contents: dict[str, Mapping[str, str]] = {
             layer: {pin.name: f"{pin.version}@{pin.sha256}" for pin in pins} for layer, pins in self.locks.items()
         }
@@ -44,14 +44,14 @@ class Sources:
         return record.make_record(self.steps, contents, base, self.templates)
 
     def context_files(self, spec: BuildSpec, machine: NetworkSettings) -> dict[str, Content]:
-        """Return the files of the build context, by path.
+        """Returns the files of the build context, by path.
 
         Among them are locked wheels of local directories, and this machine's settings with credentials under
         `machine/`. The image's own package index is named for the framework, unless a local wheel makes it unnecessary.
         """
         context: dict[str, Content] = {"Dockerfile": self.dockerfile}
         for layer, pins in self.locks.items():
-            local = [path for _, path in wheels.find_locked_wheels(pins, machine.find_links)]
+            local = [path for _, path in find_locked_wheels(pins, machine.find_links)]
             index = spec.indexes[self.image.index] if self.image.index and layer == "framework" else None
             # Another index is asked only if its file is not at hand: an unreachable one costs pip minutes.
             lines = [f"--extra-index-url {index}"] if index and not any("+" in path.name for path in local) else []
@@ -70,7 +70,7 @@ class Sources:
 
 
 def install_own_packages(project: Project, python: str) -> dict[str, bytes]:
-    """Return our packages as images with that Python have them: a tar archive for each layer.
+    """Returns our packages as images with that Python have them: a tar archive for each layer.
 
     Nothing is installed on this machine. See `packages.install_package` for the cache and other effects. Raises
     BuildError.
@@ -79,7 +79,7 @@ def install_own_packages(project: Project, python: str) -> dict[str, bytes]:
 
 
 def gather_sources(project: Project, spec: BuildSpec, image: ImageSpec, own: Mapping[str, bytes]) -> Sources:
-    """Read all parts of the project that go into an image: steps, locks, templates, C sources and Debian's lock.
+    """Reads all parts of the project that go into an image: steps, locks, templates, C sources and Debian's lock.
 
     Raises `SpecError` if a lock or template is wrong.
 

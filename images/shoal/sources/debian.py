@@ -32,7 +32,7 @@ class DebianLock:
     packages: Mapping[str, str]
 
     def text(self, suite: str, child: str = "") -> str:
-        """Return the content of the lock file of a suite, or of a child in it, sorted."""
+        """Returns the content of the lock file of a suite, or of a child in it, sorted."""
         bases = (f"base {name} {digest}" for name, digest in sorted(self.bases.items()))
         packages = (f"{name} {digest}" for name, digest in sorted(self.packages.items()))
         head = (_CHILD_HEAD if child else _HEAD).format(suite=suite, child=child)
@@ -40,12 +40,12 @@ class DebianLock:
 
 
 def lock_path(project: Project, suite: str, child: str = "") -> Path:
-    """Return the path of the lock file of a suite, or of a child in it. The file may not exist."""
+    """Returns the path of the lock file of a suite, or of a child in it. The file may not exist."""
     return project.templates / "debian" / (f"{suite}-{child}.txt" if child else f"{suite}.txt")
 
 
 def read_lock(project: Project, suite: str, child: str = "") -> DebianLock:
-    """Return the lock of a suite or of a child in it; empty if there is none. Raises `SpecError` with file and line."""
+    """Returns the lock of a suite or a child in it; empty if there is none. Raises `SpecError` with file and line."""
     where = lock_path(project, suite, child)
     bases, packages = {}, {}
     for number, line in enumerate(read_project_file(where).splitlines() if where.exists() else (), 1):
@@ -62,7 +62,7 @@ def read_lock(project: Project, suite: str, child: str = "") -> DebianLock:
 
 
 def comparison_files(project: Project, suite: str, children: Iterable[str] = ()) -> dict[str, bytes]:
-    """Return the files with which a build step compares the packages of apt with the lock: compare.sh and lock.txt.
+    """Returns the files with which a build step compares the packages of apt with the lock: compare.sh and lock.txt.
 
     lock.txt is empty if no packages are locked.
 
@@ -78,7 +78,7 @@ def comparison_files(project: Project, suite: str, children: Iterable[str] = ())
 
 
 def describe_changes(before: DebianLock, after: DebianLock) -> list[str]:
-    """Return a line for each base image or package that is new, gone or changed between two locks; empty if none is."""
+    """Returns a line for each base image or package that is new, gone or changed between two locks."""
     old, new = ({**lock.bases, **lock.packages} for lock in (before, after))
     lines = [f"+ {name}" for name in sorted(new.keys() - old.keys())]
     lines += [f"- {name}" for name in sorted(old.keys() - new.keys())]

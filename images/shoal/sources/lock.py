@@ -87,7 +87,7 @@ class LockedImages:
 
 
 def lock_image(project: Project, spec: BuildSpec, image: ImageSpec) -> list[Path]:
-    """Resolve and write the image's lock files, and return their paths.
+    """Resolves and writes the image's lock files, and returns their paths.
 
     Raises `SpecError` with pip's words, on another platform than the images', or if its parent's lock is wrong.
     """
@@ -106,7 +106,7 @@ def lock_image(project: Project, spec: BuildSpec, image: ImageSpec) -> list[Path
 
 
 def _resolve_layers(spec: BuildSpec, image: ImageSpec, index: str | None) -> dict[str, list[Pin]]:
-    """Return the pins of an image that extends no other, by layer. Runs pip, and again for each upper layer.
+    """Returns the pins of an image that extends no other, by layer. Runs pip, and again for each upper layer.
 
     Raises `SpecError` if pip fails.
     """
@@ -125,7 +125,7 @@ def _resolve_layers(spec: BuildSpec, image: ImageSpec, index: str | None) -> dic
 def _resolve_on(
     installed: Collection[Pin], requirements: Iterable[str], python_version: str, index: str | None
 ) -> list[Pin]:
-    """Return the files, sorted by name, that pip adds to `installed`, which stays as it is.
+    """Returns the files, sorted by name, that pip adds to `installed`, which stays as it is.
 
     Raises `SpecError` if pip fails.
 
@@ -141,7 +141,7 @@ def _resolve_on(
 
 
 def _empty_wheel(pin: Pin, directory: Path) -> Path:
-    """Write a wheel without modules that has a pin's name and version, in place of the real one; return its path."""
+    """Writes a wheel without modules that has a pin's name and version, in place of the real one; returns its path."""
     name = f"{pin.name.replace('-', '_')}-{pin.version}"
     path = directory / f"{name}-py3-none-any.whl"
     with zipfile.ZipFile(path, "w") as wheel:
@@ -153,7 +153,7 @@ def _empty_wheel(pin: Pin, directory: Path) -> Path:
 
 
 def _resolve(requirements: Iterable[str], python_version: str, index: str | None, *options: str) -> list[Pin]:
-    """Return the files that pip chooses, sorted by name. If it fails, it is tried again with `index`.
+    """Returns the files that pip chooses, sorted by name. If it fails, it is tried again with `index`.
 
     Raises `SpecError` with pip's words, or on another platform than the images'.
     """
@@ -174,7 +174,7 @@ def _resolve(requirements: Iterable[str], python_version: str, index: str | None
 
 
 def _check_requirement(text: str) -> str:
-    """Return a requirement. Raises `SpecError` for an option or an address of a package, which pip would build here."""
+    """Returns a requirement. Raises `SpecError` for an option or the address of a package: pip would build it here."""
     try:
         if Requirement(text).url is None:
             return text
@@ -184,7 +184,7 @@ def _check_requirement(text: str) -> str:
 
 
 def pip_command(python_version: str = "") -> list[str]:
-    """Return the command of a pip that builds nothing, and resolves for that Python; empty: for its own.
+    """Returns the command of a pip that builds nothing, and resolves for that Python; empty: for its own.
 
     `-P`: it imports no module of the working directory.
     """
@@ -193,13 +193,13 @@ def pip_command(python_version: str = "") -> list[str]:
 
 
 def target_options(python_version: str) -> list[str]:
-    """Return pip's options that select files for the platform and Python of images, not of this machine."""
+    """Returns pip's options that select files for the platform and Python of images, not of this machine."""
     platforms = [f"--platform={name}" for name in _PLATFORMS]
     return ["--only-binary=:all:", "--implementation=cp", f"--python-version={python_version}", *platforms]
 
 
 def _make_pin(entry: dict[str, Any]) -> Pin:
-    """Return the pin of one file in pip's installation report (`--report`). Raises `SpecError` without its SHA-256."""
+    """Returns the pin of one file in pip's installation report (`--report`). Raises `SpecError` without its SHA-256."""
     metadata, file = entry["metadata"], entry["download_info"]
     digest = file.get("archive_info", {}).get("hashes", {}).get("sha256")
     if digest is None:
@@ -208,14 +208,14 @@ def _make_pin(entry: dict[str, Any]) -> Pin:
 
 
 def _layer_of(name: str, mpi: Collection[str]) -> str:
-    """Return the layer of a package: mpi if it is named there, cuda for NVIDIA's, otherwise framework."""
+    """Returns the layer of a package: mpi if it is named there, cuda for NVIDIA's, otherwise framework."""
     if name in mpi:
         return "mpi"
     return "cuda" if name.startswith(("nvidia-", "cuda-")) else "framework"
 
 
 def _write(path: Path, header: str, pins: Iterable[Pin]) -> Path:
-    """Write a lock file, and return its path. Raises `SpecError` if a pipe or a directory is in its place."""
+    """Writes a lock file, and returns its path. Raises `SpecError` if a pipe or a directory is in its place."""
     if path.exists() and not path.is_file():
         raise SpecError(f"{path}: not a file. Fix: remove it")
     path.write_text("\n".join([header, *map(str, pins)]) + "\n")

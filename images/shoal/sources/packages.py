@@ -45,17 +45,17 @@ _COMPILE = [sys.executable, "-I", "-S", "-m", "compileall", "-q", "--invalidatio
 
 
 def site_packages(python: str) -> str:
-    """Return the directory of packages in images with that Python, such as 3.11, from their root."""
+    """Returns the directory of packages in images with that Python, such as 3.11, from their root."""
     return f"{VENV}/lib/python{python}/site-packages"
 
 
 def can_compile_for(python: str) -> bool:
-    """Return whether bytecode that is made here is for that Python, such as 3.11."""
+    """Returns whether bytecode that is made here is for that Python, such as 3.11."""
     return sys.implementation.name == "cpython" and python == f"{sys.version_info.major}.{sys.version_info.minor}"
 
 
 def build_wheel(package: Path, directory: Path) -> Path:
-    """Build a package's wheel with the backend in its pyproject.toml, and return its path.
+    """Builds a package's wheel with the backend in its pyproject.toml, and returns its path.
 
     The wheel is the same on every host. For that, hatchling's hooks, which compile C, do not run. The build of an image
     compiles. Sets two variables of this process, which stay set. Meanwhile, changes its working directory, and its
@@ -72,7 +72,7 @@ def build_wheel(package: Path, directory: Path) -> Path:
 
 
 def install_package(package: Path, python: str, cache: Path) -> bytes:
-    """Install a package as images with that Python have it, into an archive. Nothing is installed on this machine.
+    """Installs a package as images with that Python have it, into an archive. Nothing is installed on this machine.
 
     Its bytecode is included if this process runs that Python. Archives of earlier versions of the package are removed
     from the cache. Like `build_wheel`, it sets variables of this process and changes its working directory meanwhile.
@@ -102,7 +102,7 @@ def install_package(package: Path, python: str, cache: Path) -> bytes:
 
 
 def read_digests(layer: bytes) -> dict[str, str]:
-    """Return the SHA-256 (hexadecimal) of each file in an archive of `install_package`, by path in site-packages.
+    """Returns the SHA-256 (hexadecimal) of each file in an archive of `install_package`, by path in site-packages.
 
     The digest of a module covers its bytecode: an image with other bytecode is another image. RECORD is left out,
     because it follows from the others.
@@ -119,7 +119,7 @@ def read_digests(layer: bytes) -> dict[str, str]:
 
 
 def _install(package: Path, python: str) -> bytes:
-    """Build a package's wheel, and return the files that it installs as a tar archive from the image's root.
+    """Builds a package's wheel, and returns the files that it installs as a tar archive from the image's root.
 
     Modules are compiled if this Python can do it for the image's. RECORD also lists files that the image's build adds.
     Nothing is installed here, but `build_wheel` changes this process.
@@ -150,7 +150,7 @@ def _install(package: Path, python: str) -> bytes:
 
 
 def _compile(root: Path, modules: Path, package: str) -> None:
-    """Write bytecode beside each module, in a new interpreter. `root` is the root of an image.
+    """Writes bytecode beside each module, in a new interpreter. `root` is the root of an image.
 
     Raises `BuildError`, which names the first module that can't be compiled.
     """
@@ -167,12 +167,11 @@ def _compile(root: Path, modules: Path, package: str) -> None:
 
 
 def _backend(package: Path) -> str:
-    """Return the name of the build backend in a package's pyproject.toml."""
     return str(tomllib.loads((package / "pyproject.toml").read_text())["build-system"]["build-backend"])
 
 
 def _identity(package: Path) -> str:
-    """Return a digest of all that decides what is installed: the package's files, .gitignore, and the tools."""
+    """Returns a digest of all that decides what is installed: the package's files, .gitignore, and the tools."""
     tools = [_version(_backend(package).partition(".")[0]), _version("installer"), sys.version]
     state = hashlib.sha256(" ".join(tools).encode())
     for module in (__file__, archive.__file__):

@@ -1,4 +1,4 @@
-"""Reads lock files: the exact wheels, with hashes, of a layer of an image.
+"""Reads lock files: the exact wheels, with hashes, of a layer of an image, and finds them in local directories.
 
 It also makes their first lines, which show whether a lock is for the current requirements.
 """
@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel_filename
 from packaging.version import InvalidVersion, Version
 
 from shoal.errors import SpecError
@@ -38,7 +39,7 @@ class Pin:
 
 
 def read_image_pins(project: Project, spec: BuildSpec, image: ImageSpec) -> dict[str, tuple[Pin, ...]]:
-    """Return the image's pins by layer. Raises `SpecError` if a lock is missing or made for other requirements."""
+    """Returns the image's pins by layer. Raises `SpecError` if a lock is missing or made for other requirements."""
     directory = project.lock_directory(image)
     tag = f"{image.repository}:{image.runtime_version_tag}"  # its variants have the same locks
     return {
@@ -48,17 +49,17 @@ def read_image_pins(project: Project, spec: BuildSpec, image: ImageSpec) -> dict
 
 
 def layers_of(image: ImageSpec) -> tuple[str, ...]:
-    """Return the names of the image's pip layers."""
+    """Returns the names of the image's pip layers."""
     return CHILD_LAYERS if image.extends else LAYERS if image.everyday else LAYERS[:-1]
 
 
 def are_current(project: Project, spec: BuildSpec, image: ImageSpec) -> bool:
-    """Return whether the image has locks, made for its current requirements."""
+    """Returns whether the image has locks, made for its current requirements."""
     return not _find_problem(project, spec, image)
 
 
 def find_stale(project: Project, spec: BuildSpec, images: Iterable[ImageSpec]) -> list[str]:
-    """Return the problems of the locks of images, each once with its fix. Needs no network."""
+    """Returns the problems of the locks of images, each once with its fix. Needs no network."""
     problems = dict.fromkeys(map(functools.partial(_find_problem, project, spec), images))
     return [problem for problem in problems if problem]
 
@@ -72,7 +73,7 @@ def _find_problem(project: Project, spec: BuildSpec, image: ImageSpec) -> str:
 
 
 def list_installed(project: Project, spec: BuildSpec, image: ImageSpec) -> Iterator[Pin]:
-    """Yield the pins of all that is installed in an image, its parents' first.
+    """Yields the pins of all that is installed in an image, its parents' first.
 
     Raises `SpecError` if a lock is missing, wrong, or made for other requirements.
     """
@@ -83,7 +84,7 @@ def list_installed(project: Project, spec: BuildSpec, image: ImageSpec) -> Itera
 
 
 def make_header(project: Project, spec: BuildSpec, image: ImageSpec, layer: str) -> str:
-    """Return the first line of a lock file: its requirements, and for a child image a digest of its parent's pins.
+    """Returns the first line of a lock file: its requirements, and for a child image a digest of its parent's pins.
 
     Raises `SpecError` if a parent's lock is missing or wrong.
     """
@@ -96,7 +97,7 @@ def make_header(project: Project, spec: BuildSpec, image: ImageSpec, layer: str)
 
 
 def read_lock(path: Path, header: str | None = None, tag: str = "<tag>") -> list[Pin]:
-    """Return the pins of the lock file of an image.
+    """Returns the pins of the lock file of an image.
 
     Raises `SpecError` with the line if it is missing, wrong or lacks `header`.
     """
@@ -122,3 +123,24 @@ def _is_version(text: str) -> bool:
         return bool(Version(text))
     except InvalidVersion:
         return False
+
+
+def find_locked_wheels(pins: Iterable[Pin], directories: Iterable[Path]) -> Iterator[tuple[Pin, Path]]:
+    """Yields the wheels in `directories` that are locked, each after its pin: same name, version and SHA-256.
+
+    The directories are pip's find-links directories, or the wheels of a bundle.
+    """
+    wanted = {(pin.name, Version(pin.version)): pin for pin in pins}
+    for path in (path for directory in directories for path in sorted(directory.glob("*.whl"))):
+        try:
+            name, version, _, _ = parse_wheel_filename(path.name)
+        except InvalidWheelFilename:
+            continue
+        pin = wanted.get((canonicalize_name(name), version))
+        if pin and path.is_file() and _sha256(path) == pin.sha256:
+            yield pin, path
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -42,13 +42,13 @@ class Provenance:
 
 
 def read_provenance(project: Project) -> Provenance:
-    """Return the provenance, from git and the packages' pyproject.toml."""
+    """Returns the provenance, from git and the packages' pyproject.toml."""
     is_safe = project.may_run_code() or _has_harmless_configuration(project.root)
     return Provenance(find_revision(project.root) if is_safe else "", _declared_source(project.root))
 
 
 def _has_harmless_configuration(root: Path) -> bool:
-    """Return whether git runs no program that the configuration in a repository names, such as a file monitor.
+    """Returns whether git runs no program that the configuration in a repository names, such as a file monitor.
 
     A repository that was unpacked from an archive may have any configuration.
     """
@@ -57,7 +57,7 @@ def _has_harmless_configuration(root: Path) -> bool:
 
 
 def find_revision(root: Path) -> str:
-    """Return the last commit that changed an input, so that other commits leave images as they are.
+    """Returns the last commit that changed an input, so that other commits leave images as they are.
 
     Installed definitions have it in a file. Empty if an input has changed since then, if none is committed, or
     without git. Empty also in a shallow clone that does not contain that commit: git would name the oldest commit that
@@ -76,7 +76,7 @@ def find_revision(root: Path) -> str:
 
 
 def _git(root: Path, *arguments: str) -> str | None:
-    """Return the output of git; None if it fails, is not installed, or has not ended after a minute."""
+    """Returns the output of git; None if it fails, is not installed, or has not ended after a minute."""
     # A hook sets these for its own repository, which may be another one.
     environment = {name: value for name, value in os.environ.items() if name not in ("GIT_DIR", "GIT_INDEX_FILE")}
     command = ["git", "--no-optional-locks", "-c", "log.showSignature=false", "-C", str(root), *arguments]
@@ -88,7 +88,7 @@ def _git(root: Path, *arguments: str) -> str | None:
 
 
 def _declared_source(root: Path) -> str:
-    """Return the source URL that our packages declare, the first one found; empty if none does.
+    """Returns the source URL that our packages declare, the first one found; empty if none does.
 
     It is the `Source` or `Repository` among the project URLs of images, library, rehearsal and toolkit. A file that is
     not valid or leaves the project declares none.
@@ -107,7 +107,7 @@ def _declared_source(root: Path) -> str:
 def make_oci_labels(
     base_name: str, base_digest: str, inherited: Mapping[str, str], provenance: Provenance
 ) -> dict[str, str]:
-    """Return the OCI labels that a Dockerfile cannot know.
+    """Returns the OCI labels that a Dockerfile cannot know.
 
     An unknown label is left out. If the base image has it (`inherited`), it is emptied: that value is about the base.
     """

@@ -15,7 +15,7 @@ from typing import Literal
 
 import pydantic
 
-from shoal.sources.steps import Step
+from shoal.sources.steps import BuildStep
 
 Contents = Mapping[str, Mapping[str, str]]
 """By folder of the context: the identity of each file in it, a SHA-256 (hexadecimal), or `version@SHA-256`."""
@@ -47,11 +47,11 @@ class Record:
         return sha256("".join(step.key for step in self.steps))
 
     def labels(self) -> dict[str, str]:
-        """Return the labels of an image that is made so."""
+        """Returns the labels of an image that is made so."""
         return {FINGERPRINT: self.fingerprint, STEPS: json.dumps(asdict(self), separators=(",", ":"))}
 
     def matches(self, labels: Mapping[str, str]) -> bool:
-        """Return whether the image with these labels is up to date: it was made as this record says."""
+        """Returns whether the image with these labels is up to date: it was made as this record says."""
         return labels.get(FINGERPRINT) == self.fingerprint
 
 
@@ -78,8 +78,8 @@ class Decision:
         return "\n    ".join([f"{self.tag}: {where}", *self.reasons])
 
 
-def make_record(steps: Iterable[Step], contents: Contents, base: str, templates: Mapping[str, bytes]) -> Record:
-    """Return the record of a build: for each step its inputs, and a key that also depends on the steps before it.
+def make_record(steps: Iterable[BuildStep], contents: Contents, base: str, templates: Mapping[str, bytes]) -> Record:
+    """Returns the record of a build: for each step its inputs, and a key that also depends on the steps before it.
 
     Args:
         base: The identity of the image that `${BASE}` stands for (`reference@ID`).
@@ -102,7 +102,7 @@ def make_record(steps: Iterable[Step], contents: Contents, base: str, templates:
 
 
 def read_record(labels: Mapping[str, str]) -> Record | None:
-    """Return the record that the labels of an image hold; None if they hold none, or a damaged one."""
+    """Returns the record that the labels of an image hold; None if they hold none, or a damaged one."""
     try:
         return pydantic.TypeAdapter(Record).validate_json(labels[STEPS])
     except (KeyError, ValueError):
@@ -128,18 +128,17 @@ def decide(tag: str, labels: Mapping[str, str] | None, wanted: Record) -> Decisi
 
 
 def sha256(content: str | bytes) -> str:
-    """Return the SHA-256 (hexadecimal)."""
+    """Returns the SHA-256 (hexadecimal)."""
     return hashlib.sha256(content.encode() if isinstance(content, str) else content).hexdigest()
 
 
 def _shorten(identity: str) -> str:
-    """Return an identity with its SHA-256 cut to 12 digits."""
     version, at, sha256 = identity.rpartition("@")
     return f"{version}{at}{sha256[:12]}"
 
 
 def _reasons(present: Record, wanted: Record) -> Iterator[str]:
-    """Yield a line for each difference between two records; an input that several steps read is named once."""
+    """Yields a line for each difference between two records; an input that several steps read is named once."""
     before = {step.name: step for step in present.steps}
     templates = [name for name, identity in wanted.templates.items() if present.templates.get(name) != identity]
     cause = ", ".join(templates) or "by versions.yml, buildspec.yml, another Python here, or shoal itself"
@@ -158,7 +157,7 @@ def _reasons(present: Record, wanted: Record) -> Iterator[str]:
 
 
 def _describe_inputs(before: RecordedStep, now: RecordedStep) -> Iterator[str]:
-    """Yield a line for each input that differs; of a pin or a base image, with both versions."""
+    """Yields a line for each input that differs; of a pin or a base image, with both versions."""
     for path in sorted({*before.inputs, *now.inputs}):
         old, new = before.inputs.get(path), now.inputs.get(path)
         if old is None:

@@ -18,7 +18,7 @@ _DEFINITIONS = (".gitignore", "buildspec.yml", "dockerfiles", "scripts/engine.sh
 
 
 def write_source_tree(project: Project, package: str, directory: Path, url: str = "") -> None:
-    """Write a package's files to a new directory, in which a build backend makes its sdist and wheel.
+    """Writes a package's files to a new directory, in which a build backend makes its sdist and wheel.
 
     Files that git ignores are left out, such as compiled ones. `shoal` is the code that runs now.
 
@@ -47,7 +47,7 @@ def write_source_tree(project: Project, package: str, directory: Path, url: str 
 
 
 def _write_definitions(project: Project, directory: Path) -> None:
-    """Write the image definitions, all that builds read, with the commit that they are from if it is known."""
+    """Writes the image definitions, all that builds read, with the commit that they are from if it is known."""
     for path in _list_files(project, *_DEFINITIONS, *_BUNDLE):
         _copy(path, directory / path.relative_to(project.root))
     if revision := provenance.find_revision(project.root):
@@ -55,7 +55,7 @@ def _write_definitions(project: Project, directory: Path) -> None:
 
 
 def _list_files(project: Project, *names: str) -> Iterator[Path]:
-    """Yield files and all files in directories of the project, without those that git ignores."""
+    """Yields files and all files in directories of the project, without those that git ignores."""
     from pathspec import GitIgnoreSpec  # of hatchling
 
     ignored = GitIgnoreSpec.from_lines((project.root / ".gitignore").read_text().splitlines())

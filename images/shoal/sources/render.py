@@ -22,17 +22,17 @@ from shoal.limits import MOST_LOCK, read_file, read_project_file
 from shoal.matrix import yaml_file
 from shoal.matrix.project import CHILD_LAYERS, LAYERS, Project
 from shoal.matrix.spec import BuildFile, DroppedFile, ImageSpec, VersionsFile
-from shoal.matrix.yaml_file import Model
+from shoal.matrix.yaml_file import StrictModel
 from shoal.sources import packages
-from shoal.sources.steps import FILES, Step, StepCollector, write_dockerfile
+from shoal.sources.steps import FILES, BuildStep, StepCollector, write_dockerfile
 
 SYSTEM_PACKAGES = ("ca-certificates", "python3", "python3-venv")
 """The Debian packages of every image."""
 _DROPPED = "dropped.yml"
 
 
-def read_steps(project: Project, image: ImageSpec, *, bytecode: bool = False) -> tuple[Step, ...]:
-    """Return the steps of `image`, as its template declares them.
+def read_steps(project: Project, image: ImageSpec, *, bytecode: bool = False) -> tuple[BuildStep, ...]:
+    """Returns the steps of `image`, as its template declares them.
 
     Args:
         bytecode: Whether the context has the bytecode of our packages, so that no step compiles them.
@@ -73,12 +73,12 @@ def read_steps(project: Project, image: ImageSpec, *, bytecode: bool = False) ->
 
 
 def _known_folders(image: ImageSpec) -> set[str]:
-    """Return the folders of an image's build context that are not in dockerfiles/files/."""
+    """Returns the folders of an image's build context that are not in dockerfiles/files/."""
     return {"debian", "engine", *(CHILD_LAYERS if image.extends else {*LAYERS, *packages.PACKAGES})}
 
 
-def read_own_files(project: Project, image: ImageSpec, steps: Iterable[Step]) -> dict[str, dict[str, bytes]]:
-    """Return the project's own files that the steps of an image read, by folder and by path in it.
+def read_own_files(project: Project, image: ImageSpec, steps: Iterable[BuildStep]) -> dict[str, dict[str, bytes]]:
+    """Returns the project's own files that the steps of an image read, by folder and by path in it.
 
     Raises `SpecError` if a folder has none, or something else than files and directories.
     """
@@ -93,7 +93,7 @@ def read_own_files(project: Project, image: ImageSpec, steps: Iterable[Step]) ->
 
 
 def _read_files(root: Path) -> dict[str, bytes]:
-    """Return the files in a directory by path; none if it does not exist."""
+    """Returns the files in a directory by path; none if it does not exist."""
     found = {}
     for path in sorted(root.rglob("*")):
         if path.is_symlink() or not path.is_dir():
@@ -104,8 +104,8 @@ def _read_files(root: Path) -> dict[str, bytes]:
     return found
 
 
-def render_dockerfile(project: Project, image: ImageSpec, steps: Iterable[Step] | None = None) -> str:
-    """Return the Dockerfile of `image`, made of `steps` or else of its template's steps.
+def render_dockerfile(project: Project, image: ImageSpec, steps: Iterable[BuildStep] | None = None) -> str:
+    """Returns the Dockerfile of `image`, made of `steps` or else of its template's steps.
 
     Raises `SpecError` if the template is missing or wrong.
     """
@@ -115,7 +115,7 @@ def render_dockerfile(project: Project, image: ImageSpec, steps: Iterable[Step] 
 
 
 def read_dropped(project: Project) -> DroppedFile:
-    """Return the files of wheels that images leave out; none without dropped.yml.
+    """Returns the files of wheels that images leave out; none without dropped.yml.
 
     Raises `SpecError` with file, line and key.
     """
@@ -124,7 +124,7 @@ def read_dropped(project: Project) -> DroppedFile:
 
 
 def read_templates(project: Project, image: ImageSpec) -> dict[str, bytes]:
-    """Return the template of `image`, those that it extends, includes or imports, and dropped.yml, by name.
+    """Returns the template of `image`, those that it extends, includes or imports, and dropped.yml, by name.
 
     Files that do not exist are left out.
     """
@@ -140,13 +140,13 @@ def read_templates(project: Project, image: ImageSpec) -> dict[str, bytes]:
 
 @functools.cache
 def _referenced(project: Project, source: str) -> list[str]:
-    """Return the templates that a template's source extends, includes or imports."""
+    """Returns the templates that a template's source extends, includes or imports."""
     return [name for name in jinja2.meta.find_referenced_templates(_environment(project).parse(source)) if name]
 
 
 @functools.cache
 def _environment(project: Project) -> jinja2.Environment:
-    """Return a Jinja environment for the project's templates, in which an unknown variable is an error.
+    """Returns a Jinja environment for the project's templates, in which an unknown variable is an error.
 
     Templates of others must not run code, so they get no attribute that leads to Python's insides.
     """
@@ -161,19 +161,19 @@ def _environment(project: Project) -> jinja2.Environment:
 
 
 def _describe(image: ImageSpec) -> dict[str, Any]:
-    """Return the values of an image for templates: its methods, such as pydantic's, can read files and run code."""
+    """Returns the values of an image for templates: its methods, such as pydantic's, can read files and run code."""
     properties = [name for name, value in vars(ImageSpec).items() if isinstance(value, property)]
     return image.model_dump() | {name: getattr(image, name) for name in properties}
 
 
 def _load_source(project: Project, name: str) -> tuple[str, str, None] | None:
-    """Return the source and the path of a template, as Jinja's loaders do; None if there is none."""
+    """Returns the source and the path of a template, as Jinja's loaders do; None if there is none."""
     source = _load_template(project, name)
     return None if source is None else (source, str(project.templates / name), None)
 
 
 def _load_template(project: Project, name: str) -> str | None:
-    """Return the text of a file in dockerfiles/; None if it does not exist.
+    """Returns the text of a file in dockerfiles/; None if it does not exist.
 
     Raises `SpecError` if its name or a link leaves the directory, or it is not UTF-8.
     """
@@ -184,11 +184,11 @@ def _load_template(project: Project, name: str) -> str | None:
 
 
 def render_all(project: Project, images: Iterable[ImageSpec]) -> dict[Path, str]:
-    """Return the text of all generated files by path: the images' Dockerfiles, and the schemas for editors.
+    """Returns the text of all generated files by path: the images' Dockerfiles, and the schemas for editors.
 
     Raises `SpecError` if a template is missing or wrong.
     """
-    schemas: dict[str, type[Model]] = {"buildspec": BuildFile, "versions": VersionsFile, "dropped": DroppedFile}
+    schemas: dict[str, type[StrictModel]] = {"buildspec": BuildFile, "versions": VersionsFile, "dropped": DroppedFile}
     return {project.rendered(image): render_dockerfile(project, image) for image in images} | {
         project.schema(name): json.dumps(model.model_json_schema(), indent=2) + "\n" for name, model in schemas.items()
     }
@@ -206,17 +206,17 @@ class GeneratedFile:
 
 
 def _is_fresh(path: Path, text: str) -> bool:
-    """Return whether a file has this text. Raises `SpecError` if something else than a text file is there."""
+    """Returns whether a file has this text. Raises `SpecError` if something else than a text file is there."""
     return path.exists() and read_project_file(path) == text
 
 
 def check_files(outputs: Mapping[Path, str]) -> list[GeneratedFile]:
-    """Return the state of each generated file, given the texts by path; write nothing."""
+    """Returns the state of each generated file, given the texts by path; writes nothing."""
     return [GeneratedFile(path, "same" if _is_fresh(path, text) else "stale") for path, text in outputs.items()]
 
 
 def write_files(outputs: Mapping[Path, str]) -> list[GeneratedFile]:
-    """Write the generated files that are stale, given the texts by path, and return the state of each file."""
+    """Writes the generated files that are stale, given the texts by path, and returns the state of each file."""
     results = []
     for path, text in outputs.items():
         fresh = _is_fresh(path, text)

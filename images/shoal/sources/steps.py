@@ -24,7 +24,7 @@ FILES = "dockerfiles/files"
 
 
 @dataclass(frozen=True)
-class Step:
+class BuildStep:
     """One step of a Dockerfile: its instructions and all that goes into them."""
 
     name: str
@@ -50,13 +50,13 @@ class StepCollector:
     """
 
     def __init__(self) -> None:
-        self.steps: list[Step] = []
+        self.steps: list[BuildStep] = []
         self._begins: str | None = None
         self._noted: defaultdict[str, list[str]] = defaultdict(list)
         self._packages: list[tuple[str, ...]] = []
 
     def functions(self) -> dict[str, Callable[..., str]]:
-        """Return the functions by the names that templates call them."""
+        """Returns the functions by the names that templates call them."""
         return {
             "step": self._step,
             "begin_stage": self._begin_stage,
@@ -66,7 +66,7 @@ class StepCollector:
         }
 
     def _step(self, name: str, note: str = "", *, caller: Callable[[], str]) -> str:
-        """Collect a step, with the inputs that its text noted while it was rendered. Returns no text.
+        """Collects a step, with the inputs that its text noted while it was rendered. Returns no text.
 
         `caller` renders the text: Jinja passes it for a call block.
 
@@ -80,26 +80,26 @@ class StepCollector:
         _check_inputs(name, "stage", {*_STAGE.findall(text)}, stages)
         if len(_INSTALL.findall(text)) != len(self._packages):
             raise SpecError(f"step {name!r}: apt-get install without a list. Fix: name the packages with debian([...])")
-        self.steps.append(Step(name, text, note, self._begins, folders, stages, tuple(self._packages)))
+        self.steps.append(BuildStep(name, text, note, self._begins, folders, stages, tuple(self._packages)))
         return ""
 
     def _begin_stage(self, name: str = "") -> str:
-        """Note that the step begins a build stage, and return its FROM instruction."""
+        """Notes that the step begins a build stage, and returns its FROM instruction."""
         self._begins = name
         return f"FROM ${{BASE}} AS {name}" if name else "FROM ${BASE}"
 
     def _folder(self, name: str) -> str:
-        """Note a folder of the build context that the step reads, and return its name."""
+        """Notes a folder of the build context that the step reads, and returns its name."""
         self._noted["folder"].append(name)
         return name
 
     def _stage(self, name: str) -> str:
-        """Note a build stage that the step copies from, and return its name."""
+        """Notes a build stage that the step copies from, and returns its name."""
         self._noted["stage"].append(name)
         return name
 
     def _debian(self, names: Iterable[str]) -> str:
-        """Note Debian packages that the step installs, and return their names, separated by spaces.
+        """Notes Debian packages that the step installs, and returns their names, separated by spaces.
 
         Raises `SpecError` for another text.
         """
@@ -110,7 +110,7 @@ class StepCollector:
 
 
 def _find_copied(step: str, text: str) -> Iterator[str]:
-    """Yield the folders of the build context that COPY and ADD read.
+    """Yields the folders of the build context that COPY and ADD read.
 
     Raises `SpecError` for a file that is in no folder. Addresses, and text in the Dockerfile, are left out.
     """
@@ -127,15 +127,15 @@ def _find_copied(step: str, text: str) -> Iterator[str]:
 
 
 def _check_inputs(step: str, function: str, used: set[str], noted: Iterable[str]) -> None:
-    """Raise `SpecError` if instructions of a step use other inputs than it has noted with the function."""
+    """Raises `SpecError` if instructions of a step use other inputs than it has noted with the function."""
     for name in sorted(used.symmetric_difference(noted)):
         problem = "is used but not noted" if name in used else "is noted but not used"
         fix = f"Fix: write {{{{ {function}({name!r}) }}}} in its place"
         raise SpecError(f"step {step!r}: {function} {name!r} {problem}. {fix}")
 
 
-def write_dockerfile(steps: Iterable[Step], template: str, base: str) -> str:
-    """Return the Dockerfile of the steps.
+def write_dockerfile(steps: Iterable[BuildStep], template: str, base: str) -> str:
+    """Returns the Dockerfile of the steps.
 
     Args:
         template: The file that declares them, for people.
@@ -145,14 +145,13 @@ def write_dockerfile(steps: Iterable[Step], template: str, base: str) -> str:
     return "\n\n".join([head, *(f"{_heading(step)}{step.text}" for step in steps)]) + "\n"
 
 
-def _heading(step: Step) -> str:
-    """Return the name and note of a step as comment lines of a Dockerfile."""
+def _heading(step: BuildStep) -> str:
     title = f"{step.name}: {step.note}" if step.note else step.name
     return "".join(f"# {line}\n" for line in textwrap.wrap(title, 118, break_on_hyphens=False))
 
 
 def one_line(command: str, width: int = 120) -> str:
-    """Return a Dockerfile instruction as one line of at most `width` characters, mounts left out."""
+    """Returns a Dockerfile instruction as one line of at most `width` characters, mounts left out."""
     words = [word for word in command.replace("\\\n", " ").split() if not word.startswith("--mount=")]
     text = " ".join(words)
     return text if len(text) <= width else text[: width - 1] + "…"

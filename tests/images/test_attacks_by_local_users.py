@@ -11,14 +11,15 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from shoal.errors import UsageError
 from shoal.jobs.checkpoints import MARK, copy_tree, open_directory
-from shoal.jobs.job import JobRequest
-from shoal.jobs.store import LOCAL, JobRecord, open_job
+from shoal.jobs.job import LOCAL, JobRequest
+from shoal.jobs.store import JobRecord, open_job
 from smdistributed.core import native
 
 FILTER = native.PATH.with_name("_peer_filter.so")
@@ -327,7 +328,7 @@ def test_a_job_does_not_start_where_a_stranger_can_replace_its_code(
     request = JobRequest(source=tmp_path / "code", entry_point="train.py", output=tmp_path / "jobs")
     with (
         pytest.raises(UsageError, match=r"could replace the files of the job.*Fix: .*shoal trust"),
-        open_job(JobRecord("image:1", LOCAL, request), None, "digits"),
+        open_job(JobRecord(replace(request, image="image:1", engine=LOCAL)), None, "digits"),
     ):
         pass
     assert not (tmp_path / "jobs" / "digits").exists()

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,9 +25,9 @@ from shoal.commands import completion
 from shoal.docker_client import archive
 from shoal.errors import SpecError, UsageError
 from shoal.jobs import checkpoints, job_log, running, store
-from shoal.jobs.job import JobRequest
+from shoal.jobs.job import LOCAL, JobRequest
 from shoal.jobs.metric_definitions import MetricDefinition, MetricSearch
-from shoal.jobs.store import LOCAL, JobRecord, open_job
+from shoal.jobs.store import JobRecord, open_job
 from shoal.limits import MOST_LOCK
 from shoal.matrix import project as projects
 from shoal.matrix.project import Project
@@ -269,7 +270,7 @@ def test_gaps_in_attempts_keep_no_job_from_going_on(tmp_path: Path, local_job: P
 def test_stop_of_a_lost_job_removes_its_secrets(tmp_path: Path) -> None:
     """Its command was killed, so it could not."""
     request = JobRequest(output=tmp_path / "jobs")
-    with open_job(JobRecord("image:1", LOCAL, request), None, "digits") as opened:
+    with open_job(JobRecord(replace(request, image="image:1", engine=LOCAL)), None, "digits") as opened:
         (opened.checkpoints.path / "step").touch()
     (opened.directory / ".secrets").mkdir()
     (opened.directory / ".secrets" / "TOKEN").write_text("value-of-the-secret")

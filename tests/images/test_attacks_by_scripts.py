@@ -125,7 +125,7 @@ def check_report(directory: Path, metrics: str, changes: dict[str, Any]) -> JobR
         name="j",
         directory=directory,
         outputs=outputs,
-        record=JobRecord("i:1", "docker", JobRequest()),
+        record=JobRecord(JobRequest(image="i:1")),
         log=JobLog(began=0.0, defined=read_metrics(directory, 0.0)),
     )
     page = job_reports.write_job_report(Mock(), cast(OpenJob, opened), result)

@@ -18,8 +18,8 @@ import pytest
 from shoal.errors import UsageError
 from shoal.jobs import checkpoints, store
 from shoal.jobs.checkpoints import CONTENT, MARK, CheckpointDirectory, open_directory
-from shoal.jobs.job import SECRET, JobRequest
-from shoal.jobs.store import DOCKER, LOCAL, JobRecord, open_job, read_record
+from shoal.jobs.job import DOCKER, LOCAL, SECRET, JobRequest
+from shoal.jobs.store import JobRecord, open_job, read_record
 from shoal.jobs.volumes import Volume
 
 
@@ -201,7 +201,7 @@ def request_(tmp_path: Path) -> JobRequest:
 
 def run(request: JobRequest, code: int | None = 7, engine: str = DOCKER, **files: str) -> str:
     """Run a job that writes files and ends; return its name."""
-    with open_job(JobRecord("image:1", engine, request), None) as opened:
+    with open_job(JobRecord(dataclasses.replace(request, image="image:1", engine=engine)), None) as opened:
         if files:
             replace(opened.checkpoints, **files)
         (opened.directory / "model.tar.gz").touch()
@@ -272,7 +272,7 @@ def test_job_that_cannot_be_resumed(request_: JobRequest, code: int, files: dict
 
 def test_running_job_is_not_resumed(request_: JobRequest) -> None:
     with (
-        open_job(JobRecord("image:1", DOCKER, request_), None) as opened,
+        open_job(JobRecord(dataclasses.replace(request_, image="image:1")), None) as opened,
         pytest.raises(UsageError, match=f"--resume {opened.name}: the job still runs"),
     ):
         resume(opened.name, request_.output)

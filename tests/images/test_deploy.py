@@ -163,7 +163,7 @@ def test_yaml_1_1_reads_back_all_text() -> None:
     ]
     names = ("NO", "Y", "on", "_1", "null")  # keys of a Secret
     environment = {f"V{number}": text for number, text in enumerate(hard)} | dict.fromkeys(names, "x")
-    request = make_request(None, environment=environment, taken=frozenset(names))
+    request = make_request(None, environment=environment, taken=dict.fromkeys(names))
     objects = manifest.build_objects(request)
     assert list(yaml.load_all(manifest.format_manifest(request, objects), yaml.CSafeLoader)) == objects
 
@@ -269,9 +269,7 @@ def test_exit_codes_decide_what_happens_next(source: Path) -> None:
 @pytest.mark.parametrize("kind", Kind)
 def test_secrets_of_the_cluster_are_references(source: Path, kind: Kind) -> None:
     secrets = tuple(map(SecretReference.parse, ("HF_TOKEN=tokens/hugging-face,type=env", "KEY=keys")))
-    request = make_request(
-        source, kind=kind, secrets=secrets, environment={"A": "1", "B": "t@ken"}, taken=frozenset("B")
-    )
+    request = make_request(source, kind=kind, secrets=secrets, environment={"A": "1", "B": "t@ken"}, taken={"B": None})
     objects = manifest.build_objects(request)
     assert {each["kind"]: find_errors(each, VERSIONS[-1]) for each in objects if find_errors(each, VERSIONS[-1])} == {}
     environment = next(each for each in objects if each["metadata"]["name"] == "digits-environment")
@@ -605,13 +603,13 @@ VALUES: dict[str, Any] = {
     "hosts": 2,
     "procs_per_host": 2,
     "gpus": 1,
-    "channel": ["training=claim"],
+    "channels": ["training=claim"],
     "results": "claim",
-    "hyperparameter": ["epochs=1"],
+    "hyperparameters": ["epochs=1"],
     "distribution": '{"mpi": {"enabled": true}}',
     "env": ["A=1"],
     "env_file": [Path("variables")],
-    "secret": ["TOKEN=secret"],
+    "secrets": ["TOKEN=secret"],
     "include": ["*.py"],
     "follow_links": True,
     "shm_size": "3g",
@@ -639,7 +637,7 @@ def test_every_option_changes_the_job(option: str, tmp_path: Path, monkeypatch: 
     assert before != after
 
 
-@pytest.mark.parametrize(("option", "value"), [("results", "A claim"), ("channel", ["a=A claim"]), ("memory", "lots")])
-def test_an_error_names_the_option(option: str, value: Any) -> None:
-    with pytest.raises(UsageError, match=f"^--{option}[ :]"):
-        deploy.KubernetesOptions(image=IMAGE, **{option: value}).to_request()
+@pytest.mark.parametrize(("field", "value"), [("results", "A claim"), ("channels", ["a=A claim"]), ("memory", "lots")])
+def test_an_error_names_the_option(field: str, value: Any) -> None:
+    with pytest.raises(UsageError, match=f"^--{field.removesuffix('s') if field == 'channels' else field}[ :]"):
+        deploy.KubernetesOptions(image=IMAGE, **{field: value}).to_request()

@@ -23,9 +23,9 @@ from shoal.jobs.hosts import docker as docker_hosts
 from shoal.jobs.hosts import docker_job, local
 from shoal.jobs.hosts.docker import SECRET_PATH, DockerHosts
 from shoal.jobs.hosts.local import LocalHosts
-from shoal.jobs.job import SECRET, SECRET_FILE, JobRequest, JobResult
+from shoal.jobs.job import LOCAL, SECRET, SECRET_FILE, JobRequest, JobResult
 from shoal.jobs.run import HostExit
-from shoal.jobs.store import LOCAL, JobRecord, open_job
+from shoal.jobs.store import JobRecord, open_job
 from shoal.jobs.variables import Secret
 from shoal.jobs.view import PlainView
 from shoal.jobs.volumes import Volume
@@ -104,7 +104,7 @@ class FakeEngine:
 @pytest.fixture
 def request_(tmp_path: Path) -> JobRequest:
     (tmp_path / "train.py").touch()
-    return JobRequest(source=tmp_path, entry_point="train.py", hosts=2, output=tmp_path / "jobs")
+    return JobRequest(tmp_path, "train.py", image="image:1", hosts=2, output=tmp_path / "jobs")
 
 
 def create(request: JobRequest, user: str = "") -> FakeEngine:
@@ -115,7 +115,7 @@ def create(request: JobRequest, user: str = "") -> FakeEngine:
 
 def create_hosts(client: FakeEngine, request: JobRequest) -> contextlib.AbstractContextManager[DockerHosts]:
     view = PlainView(Console(file=io.StringIO()))
-    return docker_hosts.create_hosts(client, "image:1", request, "job", view)  # type: ignore[arg-type]
+    return docker_hosts.create_hosts(client, request, "job", view)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -239,7 +239,7 @@ def test_a_job_in_which_train_never_ran(
     elif written:
         (trees["algo-2"] / "output" / written).touch()
     result = JobResult("j", exit_code, tmp_path, {}, {}, {}, {"algo-1": "metrics.json: odd"})
-    record = JobRecord("image:1", "docker", replace(request_, **options))
+    record = JobRecord(replace(request_, **options, image="image:1"))
     checked = docker_job.check_train(client, record, trees, result)  # type: ignore[arg-type]
     if code is None:
         assert checked == result
@@ -339,7 +339,7 @@ def test_local_job_has_a_secret(request_: JobRequest, monkeypatch: pytest.Monkey
         monkeypatch.delenv(name, raising=False)
 
     def run() -> None:
-        with open_job(JobRecord("image:1", LOCAL, request_), None) as opened:
+        with open_job(JobRecord(replace(request_, image="image:1", engine=LOCAL)), None) as opened:
             local.run_job_locally(opened, PlainView(Console(file=io.StringIO())))
 
     for _ in range(2):

@@ -25,9 +25,9 @@ from shoal import trust
 from shoal.errors import UsageError, convert_os_error
 from shoal.jobs import checkpoints, job_log, processes, running, store
 from shoal.jobs.checkpoints import CONTENT, MARK, open_directory
-from shoal.jobs.job import RESOURCE_CONFIG, JobRequest
+from shoal.jobs.job import DOCKER, LOCAL, RESOURCE_CONFIG, JobRequest
 from shoal.jobs.stopping import stop_job
-from shoal.jobs.store import DOCKER, LOCAL, RECORD, JobRecord, open_job, read_record
+from shoal.jobs.store import RECORD, JobRecord, open_job, read_record
 
 from .command import shoal_command
 
@@ -72,7 +72,7 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
 
 def run(request: JobRequest, code: int | None = None, engine: str = LOCAL, **changes: Any) -> Path:
     """Run a job that ends with a code, or with a killed command; return its directory."""
-    with open_job(JobRecord("image:1", engine, request), None, "digits") as opened:
+    with open_job(JobRecord(dataclasses.replace(request, image="image:1", engine=engine)), None, "digits") as opened:
         (opened.checkpoints.path / "step-1").write_text("1")
         opened.update(exit_code=code, **changes)
     return opened.directory
@@ -181,7 +181,7 @@ def test_another_job_in_the_place_of_ones_own_is_refused(request_: JobRequest, p
 
 def test_a_job_with_the_name_and_label_of_a_removed_one_is_refused(request_: JobRequest, private: Path) -> None:
     """Both are in reports and logs, which the stranger may have seen. A job without `--name` has one text for both."""
-    with open_job(JobRecord("image:1", LOCAL, request_), None) as opened:
+    with open_job(JobRecord(dataclasses.replace(request_, image="image:1", engine=LOCAL)), None) as opened:
         (opened.checkpoints.path / "step-1").write_text("1")
     directory = opened.directory
     shutil.rmtree(directory)
@@ -223,7 +223,7 @@ def test_a_list_of_jobs_that_others_can_write_to_is_not_believed(
     (state / "shoal").chmod(0o777)
     with pytest.raises(UsageError, match="your list of jobs"):
         running.check_own(directory, "digits-1", "digits")
-    with open_job(JobRecord("image:1", DOCKER, request_), None):
+    with open_job(JobRecord(dataclasses.replace(request_, image="image:1")), None):
         pass
     assert "so `shoal ps` and `shoal stop` refuse this job. Fix: " in capsys.readouterr().err
 
@@ -252,7 +252,9 @@ def test_only_the_process_that_started_the_job_is_signalled(
     number = sleeper.pid if is_same_number else os.getppid()
     for other in others:
         assert not processes.send_signal(number, other, signal.SIGTERM)
-        stale = store.KnownJob(directory, dataclasses.replace(found, pid=number, process_start=other), "running")
+        stale = store.KnownJob(
+            directory.name, directory, dataclasses.replace(found, pid=number, process_start=other), "running"
+        )
         with running.mark_running(directory, stale.identity), pytest.raises(UsageError, match="not visible here"):
             stop_job(stale, console())
     assert sleeper.poll() is None
@@ -310,7 +312,7 @@ def test_nobody_else_can_lock_a_job(request_: JobRequest) -> None:
         left = Path(shared, ".ck.shoal-lock")
         left.touch(0o644)  # as an earlier version left it
         assert take_lock(left) == 0
-        with open_job(JobRecord("image:1", DOCKER, request), None, "digits"):
+        with open_job(JobRecord(dataclasses.replace(request, image="image:1")), None, "digits"):
             assert take_lock(left) == CANNOT_OPEN
             assert take_lock(Path(shared, "digits", running.MARK)) == CANNOT_OPEN
 
@@ -424,7 +426,7 @@ def test_a_lost_job_takes_no_directory_without_its_mark(request_: JobRequest, pr
 def test_a_lost_job_that_replaced_nothing_keeps_the_files_that_were_there(request_: JobRequest, private: Path) -> None:
     """Its command was killed after it had marked the directory, before its hosts started."""
     with open_job(
-        JobRecord("image:1", LOCAL, dataclasses.replace(request_, checkpoints=private)), None, "digits"
+        JobRecord(dataclasses.replace(request_, checkpoints=private, image="image:1", engine=LOCAL)), None, "digits"
     ) as job:
         pass
     assert stop_job(store.read_job(job.directory), console()).state == "stopped"

@@ -183,7 +183,9 @@ def test_log_keeps_its_ends_and_a_long_series_keeps_its_shape(monkeypatch: pytes
 
 def open_finished_job(directory: Path, **options: Any) -> OpenJob:
     request = JobRequest(source=directory, entry_point="train.py", **options)
-    return OpenJob("digits-1", directory, JobRecord("image:1", "docker", request), cast(Any, None), False)
+    return OpenJob(
+        "digits-1", directory, JobRecord(dataclasses.replace(request, image="image:1")), cast(Any, None), False
+    )
 
 
 def test_secrets_are_masked_everywhere(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,10 @@ from shoal.errors import UsageError
 from shoal.jobs import running
 from shoal.jobs.checkpoints import CONTENT
 from shoal.jobs.hosts import docker as docker_hosts
-from shoal.jobs.job import RESOURCE_CONFIG, JobRequest
+from shoal.jobs.job import LOCAL, RESOURCE_CONFIG, JobRequest
 from shoal.jobs.job_log import LOG, JobLog, LineFilter, read_lines
 from shoal.jobs.stopping import stop_job
-from shoal.jobs.store import DOCKER, LOCAL, JobRecord, check_name, find_job, find_running_job, list_jobs, open_job
+from shoal.jobs.store import JobRecord, check_name, find_job, find_running_job, list_jobs, open_job
 from shoal.jobs.view import PlainView
 
 from .test_docker_job import FakeEngine
@@ -51,7 +52,7 @@ def request_(tmp_path: Path) -> JobRequest:
 
 def run(request: JobRequest, name: str, code: int | None) -> Path:
     """Run a job that ends with a code; None: its command is killed."""
-    with open_job(JobRecord("image:1", DOCKER, request), None, name) as opened:
+    with open_job(JobRecord(replace(request, image="image:1")), None, name) as opened:
         (opened.directory / "model.tar.gz").touch()
         if code is not None:
             opened.finish(code)
@@ -61,7 +62,7 @@ def run(request: JobRequest, name: str, code: int | None) -> Path:
 def test_states_of_jobs(request_: JobRequest) -> None:
     for name, code in (("done", 0), ("broken", 7), ("killed", None)):
         run(request_, name, code)
-    with open_job(JobRecord("image:1", DOCKER, request_), None, "now"):
+    with open_job(JobRecord(replace(request_, image="image:1")), None, "now"):
         found = {each.name: (each.state, each.describe().exit_code) for each in list_jobs()}
         assert [each.name for each in list_jobs()] == ["now", "killed", "broken", "done"]
         assert find_running_job("now").seconds is not None
@@ -113,9 +114,9 @@ def test_jobs_of_one_name_share_nothing_in_docker(request_: JobRequest, tmp_path
     for output in ("one", "other"):
         request = JobRequest(**{**vars(request_), "output": tmp_path / output})
         with (
-            open_job(JobRecord("image:1", DOCKER, request), None, "digits") as opened,
+            open_job(JobRecord(replace(request, image="image:1")), None, "digits") as opened,
             docker_hosts.create_hosts(
-                client, "image:1", request, opened.name, PlainView(console()), opened.log, opened.identity
+                client, opened.record.request, opened.name, PlainView(console()), opened.log, opened.identity
             ) as hosts,
         ):
             identities.append(opened.identity)
@@ -133,7 +134,7 @@ def console() -> Console:
 
 def test_stopping_a_lost_job_that_never_started_keeps_its_checkpoints(request_: JobRequest) -> None:
     """Its command was killed while it copied the checkpoints to a host's tree, which is half filled."""
-    with open_job(JobRecord("image:1", LOCAL, request_), None, "killed") as opened:
+    with open_job(JobRecord(replace(request_, image="image:1", engine=LOCAL)), None, "killed") as opened:
         (opened.checkpoints.path / "step-9").write_text("whole")
         tree = opened.directory / "algo-1"
         (tree / CONTENT).mkdir(parents=True)
@@ -151,7 +152,7 @@ def test_a_running_job_comes_before_an_ended_one_of_its_name(
     monkeypatch.chdir(tmp_path)
     assert find_job("digits").state == "completed"
     elsewhere = JobRequest(**{**vars(request_), "output": tmp_path / "other"})
-    with open_job(JobRecord("image:1", DOCKER, elsewhere), None, "digits"):
+    with open_job(JobRecord(replace(elsewhere, image="image:1")), None, "digits"):
         assert find_job("digits").directory == tmp_path / "other" / "digits"
         assert find_job("jobs/digits").state == "completed"
 

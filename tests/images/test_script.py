@@ -79,16 +79,16 @@ def read(*words: str) -> JobRecord:
 )
 def test_command_line_describes_the_job(here: Path, words: list[str], fields: dict[str, Any]) -> None:
     record = read("any:1", *words)
-    assert (record.image, record.engine) == ("any:1", "docker")
+    assert (record.request.image, record.request.engine) == ("any:1", "docker")
     assert {name: getattr(record.request, name) for name in fields} == fields
 
 
 def test_local_is_the_engine_none(here: Path) -> None:
-    assert read("any:1", "code/train.py", "--local").engine == "none"
+    assert read("any:1", "code/train.py", "--local").request.engine == "none"
 
 
 def test_arguments_given_again_replace_the_earlier_ones(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    earlier = JobRecord("any:1", "docker", JobRequest(Path("code"), "train.py", ("--epochs", "3")))
+    earlier = JobRecord(JobRequest(Path("code"), "train.py", ("--epochs", "3"), image="any:1"))
     monkeypatch.setattr(jobs, "read_record", lambda *_: earlier)
     assert read("--resume", "job").request == earlier.request
     assert read("--resume", "job", "--", "-v").request.arguments == ("-v",)
@@ -126,7 +126,7 @@ def test_image_may_name_the_script(
     assert opened.name.startswith("mine-20")
     assert opened.record.request.train_command == ["train", "--", "-v"]
     client = FakeEngine()
-    with docker_hosts.create_hosts(client, "me/mine:1", opened.record.request, "job", PlainView(Console())):  # type: ignore[arg-type]
+    with docker_hosts.create_hosts(client, opened.record.request, "job", PlainView(Console())):  # type: ignore[arg-type]
         variables = client.made["job-algo-1"]["environment"]
     assert not any(name.startswith("opt/ml/code") for name in client.files["job-algo-1"])
     assert "SAGEMAKER_SUBMIT_DIRECTORY" not in variables

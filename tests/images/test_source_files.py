@@ -24,8 +24,9 @@ from shoal.commands.common import app
 from shoal.errors import UsageError
 from shoal.jobs import job, source_files
 from shoal.jobs.hosts.kubernetes import manifest
+from shoal.jobs.job import LOCAL
 from shoal.jobs.source_files import SECRET_RULES, Selection, copy_source, describe_source, list_source, matches
-from shoal.jobs.store import LOCAL, JobRecord, open_job
+from shoal.jobs.store import JobRecord, open_job
 
 NOBODY = 65534
 assert deploy  # it adds its command to the application
@@ -333,7 +334,7 @@ def test_each_rule_is_tested() -> None:
 def test_jobs_of_another_output_directory_are_left_out(source: Path, tmp_path: Path) -> None:
     """Their hyperparameters and logs may have secrets, not only their record."""
     request = job.JobRequest(source, "train.py", hyperparameters={"password": "x"}, output=source / "old")
-    with open_job(JobRecord("any:1", LOCAL, request), None, "first") as opened:
+    with open_job(JobRecord(replace(request, image="any:1", engine=LOCAL)), None, "first") as opened:
         job.write_tree(opened.directory / "algo-1", request, "first")
         opened.log.add("algo-1", "password x")
     assert (source / "old" / "first" / "request.json").exists()

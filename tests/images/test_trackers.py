@@ -9,6 +9,7 @@ import os
 import random
 import struct
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -148,7 +149,7 @@ def test_other_files_are_no_runs(tmp_path: Path) -> None:
 
 def open_job(directory: Path, **options: Any) -> OpenJob:
     request = JobRequest(source=directory, entry_point="train.py", **options)
-    return OpenJob("digits-1", directory, JobRecord("image:1", "docker", request), cast(Any, None), False)
+    return OpenJob("digits-1", directory, JobRecord(replace(request, image="image:1")), cast(Any, None), False)
 
 
 @pytest.mark.parametrize(("hosts", "runs"), [(1, {"."}), (2, {"algo-1 .", "algo-2 ."})])

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -23,18 +25,19 @@ from shoal.commands.script import (
     Env,
     EnvFile,
     FollowLinks,
+    Hyperparameters,
     Include,
     ListFiles,
     Script,
     ScriptCommand,
     print_source,
     print_source_notes,
+    read_options,
     split_script,
     warn_of_visible_secrets,
 )
 from shoal.console import print_line
 from shoal.errors import UsageError
-from shoal.jobs.distribution import parse_distribution
 from shoal.jobs.hosts.kubernetes import manifest
 from shoal.jobs.hosts.kubernetes.request import Kind, KubernetesRequest, SecretReference, Storage, suggest_name
 from shoal.jobs.job import SHM_SIZE
@@ -57,6 +60,16 @@ _STORAGE = "CLAIM[/DIR]|/DIR"
 _RESULTS_HELP = "Storage that keeps models, output and checkpoints: a PersistentVolumeClaim, or a directory of nodes."
 
 
+_READERS: Mapping[str, Callable[[Any], Any]] = {
+    "channels": lambda words: {
+        name: Storage.parse(f"--channel {name}", value) for name, value in parse_pairs("--channel", words).items()
+    },
+    "results": functools.partial(Storage.parse, "--results"),
+    "secrets": lambda words: tuple(map(SecretReference.parse, words)),
+    "egress": tuple,
+}
+
+
 @dataclass(frozen=True)
 class KubernetesOptions:
     """The options of `shoal deploy kubernetes`."""
@@ -76,19 +89,18 @@ class KubernetesOptions:
     hosts: Annotated[int, typer.Option(min=1, help="Number of hosts (one pod each).")] = 1
     procs_per_host: Annotated[int | None, typer.Option(min=1, help="MPI ranks per host.")] = None
     gpus: Annotated[int, typer.Option(min=0, help="GPUs per host.")] = 0
-    channel: Annotated[
-        list[str] | None, typer.Option(metavar=f"NAME={_STORAGE}", help="Storage with input data. Repeatable.")
+    channels: Annotated[
+        list[str] | None,
+        typer.Option("--channel", metavar=f"NAME={_STORAGE}", help="Storage with input data. Repeatable."),
     ] = None
     results: Annotated[str | None, typer.Option(metavar=_STORAGE, help=_RESULTS_HELP)] = None
-    hyperparameter: Annotated[
-        list[str] | None, typer.Option(metavar="KEY=VALUE", help="Hyperparameter, as for `shoal run`. Repeatable.")
-    ] = None
+    hyperparameters: Hyperparameters = None
     distribution: Annotated[
         str, typer.Option(metavar="JSON", help="The distribution argument of a SageMaker estimator.")
     ] = "{}"
     env: Env = None
     env_file: EnvFile = None
-    secret: Annotated[
+    secrets: Annotated[
         list[str] | None, typer.Option("--secret", metavar="NAME=SECRET[/KEY][,type=env]", help=_SECRET_HELP)
     ] = None
     include: Include = None
@@ -120,38 +132,16 @@ class KubernetesOptions:
         tag = resolve_tag(self.image) if "/" not in self.image else self.image
         image = f"{self.registry.rstrip('/')}/{tag}" if self.registry else tag
         source, entry_point = self._read_script()
-        channels = parse_pairs("--channel", self.channel)
         environment, taken = read_environment(self.env, self.env_file)
-        request = KubernetesRequest(
-            kind=self.kind,
-            name=self.name if self.name is not None else suggest_name(source, image),
-            image=image,
-            source=source,
-            entry_point=entry_point,
-            arguments=tuple(self.arguments or ()),
-            namespace=self.namespace,
-            hosts=self.hosts,
-            procs_per_host=self.procs_per_host,
-            gpus=self.gpus,
-            channels={name: Storage.parse(f"--channel {name}", value) for name, value in channels.items()},
-            results=Storage.parse("--results", self.results) if self.results is not None else None,
-            hyperparameters=parse_pairs("--hyperparameter", self.hyperparameter),
-            distribution=parse_distribution(self.distribution),
-            environment=environment,
-            taken=frozenset(taken),
-            secrets=tuple(map(SecretReference.parse, self.secret or ())),
-            include=tuple(self.include or ()),
-            follow_links=self.follow_links,
-            shm_size=self.shm_size,
-            memory=self.memory,
-            cpus=self.cpus,
-            retries=self.retries,
-            max_restarts=self.max_restarts,
-            max_seconds=self.max_seconds,
-            user=self.user,
-            egress=tuple(self.egress or ()),
-            service_account=self.service_account,
-        )
+        own = {
+            "image": image,
+            "name": suggest_name(source, image) if self.name is None else self.name,
+            "source": source,
+            "entry_point": entry_point,
+            "environment": environment,
+            "taken": taken,
+        }
+        request = KubernetesRequest(**{**read_options(self, KubernetesRequest, _READERS), **own})
         request.check()
         return request
 

@@ -22,10 +22,10 @@ from shoal import __version__
 from shoal.clean_text import clean_text, cut_line
 from shoal.console import print_line
 from shoal.jobs import summary, trackers
-from shoal.jobs.job import SECRET, JobRequest, JobResult
+from shoal.jobs.job import LOCAL, SECRET, JobRequest, JobResult
 from shoal.jobs.job_log import MAX_SERIES, Key, Series
 from shoal.jobs.metric_definitions import HYPERPARAMETER
-from shoal.jobs.store import LOCAL, OpenJob
+from shoal.jobs.store import OpenJob
 from shoal.limits import MOST_REPORT, parse_json, read_file
 from shoal.report.job_page import render_job_page
 from shoal.report.job_report import PAGE, Curve, JobReport
@@ -162,8 +162,8 @@ def _collect_settings(opened: OpenJob, plan: Mapping[str, Any], masks: _Masks) -
     record = opened.record
     request = record.request
     job = {
-        "image": record.image if record.engine != LOCAL else "",
-        "engine": record.engine,
+        "image": request.image if request.engine != LOCAL else "",
+        "engine": request.engine,
         "source": str(request.source or ""),
         "entry point": request.entry_point or "",
         "hosts": f"{request.min_hosts}:{request.hosts}" if request.min_hosts else str(request.hosts),
@@ -180,7 +180,7 @@ def _collect_settings(opened: OpenJob, plan: Mapping[str, Any], masks: _Masks) -
         "job": {name: value for name, value in job.items() if value},
         "hyperparameters": masks.hyperparameters,
         "variables": masks.variables,
-        "versions": _list_versions(record.engine),
+        "versions": _list_versions(request.engine),
         "environment of the script": environment,
     }
     return {

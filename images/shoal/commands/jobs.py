@@ -9,6 +9,7 @@ import os
 import re
 import signal
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -44,12 +45,14 @@ from shoal.commands.script import (
     Env,
     EnvFile,
     FollowLinks,
+    Hyperparameters,
     Include,
     ListFiles,
     Script,
     ScriptCommand,
     print_source,
     print_source_notes,
+    read_options,
     split_script,
     warn_of_visible_secrets,
 )
@@ -57,13 +60,10 @@ from shoal.console import CleanConsole, console, print_line
 from shoal.docker_client import images as docker_images
 from shoal.errors import ImageError, UsageError
 from shoal.jobs import background, metric_definitions, model_plan, store, summary, trackers
-from shoal.jobs.distribution import parse_distribution
 from shoal.jobs.hosts import docker_job, local
-from shoal.jobs.job import JobRequest, JobResult
+from shoal.jobs.job import DOCKER, LOCAL, JobRequest, JobResult
 from shoal.jobs.store import (
-    DOCKER,
     FAILED,
-    LOCAL,
     OUTPUT,
     STOPPED,
     JobRecord,
@@ -82,10 +82,6 @@ from shoal.report.job_page import render_comparison_page
 from shoal.report.job_report import PAGE, read_report
 from shoal.report.output_files import choose_files, write_files
 
-_HYPERPARAMETER_HELP = (
-    "Hyperparameter. VALUE is JSON if it is valid JSON (1.10 is a number, '\"1.10\"' a string), otherwise a string."
-    " Repeatable."
-)
 _GPUS_HELP = "GPUs of the job, divided evenly between hosts: indexes or UUIDs from nvidia-smi -L. Default: all."
 _CHECKPOINTS_HELP = (
     "Directory for checkpoints: copied to /opt/ml/checkpoints before the start, and replaced by it at the end. It"
@@ -116,6 +112,11 @@ _SECRET_HELP = (
     " With ,type=env at the end it is also the variable NAME of the script. Repeatable."
 )
 _VISIBLE_FIX = "-e {name} or --secret {name} with a variable of your environment, or --env-file FILE"
+_READERS: Mapping[str, Callable[[Any], Any]] = {
+    "channels": lambda words: {name: Path(value) for name, value in parse_pairs("--channel", words).items()},
+    "secrets": parse_secrets,
+    "volumes": lambda words: tuple(map(Volume.parse, words)),
+}
 _EXTENDED = ("channels", "hyperparameters", "environment", "taken")
 """Fields of a resumed job that are extended by those that are given again, name by name."""
 
@@ -156,23 +157,24 @@ class RunOptions:
             help="Ranks per host. MPI starts them, or torchrun if --distribution selects it.",
         ),
     ] = None
-    channel: Annotated[
-        list[str] | None, typer.Option(metavar="NAME=DIR", help="Directory with input data. Repeatable.")
+    channels: Annotated[
+        list[str] | None,
+        typer.Option("--channel", metavar="NAME=DIR", help="Directory with input data. Repeatable."),
     ] = None
-    hyperparameter: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help=_HYPERPARAMETER_HELP)] = None
+    hyperparameters: Hyperparameters = None
     metric: Annotated[list[str] | None, typer.Option(metavar="NAME=REGEX", help=_METRIC_HELP)] = None
     distribution: Annotated[
         str | None, typer.Option(metavar="JSON", help="The distribution argument of a SageMaker estimator.")
     ] = None
     env: Env = None
     env_file: EnvFile = None
-    secret: Annotated[
+    secrets: Annotated[
         list[str] | None, typer.Option("--secret", metavar="NAME[=FILE][,type=env]", help=_SECRET_HELP)
     ] = None
     include: Include = None
     follow_links: FollowLinks = False
     list_files: ListFiles = False
-    jobs: Annotated[Path, typer.Option("--output", help="Directory in which to create the job's directory.")] = Path(
+    output: Annotated[Path, typer.Option("--output", help="Directory in which to create the job's directory.")] = Path(
         "jobs"
     )
     shm_size: Annotated[
@@ -184,7 +186,7 @@ class RunOptions:
     cpus: Annotated[
         float | None, typer.Option(min=0.01, help="Processor cores per host, such as 2 or 0.5. Default: no limit.")
     ] = None
-    volume: Annotated[
+    volumes: Annotated[
         list[str] | None, typer.Option("--volume", "-v", metavar="PATH:TARGET[:ro]", help=_VOLUME_HELP)
     ] = None
     gpus: Annotated[str | None, typer.Option(metavar="all|none|0,1", help=_GPUS_HELP)] = None
@@ -211,8 +213,7 @@ class RunOptions:
 
         The image may still be the name of a framework. Raises `UsageError`.
         """
-        given = {name: value for name, value in self._read_fields().items() if value not in (None, {}, ())}
-        engine = choose_engine(self.engine, self.local)
+        given = self._read_fields()
         if self.resume is None:
             if self.image is None:
                 raise UsageError(
@@ -220,59 +221,38 @@ class RunOptions:
                     " continue an earlier job, shoal run --resume JOB"
                 )
             if self.name is not None:
-                store.check_name(self.name, self.jobs)
-            record = JobRecord(self.image, (engine or Engine.docker).value, JobRequest(**given))
+                store.check_name(self.name, self.output)
+            record = JobRecord(JobRequest(**given))
         elif self.name is not None:
             raise UsageError(f"--name {self.name}: a resumed job keeps its name, {self.resume}. Fix: leave out --name")
         else:
-            earlier = read_record(self.jobs, self.resume)
+            earlier = read_record(self.output, self.resume)
             request = _extend_request(earlier.request, given, f"--resume {self.resume}")
             check_owners(earlier, request, f"--resume {self.resume}")
-            used = engine.value if engine else earlier.engine
-            record = dataclasses.replace(earlier, image=self.image or earlier.image, engine=used, request=request)
+            record = dataclasses.replace(earlier, request=request)
         record.request.check()
-        if record.engine == LOCAL:
-            if record.request.source is None:
-                raise UsageError("SCRIPT: missing, and without Docker no image names one. Fix: shoal run IMAGE SCRIPT")
-            _refuse_container_options(record.request)
-            if record.request.min_hosts:
-                local.list_loopback_names(record.request)
+        if record.request.engine == LOCAL:
+            _check_local(record.request)
         return record
 
     def _read_fields(self) -> dict[str, Any]:
-        """Return the fields of a `JobRequest`; None or empty if the option is not given. Raises `UsageError`."""
-        channels = parse_pairs("--channel", self.channel)
+        """Returns the fields of a `JobRequest` that are given. Raises `UsageError`."""
+        given = read_options(self, JobRequest, _READERS)
         environment, taken = read_environment(self.env, self.env_file)
-        source, entry_point = self.source, self.entry_point
+        given |= {name: value for name, value in (("environment", environment), ("taken", taken)) if value}
+        if engine := choose_engine(self.engine, self.local):
+            given["engine"] = engine.value
+        if self.hosts is not None:
+            given |= _parse_hosts(self.hosts)
         if self.script is not None:
-            source, entry_point = split_script(self.script, source, entry_point)
-        return {
-            "source": source,
-            "entry_point": entry_point,
-            "arguments": tuple(self.arguments or ()) or None,
-            **({} if self.hosts is None else _parse_hosts(self.hosts)),
-            "procs_per_host": self.procs_per_host,
-            "channels": {name: Path(value) for name, value in channels.items()},
-            "hyperparameters": self._read_hyperparameters(),
-            "distribution": parse_distribution(self.distribution or "{}"),
-            "environment": environment,
-            "taken": taken,
-            "secrets": parse_secrets(self.secret),
-            "include": tuple(self.include or ()),
-            "follow_links": self.follow_links or None,
-            "output": self.jobs,
-            "shm_size": self.shm_size,
-            "memory": self.memory,
-            "cpus": self.cpus,
-            "volumes": tuple(map(Volume.parse, self.volume or ())) or None,
-            "gpus": self.gpus,
-            "checkpoints": self.checkpoints,
-            "max_restarts": self.max_restarts,
-        }
+            given["source"], given["entry_point"] = split_script(self.script, self.source, self.entry_point)
+        if hyperparameters := self._read_hyperparameters():
+            given["hyperparameters"] = hyperparameters
+        return given
 
     def _read_hyperparameters(self) -> dict[str, str]:
         """Return the hyperparameters, with the metric definitions. Raises `UsageError`."""
-        found = parse_pairs("--hyperparameter", self.hyperparameter)
+        found = parse_pairs("--hyperparameter", self.hyperparameters)
         metric_definitions.check_definitions(found)
         if metrics := parse_pairs("--metric", self.metric):
             name = metric_definitions.HYPERPARAMETER
@@ -330,32 +310,34 @@ def run_job(options: RunOptions) -> None:
     Continue a job: shoal run --resume code-20260131-101500-3f2a1c
     """
     record = options.to_record()
+    request = record.request
     if options.list_files:
-        print_source(record.request.selection, options.as_json)
+        print_source(request.selection, options.as_json)
         return
-    given = parse_pairs("--hyperparameter", options.hyperparameter)
+    given = parse_pairs("--hyperparameter", options.hyperparameters)
     warn_of_visible_secrets(options.env, given, options.arguments, _VISIBLE_FIX)
-    if record.request.source is None:
-        _check_image_has_script(resolve_tag(record.image), record.request)
+    if request.source is None:
+        _check_image_has_script(resolve_tag(request.image), request)
     else:
-        print_source_notes(record.request.selection)
+        print_source_notes(request.selection)
     progress = progress_console(options.as_json)
     build_seconds = None
-    if options.build and record.engine == DOCKER:
-        tag, build_seconds = _build_image(record.image, progress)
+    if options.build and request.engine == DOCKER:
+        tag, build_seconds = _build_image(request.image, progress)
     else:
-        tag = resolve_tag(record.image)
+        tag = resolve_tag(request.image)
     moved = background.fork_to_background() if options.detach else None
     if isinstance(moved, Path):
         _print_started(read_job(moved), options.as_json)
         return
-    with open_job(dataclasses.replace(record, image=tag), options.resume, options.name) as opened:
+    record = dataclasses.replace(record, request=dataclasses.replace(request, image=tag))
+    with open_job(record, options.resume, options.name) as opened:
         if moved:
             moved.open_log(opened.directory / OUTPUT)
             opened.on_started = functools.partial(moved.release_parent, opened.directory)
             progress = CleanConsole()  # not of the terminal
         result = _run_to_end(opened, progress, options, build_seconds)
-    summary.print_summary(progress, record.request, result)
+    summary.print_summary(progress, request, result)
     if options.as_json and not moved:
         print_json({name: value for name, value in vars(result).items() if name != "plan"})
     _print_report(progress, result.report)
@@ -364,7 +346,7 @@ def run_job(options: RunOptions) -> None:
 
 def _run_to_end(opened: OpenJob, progress: Console, options: RunOptions, build_seconds: float | None) -> JobResult:
     """Run a job, record how it ended, write its report, and return its result. After an error, too, it is recorded."""
-    run = local.run_job_locally if opened.record.engine == LOCAL else docker_job.run_job_in_docker
+    run = local.run_job_locally if opened.record.request.engine == LOCAL else docker_job.run_job_in_docker
     try:
         with _open_view(opened, progress, options) as view:
             result = run(opened, view)
@@ -490,8 +472,8 @@ def _open_view(opened: OpenJob, progress: Console, options: RunOptions) -> conte
     """Return the view of a job: live on a terminal, plain elsewhere."""
     if options.plain or options.as_json or not can_show_panel(progress, os.environ):
         return contextlib.nullcontext(PlainView(progress))
-    request, engine = opened.record.request, opened.record.engine
-    merged = 1 if engine == LOCAL and not request.min_hosts else request.hosts
+    request = opened.record.request
+    merged = 1 if request.engine == LOCAL and not request.min_hosts else request.hosts
     hosts = f"{request.min_hosts}:{request.hosts}" if request.min_hosts else str(merged)
     ranks = request.hosts * (request.procs_per_host or 1)
     definitions = metric_definitions.read_definitions(request.hyperparameters, request.source)
@@ -531,8 +513,10 @@ def _check_image_has_script(tag: str, request: JobRequest) -> None:
     )
 
 
-def _refuse_container_options(request: JobRequest) -> None:
-    """Raise `UsageError` if an option is about containers, as the job has none."""
+def _check_local(request: JobRequest) -> None:
+    """Raises `UsageError` if a job without Docker has no script, or an option about containers."""
+    if request.source is None:
+        raise UsageError("SCRIPT: missing, and without Docker no image names one. Fix: shoal run IMAGE SCRIPT")
     given = {
         "--shm-size": request.shm_size,
         "--memory": request.memory,
@@ -541,3 +525,5 @@ def _refuse_container_options(request: JobRequest) -> None:
     }
     if options := ", ".join(name for name, value in given.items() if value):
         raise UsageError(f"{options}: has no effect without a container. Fix: leave out {options} or --engine none")
+    if request.min_hosts:
+        local.list_loopback_names(request)

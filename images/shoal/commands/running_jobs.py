@@ -25,9 +25,10 @@ from shoal.console import print_line
 from shoal.errors import UsageError
 from shoal.jobs import inside, stopping, store
 from shoal.jobs.inside import choose_host
+from shoal.jobs.job import LOCAL
 from shoal.jobs.job_log import LineFilter, read_lines
 from shoal.jobs.run import STOP_SECONDS
-from shoal.jobs.store import LOCAL, LOST, OUTPUT, RUNNING, STOPPED, KnownJob, find_job, find_running_job
+from shoal.jobs.store import LOST, OUTPUT, RUNNING, STOPPED, KnownJob, find_job, find_running_job
 from shoal.jobs.summary import describe_stop
 from shoal.jobs.volumes import Volume
 from shoal.report.job_report import PAGE
@@ -66,7 +67,7 @@ def _describe_row(job: KnownJob) -> list[str]:
     """Return the cells of a job. Without Docker, it has no image."""
     own = job.record
     code = "" if job.is_running or own.exit_code is None else str(own.exit_code)
-    image = "without Docker" if own.engine == LOCAL else own.image
+    image = "without Docker" if own.request.engine == LOCAL else own.request.image
     started = f"{datetime.fromtimestamp(own.started):%Y-%m-%d %H:%M:%S}"
     elapsed = "" if job.seconds is None else str(timedelta(seconds=int(job.seconds)))
     return [job.name, job.state, code, image, str(own.request.hosts), started, elapsed, str(job.directory)]
@@ -90,7 +91,7 @@ def print_logs(
     One rank: shoal logs --rank 0 --tail 20 digits
     """
     found = find_job(name)
-    if host is not None and found.record.engine != LOCAL:
+    if host is not None and found.record.request.engine != LOCAL:
         choose_host(found.name, host, found.record.request.host_names)
     lines = read_lines(found.directory, LineFilter(host, rank), tail=tail, follow=follow, timestamps=timestamps)
     has_lines = False

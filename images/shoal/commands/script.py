@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import shlex
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer.core
 
 from shoal.clean_text import print_error
-from shoal.commands.common import print_columns, print_json
+from shoal.commands.common import parse_pairs, print_columns, print_json
 from shoal.console import print_line
 from shoal.errors import UsageError, did_you_mean
+from shoal.jobs.distribution import parse_distribution
+from shoal.jobs.job import Job
 from shoal.jobs.source_files import Selection, describe_source, list_rows, list_source
 from shoal.jobs.variables import describe_visible_secrets
 
@@ -32,15 +36,28 @@ _ENV_HELP = (
     " Repeatable."
 )
 _ENV_FILE_HELP = "File of variables for every host, one NAME=VALUE or NAME a line, as in docker run. Repeatable."
+_HYPERPARAMETER_HELP = (
+    "Hyperparameter. VALUE is JSON if it is valid JSON (1.10 is a number, '\"1.10\"' a string), otherwise a string."
+    " Repeatable."
+)
 _LIST_HELP = "Print the files that would be copied, with size, and those that are left out. Starts nothing."
 _ARGUMENTS_HELP = "Arguments for the script, unchanged, after its hyperparameters."
 Script = Annotated[Path | None, typer.Argument(metavar="SCRIPT", help=_SCRIPT_HELP)]
 Arguments = Annotated[list[str] | None, typer.Argument(metavar="-- ARGUMENT", help=_ARGUMENTS_HELP)]
 FollowLinks = Annotated[bool, typer.Option("--follow-links", help=_FOLLOW_HELP)]
 Include = Annotated[list[str] | None, typer.Option("--include", metavar="PATTERN", help=_INCLUDE_HELP)]
+Hyperparameters = Annotated[
+    list[str] | None, typer.Option("--hyperparameter", metavar="KEY=VALUE", help=_HYPERPARAMETER_HELP)
+]
 Env = Annotated[list[str] | None, typer.Option("--env", "-e", metavar="NAME[=VALUE]", help=_ENV_HELP)]
 EnvFile = Annotated[list[Path] | None, typer.Option("--env-file", metavar="FILE", help=_ENV_FILE_HELP)]
 ListFiles = Annotated[bool, typer.Option("--list-files", help=_LIST_HELP)]
+_READERS: Mapping[str, Callable[[Any], Any]] = {
+    "arguments": tuple,
+    "include": tuple,
+    "hyperparameters": functools.partial(parse_pairs, "--hyperparameter"),
+    "distribution": lambda text: parse_distribution(text or "{}"),
+}
 _OF_ESTIMATORS = {
     "--instance-count": "--hosts",
     "--environment": "--env",
@@ -86,6 +103,21 @@ class ScriptCommand(typer.core.TyperCommand):
 def _name(ctx: Any) -> str:
     """Return the full name of a command, such as `shoal run`."""
     return f"{_name(ctx.parent)} {ctx.info_name}" if ctx.parent else "shoal"
+
+
+def read_options(options: object, kind: type[Job], readers: Mapping[str, Callable[[Any], Any]]) -> dict[str, Any]:
+    """Returns the fields of a job that options of the same names give. Those that are not given are left out.
+
+    Args:
+        options: A dataclass with the values of options, and the arguments of the command.
+        kind: The class of the job.
+        readers: Functions that make the value of a field from the words of its option. Raise `UsageError`.
+    """
+    readers = {**_READERS, **readers}
+    names = {each.name for each in dataclasses.fields(kind)} & vars(options).keys()
+    given = {name: value for name in names if (value := getattr(options, name)) is not None and value is not False}
+    found = {name: readers[name](value) if name in readers else value for name, value in given.items()}
+    return {name: value for name, value in found.items() if value not in ({}, ())}
 
 
 def split_script(script: Path, source: Path | None, entry_point: str | None) -> tuple[Path, str]:

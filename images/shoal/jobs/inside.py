@@ -14,7 +14,8 @@ from shoal.docker_client import containers, terminal
 from shoal.errors import DockerError, UsageError, did_you_mean
 from shoal.jobs import gpus, processes
 from shoal.jobs.hosts.docker import find_containers
-from shoal.jobs.store import LOCAL, KnownJob, list_host_trees
+from shoal.jobs.job import LOCAL
+from shoal.jobs.store import KnownJob, list_host_trees
 from shoal.jobs.volumes import Volume
 
 SHELL = ["sh", "-c", "command -v bash >/dev/null && exec bash || exec sh"]
@@ -37,7 +38,7 @@ def run_in_host(found: KnownJob, host: str | None, command: Sequence[str]) -> in
         UsageError: If the job has no such host.
         DockerError: If the host does not run, or Docker does not answer.
     """
-    if found.record.engine == LOCAL:
+    if found.record.request.engine == LOCAL:
         return _run_in_local_host(found, host, command)
     names = found.record.request.host_names
     name = choose_host(found.name, host, names)

@@ -21,6 +21,8 @@ from shoal.jobs.source_files import Selection
 from shoal.jobs.variables import Secret, check_secret_variables
 from shoal.jobs.volumes import Volume
 
+DOCKER, LOCAL = "docker", "none"
+"""The places in which a job of `shoal run` runs: containers, or this machine without Docker."""
 SECRET, SECRET_FILE = "SHOAL_JOB_SECRET", "SHOAL_JOB_SECRET_FILE"
 """The variables with the job's secret, by which its hosts recognize each other, or with the path of a file with it.
 
@@ -39,19 +41,22 @@ SHM_SIZE = "1g"
 
 
 @dataclass(frozen=True)
-class JobRequest:
-    """A job to run, as the user describes it."""
+class Job:
+    """A training job, as the user describes it, for any place that can run it.
 
-    source: Path | None = None
-    """The directory with the script; None: the image has the code, and names the script."""
+    The options of a command fill it, the record keeps it, the hosts take it, and the report shows it.
+    """
+
+    source: Path | str | None = None
+    """The directory with the script, or an address; None: the image has the code, and names the script."""
     entry_point: str | None = None
     """The script, relative to `source`."""
     arguments: tuple[str, ...] = ()
     """Arguments for the script, which follow its hyperparameters unchanged."""
+    image: str = ""
+    """A tag, or a framework from buildspec.yml."""
     hosts: int = 1
     procs_per_host: int | None = None
-    channels: Mapping[str, Path] = field(default_factory=dict)
-    """Local directories with input data, by channel."""
     hyperparameters: Mapping[str, str] = field(default_factory=dict)
     """The script's own hyperparameters; values that are valid JSON are passed on as JSON."""
     distribution: Mapping[str, Any] = field(default_factory=dict)
@@ -59,20 +64,70 @@ class JobRequest:
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables for every host."""
     taken: Mapping[str, Path | None] = field(default_factory=dict)
-    """The names of `environment` with values that the record leaves out, each with its file of `--env-file`, or None:
-    from the environment of the command."""
-    secrets: tuple[Secret, ...] = ()
-    """Files with secrets for every host."""
+    """The names of `environment` with values that no record and no pod has, each with its file of `--env-file`, or
+    None: from the environment of the command."""
     include: tuple[str, ...] = ()
     """Patterns of files in the source that would be left out."""
     follow_links: bool = False
     """Whether links out of the source are replaced by a copy of their target."""
-    output: Path = Path("jobs")
-    """The directory in which the job's own directory is made."""
     shm_size: str | None = None
     """Such as 512m or 2g, per host; None: `SHM_SIZE`."""
     memory: str | None = None
     """Such as 512m or 2g, per host; None: no limit."""
+    max_restarts: int = 0
+    """How often `train` may start the script again after a lost rank or host."""
+
+    @property
+    def selection(self) -> Selection:
+        """The source, and the options about it. Raises `UsageError` if the job has no source on this machine."""
+        if not isinstance(self.source, Path):
+            raise UsageError("SCRIPT: missing: no directory of this machine has the code. Fix: name SCRIPT after IMAGE")
+        return Selection(self.source, self.entry_point, self.follow_links, self.include, self.results_places)
+
+    @property
+    def results_places(self) -> tuple[Path, ...]:
+        """The directories of results, which a source leaves out."""
+        return (Path("jobs"),)
+
+    @property
+    def train_command(self) -> list[str]:
+        """The command of each host: `train` with the arguments for the script, of which it parses none."""
+        return ["train", "--", *self.arguments] if self.arguments else ["train"]
+
+    @property
+    def launch(self) -> dict[str, Any]:
+        """`distribution` with the ranks of `procs_per_host`. Raises `UsageError` if they contradict each other."""
+        return distribution.set_processes_per_host(self.distribution, self.procs_per_host)
+
+    @property
+    def launch_parameters(self) -> dict[str, Any]:
+        """The hyperparameters by which `train` selects the launcher. Raises `UsageError` if `distribution` is wrong."""
+        return distribution.convert_distribution(self.launch)
+
+    def encode_hyperparameters(self, job_name: str) -> dict[str, str]:
+        """Return the content of hyperparameters.json: each value is encoded as JSON, as the SageMaker SDK does.
+
+        Hyperparameters for `train` replace own ones of the same name. Raises `UsageError` if `distribution` is wrong,
+        or contradicts `procs_per_host`.
+        """
+        program = {"sagemaker_program": self.entry_point} if self.entry_point else {}
+        reserved = {**program, "sagemaker_job_name": job_name, **self.launch_parameters}
+        own = {key: _encode_value(value) for key, value in self.hyperparameters.items()}
+        return own | distribution.encode_values(reserved)
+
+
+@dataclass(frozen=True)
+class JobRequest(Job):
+    """A job for this machine: in Docker, or without it."""
+
+    source: Path | None = None
+    engine: str = DOCKER
+    channels: Mapping[str, Path] = field(default_factory=dict)
+    """Local directories with input data, by channel."""
+    secrets: tuple[Secret, ...] = ()
+    """Files with secrets for every host."""
+    output: Path = Path("jobs")
+    """The directory in which the job's own directory is made."""
     cpus: float | None = None
     """Processor cores per host; None: no limit."""
     volumes: tuple[Volume, ...] = ()
@@ -81,8 +136,6 @@ class JobRequest:
     """`all`, `none`, or indexes or UUIDs separated by commas; None: not specified."""
     checkpoints: Path | None = None
     """The directory from which /opt/ml/checkpoints is filled, and to which it is collected; None: in the job's own."""
-    max_restarts: int = 0
-    """How often the job may restart after a lost rank or host."""
     min_hosts: int = 0
     """The number of hosts with which an elastic job goes on; 0: the job needs all hosts."""
 
@@ -143,14 +196,6 @@ class JobRequest:
             )
 
     @property
-    def selection(self) -> Selection:
-        """The source, and the options about it. Raises `UsageError` if the job has no source."""
-        if self.source is None:
-            raise UsageError("SCRIPT: missing: the image has the code. Fix: shoal run IMAGE SCRIPT")
-        elsewhere = tuple(path for path in (self.output, self.checkpoints) if path)
-        return Selection(self.source, self.entry_point, self.follow_links, self.include, elsewhere)
-
-    @property
     def host_names(self) -> list[str]:
         """algo-1, algo-2 and so on, one for each host."""
         return [f"algo-{number}" for number in range(1, self.hosts + 1)]
@@ -168,31 +213,20 @@ class JobRequest:
         return {"SAGEMAKER_PROGRAM": self.entry_point, **reported}
 
     @property
-    def train_command(self) -> list[str]:
-        """The command of each host."""
-        return make_command(self.arguments)
-
-    @property
     def asks_for_ranks(self) -> bool:
         """Whether a launcher starts ranks on each host, not the script once."""
-        launch = distribution.set_processes_per_host(self.distribution, self.procs_per_host)
-        return any(value is True for value in distribution.convert_distribution(launch).values())
+        return any(value is True for value in self.launch_parameters.values())
+
+    @property
+    def results_places(self) -> tuple[Path, ...]:
+        """The directories of results and checkpoints, which a source leaves out."""
+        return tuple(path for path in (self.output, self.checkpoints) if path)
 
     def encode_hyperparameters(self, job_name: str) -> dict[str, str]:
-        """Return the content of hyperparameters.json: each value is encoded as JSON, as the SageMaker SDK does.
-
-        Raises:
-            UsageError: If `distribution` is wrong, or contradicts `procs_per_host`.
-        """
-        code = {"sagemaker_submit_directory": "/opt/ml/code", "sagemaker_program": self.entry_point}
-        reserved = {
-            **(code if self.entry_point else {}),
-            "sagemaker_container_log_level": 20,
-            "sagemaker_job_name": job_name,
-            "sagemaker_region": "us-west-2",
-        }
-        launch = distribution.set_processes_per_host(self.distribution, self.procs_per_host)
-        return encode_hyperparameters(self.hyperparameters, launch, reserved)
+        """Return the content of hyperparameters.json, with those that SageMaker adds on its own machines."""
+        code = {"sagemaker_submit_directory": "/opt/ml/code"} if self.entry_point else {}
+        platform = {**code, "sagemaker_container_log_level": 20, "sagemaker_region": "us-west-2"}
+        return super().encode_hyperparameters(job_name) | distribution.encode_values(platform)
 
 
 @dataclass(frozen=True)
@@ -333,30 +367,6 @@ def check_channel_name(name: str) -> None:
             f"--channel {name!r}: a name may have only letters, digits, '_', '.' and '-', as it names a directory."
             " It cannot be '.' or '..'"
         )
-
-
-def make_command(arguments: Sequence[str]) -> list[str]:
-    """Return the command of each host: `train` with the arguments for the script, of which it parses none."""
-    return ["train", "--", *arguments] if arguments else ["train"]
-
-
-def encode_hyperparameters(
-    own: Mapping[str, str], launch: Mapping[str, Any], reserved: Mapping[str, Any]
-) -> dict[str, str]:
-    """Return the content of hyperparameters.json: each value is encoded as JSON, as the SageMaker SDK does.
-
-    Hyperparameters of `launch` and `reserved` replace own ones of the same name.
-
-    Args:
-        own: The script's own hyperparameters; values that are valid JSON are passed on as JSON.
-        launch: The `distribution` argument of a SageMaker estimator.
-        reserved: Hyperparameters for `train` itself.
-
-    Raises:
-        UsageError: If `launch` is wrong.
-    """
-    encoded = {key: _encode_value(value) for key, value in own.items()}
-    return encoded | distribution.encode_values({**reserved, **distribution.convert_distribution(launch)})
 
 
 def _encode_value(text: str) -> str:

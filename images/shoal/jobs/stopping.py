@@ -20,8 +20,8 @@ from shoal.jobs import checkpoints, processes, results, running
 from shoal.jobs.hosts.docker import DockerHosts, find_containers, stop_containers
 from shoal.jobs.hosts.docker_job import collect
 from shoal.jobs.hosts.local import SECRETS
+from shoal.jobs.job import LOCAL
 from shoal.jobs.store import (
-    LOCAL,
     LOST,
     STOPPED,
     KnownJob,
@@ -70,7 +70,7 @@ def stop_job(found: KnownJob, console: Console) -> KnownJob:
 
 def _stop_lost(found: KnownJob, console: Console) -> None:
     """Stop the hosts of a lost job, collect their files, and remove its objects from Docker."""
-    if found.record.engine == LOCAL:
+    if found.record.request.engine == LOCAL:
         processes.stop_processes(list_host_trees(found.directory))  # they hold the lock of the checkpoints
     place = find_checkpoints(found.record.request, found.directory)
     with (
@@ -80,7 +80,7 @@ def _stop_lost(found: KnownJob, console: Console) -> None:
         opened = OpenJob(found.name, found.directory, found.record, directory, resumed=True)
         pid = os.getpid()  # so that another `shoal stop` reaches this one
         opened.update(pid=pid, process_start=processes.describe_start(pid))
-        if found.record.engine == LOCAL:
+        if found.record.request.engine == LOCAL:
             _end_local_job(opened)
         else:
             _end_docker_job(opened, console)
@@ -105,7 +105,6 @@ def _end_docker_job(opened: OpenJob, console: Console) -> None:
     if any(each.status != "created" for each in found.values()):  # otherwise the volume may be half filled
         hosts = DockerHosts(
             client=client,
-            image=opened.record.image,
             request=opened.record.request,
             name=opened.name,
             identity=opened.identity,

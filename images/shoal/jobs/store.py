@@ -28,7 +28,6 @@ from shoal.limits import MOST_HOSTS, MOST_RECORD, read_file
 RECORD = "request.json"
 _EARLIER = "attempt-"
 """Directories with the files of earlier commands have this name and a number."""
-DOCKER, LOCAL = "docker", "none"
 RUNNING, COMPLETED, FAILED, STOPPED = "running", "completed", "failed", "stopped"
 """The states of a job in its record."""
 OUTPUT = "shoal.log"
@@ -39,9 +38,6 @@ OUTPUT = "shoal.log"
 class JobRecord:
     """A job as a command has started it."""
 
-    image: str
-    """A tag, or a framework from buildspec.yml."""
-    engine: str
     request: job.JobRequest
     exit_code: int | None = None
     """None: it has not ended, or its command was killed."""
@@ -72,23 +68,29 @@ _RECORDS = pydantic.TypeAdapter(JobRecord)
 
 
 @dataclass
-class OpenJob:
-    """A job that this command runs. No other command can run it or use its checkpoints meanwhile."""
+class StoredJob:
+    """A job in its directory."""
 
     name: str
     directory: Path
     record: JobRecord
+
+    @property
+    def identity(self) -> str:
+        """The label of its objects in Docker, which no other job has."""
+        return self.record.identity or self.name
+
+
+@dataclass
+class OpenJob(StoredJob):
+    """A job that this command runs. No other command can run it or use its checkpoints meanwhile."""
+
     checkpoints: checkpoints.CheckpointDirectory
     resumed: bool
     log: JobLog = field(default_factory=JobLog)
     """The log of this command."""
     on_started: Callable[[], None] = lambda: None
     """Called when the hosts start: errors in the request have been found before."""
-
-    @property
-    def identity(self) -> str:
-        """The label of its objects in Docker, which no other job has."""
-        return self.record.identity or self.name
 
     @property
     def has_checkpoints(self) -> bool:
@@ -100,6 +102,13 @@ class OpenJob:
         """The directories `output` of its hosts, which any program may have filled."""
         found = {host: self.directory / host / "output" for host in self.record.request.host_names}
         return {host: output for host, output in found.items() if output.is_dir()}
+
+    def begin(self) -> None:
+        """Write that this process runs the job, with the owners of the files that decide what it runs."""
+        pid = os.getpid()
+        owners = _read_owners(self.record.request)
+        changes = {"state": RUNNING, "started": time.time(), "ended": None, "owners": owners}
+        self.update(**changes, pid=pid, process_start=processes.describe_start(pid))
 
     def update(self, **changes: Any) -> None:
         """Change the record, and write it."""
@@ -214,47 +223,50 @@ def open_job(record: JobRecord, resumed: str | None, name: str | None = None) ->
             the resumed job has succeeded or has no checkpoints. Also if others can replace a new job's files: its hosts
             read their code there.
     """
-    request = record.request
-    if resumed is not None:
-        name, directory = resumed, (request.output / resumed).resolve()
-        option = f"--resume {name}"
+    if resumed is None:
+        record, name, directory = _make_new(record, name)
+        option = f"--checkpoints {record.request.checkpoints}"
     else:
-        code = request.source.resolve().name if request.source else Path(record.image).name.partition(":")[0]
-        unique = job.make_job_name(name or code)
-        name = name or unique
-        record = replace(record, identity=unique, token=secrets.token_hex(16))
-        directory = job.make_job_directory(request, name)
-        if problem := trust.find_stranger(directory):
-            directory.rmdir()
-            raise UsageError(
-                f"--output {request.output}: {problem}, and so could replace the files of the job. Fix: choose another"
-                f" directory, or shoal trust {directory.parent}"
-            )
-        option = f"--checkpoints {request.checkpoints}"
+        name, directory = resumed, (record.request.output / resumed).resolve()
+        option = f"--resume {name}"
     has_checkpoints = False
-    place, owner = find_checkpoints(request, directory), record.identity or name
-    pid = os.getpid()
     try:
+        place, owner = find_checkpoints(record.request, directory), record.identity or name
         with (
             checkpoints.open_directory(place, owner, option) as opened,
             running.mark_running(directory, record.key(name)),
         ):
             if resumed is not None:
                 record = _prepare_resume(directory, record, opened)
-            start = processes.describe_start(pid)
-            record = replace(record, state=RUNNING, started=time.time(), ended=None, pid=pid, process_start=start)
-            record = replace(record, owners=_read_owners(request))
-            log = JobLog(path=directory / LOG)
-            result = OpenJob(name, directory, record, opened, resumed is not None, log)
+            result = OpenJob(name, directory, record, opened, resumed is not None, JobLog(path=directory / LOG))
             try:
-                result.update()
+                result.begin()
                 yield result
             finally:
-                log.close()
+                result.log.close()
                 has_checkpoints = result.has_checkpoints
     finally:
         if resumed is None and not has_checkpoints:
             _remove_unused(directory)
+
+
+def _make_new(record: JobRecord, name: str | None) -> tuple[JobRecord, str, Path]:
+    """Returns the record of a new job with its identity, its name, and its directory, which is made.
+
+    Raises `UsageError` if the directory cannot be created, or others can replace files in it.
+    """
+    request = record.request
+    code = request.source.resolve().name if request.source else Path(request.image).name.partition(":")[0]
+    identity = job.make_job_name(name or code)
+    name = name or identity
+    directory = job.make_job_directory(request, name)
+    if problem := trust.find_stranger(directory):
+        directory.rmdir()
+        raise UsageError(
+            f"--output {request.output}: {problem}, and so could replace the files of the job. Fix: choose another"
+            f" directory, or shoal trust {directory.parent}"
+        )
+    return replace(record, identity=identity, token=secrets.token_hex(16)), name, directory
 
 
 def _remove_unused(directory: Path) -> None:
@@ -273,12 +285,12 @@ def _prepare_resume(directory: Path, record: JobRecord, opened: checkpoints.Chec
     if last.exit_code == 0 and not last.uncollected:
         raise UsageError(f"{option}: the job has succeeded, so nothing is left to do. Fix: start a new job")
     is_uncollected = last.uncollected
-    if is_uncollected and last.engine == LOCAL:
+    if is_uncollected and last.request.engine == job.LOCAL:
         for tree in find_trees(directory):
             collect_tree(tree, opened)
         _write_record(directory, replace(last, uncollected=False))
         is_uncollected = False
-    elif is_uncollected and record.engine != DOCKER:
+    elif is_uncollected and record.request.engine != job.DOCKER:
         raise UsageError(f"{option}: the newest checkpoints are in a Docker volume. Fix: leave out --engine")
     if not (is_uncollected or opened.has_files()):
         raise UsageError(f"{option}: the job has no checkpoints in {opened.path}. Fix: start it again without --resume")
@@ -381,24 +393,12 @@ class JobDescription:
     """The process of the command that runs it."""
 
 
-@dataclass(frozen=True)
-class KnownJob:
-    """A job in its directory."""
+@dataclass
+class KnownJob(StoredJob):
+    """A job that this user has started on this machine, with the name of its directory."""
 
-    directory: Path
-    record: JobRecord
     state: str
     """running, completed, failed, stopped or lost."""
-
-    @property
-    def name(self) -> str:
-        """The job's name, which is its directory's."""
-        return self.directory.name
-
-    @property
-    def identity(self) -> str:
-        """The label of its objects in Docker."""
-        return self.record.identity or self.name
 
     @property
     def key(self) -> str:
@@ -423,8 +423,8 @@ class KnownJob:
             name=self.name,
             state=self.state,
             exit_code=None if self.is_running else own.exit_code,
-            image=own.image,
-            engine=own.engine,
+            image=own.request.image,
+            engine=own.request.engine,
             hosts=own.request.hosts,
             started=own.started,
             ended=None if self.is_running else own.ended,
@@ -437,17 +437,12 @@ class KnownJob:
 def read_job(directory: Path) -> KnownJob:
     """Return the job in a directory. Raises `UsageError` if it has none."""
     is_running = running.is_running(directory)
-    found = _load(directory)
+    found = load_record(directory / RECORD, directory.name)
     if not is_running and found.state == RUNNING:
         is_running = running.is_running(directory)  # it may have been resumed between the two steps
-        found = _load(directory)
-    if is_running:
-        return KnownJob(directory, found, RUNNING)
-    return KnownJob(directory, found, LOST if found.state == RUNNING else found.state)
-
-
-def _load(directory: Path) -> JobRecord:
-    return load_record(directory / RECORD, directory.name)
+        found = load_record(directory / RECORD, directory.name)
+    ended = LOST if found.state == RUNNING else found.state
+    return KnownJob(directory.name, directory, found, RUNNING if is_running else ended)
 
 
 def list_jobs() -> list[KnownJob]:

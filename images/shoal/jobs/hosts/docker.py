@@ -68,7 +68,6 @@ class DockerHosts:
     """The containers of a job's hosts. Each can be made again, with the same name, settings, files and volume."""
 
     client: docker.DockerClient
-    image: str
     request: job.JobRequest
     name: str
     """The job's name."""
@@ -138,7 +137,7 @@ class DockerHosts:
                 with contextlib.suppress(docker.errors.NotFound):
                     earlier.remove(force=True, v=True)
             command = self.request.train_command
-            container = containers.create_container(self.client, self.image, command, {**settings, **own})
+            container = containers.create_container(self.client, self.request.image, command, {**settings, **own})
             self.by_name[host] = container
         self.tree.seek(0)
         container.put_archive("/", self.tree)
@@ -158,7 +157,7 @@ class DockerHosts:
             try:
                 self.by_name[host].start()
             except docker.errors.APIError as error:
-                raise images.explain_start(self.image, error) from error
+                raise images.explain_start(self.request.image, error) from error
         for host in hosts:
             arguments = (host, str(self.by_name[host].id), self.arrivals)
             threading.Thread(target=_report_exit, args=arguments, daemon=True).start()
@@ -284,7 +283,6 @@ class DockerHosts:
 @contextlib.contextmanager
 def create_hosts(
     client: docker.DockerClient,
-    image: str,
     request: job.JobRequest,
     name: str,
     view: View,
@@ -298,18 +296,17 @@ def create_hosts(
     """
     identity = identity or name
     say = functools.partial(print_line, on=view.console)
-    devices = gpus.divide_gpus(client, image, request.gpus, request.host_names, say)
+    devices = gpus.divide_gpus(client, request.image, request.gpus, request.host_names, say)
     network = _create_network(client, identity)
     with containers.delay_interrupts():
         client.volumes.create(volume_name(identity), labels={containers.JOB_LABEL: identity})
-    owner = find_owner(client, image, identity)
+    owner = find_owner(client, request.image, identity)
     with TemporaryFile() as tree:
         with TemporaryDirectory(prefix="shoal-job-") as scratch:
             job.write_tree(Path(scratch), request, name, mode=0o644)  # also for a script that changes its user
             archive.pack_tree(Path(scratch), "opt/ml", tree, owner)
         hosts = DockerHosts(
             client=client,
-            image=image,
             request=request,
             name=name,
             identity=identity,

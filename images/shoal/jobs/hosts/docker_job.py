@@ -50,7 +50,7 @@ def run_job_in_docker(opened: OpenJob, view: View) -> job.JobResult:
     with (
         _remove_all_at_end(client, opened, console),
         docker_hosts.create_hosts(
-            client, opened.record.image, opened.record.request, opened.name, view, opened.log, opened.identity
+            client, opened.record.request, opened.name, view, opened.log, opened.identity
         ) as hosts,
     ):
         if not is_filled:
@@ -87,10 +87,10 @@ def check_train(
         return result
     if any(os.path.lexists(output / name) for output in outputs for name in ("success", "failure", "job.json")):
         return result
-    image = images.find_image(client, record.image)
+    image = images.find_image(client, record.request.image)
     entry = images.read_config(image).get("Entrypoint") if image else None
     other = f"its ENTRYPOINT {json.dumps(entry)}" if entry else "another program `train`"
-    text = f"Shoal's `train` never ran in {record.image}, which started {other}"
+    text = f"Shoal's `train` never ran in {record.request.image}, which started {other}"
     if record.request.asks_for_ranks:
         text += ". So the ranks that you asked for did not start: each host ran the program once"
         result = replace(result, exit_code=_NEVER_RAN)

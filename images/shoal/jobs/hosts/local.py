@@ -373,7 +373,7 @@ def merge_hosts(request: job.JobRequest, console: Console) -> job.JobRequest:
     """
     if request.hosts == 1:
         return request
-    launch = distribution.set_processes_per_host(request.distribution, request.procs_per_host)
+    launch = request.launch
     key = distribution.find_rank_launcher(launch)
     per_host = launch.get(key, {}).get("processes_per_host", 1)
     ranks = request.hosts * per_host

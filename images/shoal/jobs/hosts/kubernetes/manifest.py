@@ -76,7 +76,7 @@ def _build_config_map(request: KubernetesRequest) -> Object:
     Raises `UsageError` if the source cannot be read, or all that does not fit into a ConfigMap.
     """
     files = {
-        "hyperparameters.json": request.encode_hyperparameters(),
+        "hyperparameters.json": request.encode_hyperparameters(request.name),
         "inputdataconfig.json": job.describe_channels(request.channels),
     }
     data = {name: LiteralScalarString(json.dumps(content, indent=2) + "\n") for name, content in files.items()}

@@ -59,7 +59,7 @@ def build_pod_template(request: KubernetesRequest, container: str = "train") -> 
             {
                 "name": container,
                 "image": request.image,
-                "args": [_escape(word) for word in job.make_command(request.arguments)],
+                "args": [_escape(word) for word in request.train_command],
                 "env": _build_environment(request),
                 **_build_resources(request),
                 "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
@@ -112,7 +112,7 @@ def _build_environment(request: KubernetesRequest) -> list[Object]:
 
 def list_taken(request: KubernetesRequest) -> list[str]:
     """Return the variables of the user with values that are in a Secret of the file."""
-    return sorted(request.taken - {job.SECRET})
+    return sorted(request.taken.keys() - {job.SECRET})
 
 
 def _refer(variable: str, secret: str, key: str) -> Object:

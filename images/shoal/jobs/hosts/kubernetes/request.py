@@ -9,11 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from shoal.errors import UsageError
-from shoal.jobs import distribution, job
-from shoal.jobs.source_files import Selection
+from shoal.jobs import job
 from shoal.jobs.variables import check_unique, split_secret
 
 MAX_USER = 2**31 - 1
@@ -106,44 +104,22 @@ class SecretReference:
 
 
 @dataclass(frozen=True)
-class KubernetesRequest:
-    """A job to describe for Kubernetes."""
+class KubernetesRequest(job.Job):
+    """A job to describe for Kubernetes. Its source may be an s3:// address."""
 
-    kind: Kind
-    name: str
-    image: str
-    source: Path | str | None = None
-    """A directory, an s3:// address, or None: the code is in the image."""
-    entry_point: str | None = None
-    """The script, relative to `source`; None: the image names it."""
-    arguments: tuple[str, ...] = ()
-    """Arguments for the script, which follow its hyperparameters unchanged."""
+    kind: Kind = Kind.job
+    name: str = ""
     namespace: str | None = None
-    hosts: int = 1
-    procs_per_host: int | None = None
     gpus: int = 0
     """GPUs per host."""
     channels: Mapping[str, Storage] = field(default_factory=dict)
     results: Storage | None = None
     """Storage that keeps models, output and checkpoints after the pods have ended; None: they are lost."""
-    hyperparameters: Mapping[str, str] = field(default_factory=dict)
-    distribution: Mapping[str, Any] = field(default_factory=dict)
-    """The `distribution` argument of a SageMaker estimator."""
-    environment: Mapping[str, str] = field(default_factory=dict)
-    taken: frozenset[str] = frozenset()
-    """The names of `environment` with values that are in a Secret, not in the pods."""
     secrets: tuple[SecretReference, ...] = ()
-    include: tuple[str, ...] = ()
-    """Patterns of files in the source that would be left out."""
-    follow_links: bool = False
-    """Whether links out of the source are replaced by a copy of their target."""
     shm_size: str = job.SHM_SIZE
-    memory: str | None = None
     cpus: str | None = None
     retries: int = 0
     """How often a failed job starts again from its checkpoint, with new pods."""
-    max_restarts: int = 0
-    """How often `train` starts the script again in the same pods, after a lost rank or pod."""
     max_seconds: int | None = None
     """When Kubernetes stops the job; None: never. For a JobSet it counts from each start that `retries` allows."""
     user: int = 1000
@@ -165,7 +141,7 @@ class KubernetesRequest:
         self._check_environment()
         for network in self.egress:
             parse_network(network)
-        self.encode_hyperparameters()
+        self.encode_hyperparameters(self.name)
 
     def _check_limits(self) -> None:
         """Raise `UsageError` if a size, number of cores or user is not one."""
@@ -246,13 +222,6 @@ class KubernetesRequest:
                 )
 
     @property
-    def selection(self) -> Selection:
-        """The source directory, and the options about it. Raises `UsageError` if the job has none."""
-        if not isinstance(self.source, Path):
-            raise UsageError("SCRIPT: missing: the code is not on this machine. Fix: name SCRIPT, or --source DIR")
-        return Selection(self.source, self.entry_point, self.follow_links, self.include, (job.JobRequest.output,))
-
-    @property
     def pod_prefix(self) -> str:
         """The names of the pods' hosts before the hyphen and index; the launcher of an MPIJob has another one."""
         suffixes = {Kind.job: "", Kind.jobset: "-host-0", Kind.trainjob: "-node-0", Kind.mpijob: "-worker"}
@@ -292,13 +261,6 @@ class KubernetesRequest:
     @property
     def _storages(self) -> list[Storage]:
         return [*self.channels.values(), *([self.results] if self.results else [])]
-
-    def encode_hyperparameters(self) -> dict[str, str]:
-        """Return the content of hyperparameters.json. Raises `UsageError` if `distribution` is wrong."""
-        program = {"sagemaker_program": self.entry_point} if self.entry_point else {}
-        reserved = {**program, "sagemaker_job_name": self.name}
-        launch = distribution.set_processes_per_host(self.distribution, self.procs_per_host)
-        return job.encode_hyperparameters(self.hyperparameters, launch, reserved)
 
 
 def _check_text(option: str, text: str) -> None:

@@ -30,7 +30,7 @@ def copy(project: Project, target: Path) -> Project:
     """Copy what builds read, with the cache: a link out of a project is not followed."""
     target.mkdir()
     ignored = shutil.ignore_patterns("__pycache__")
-    for name in ("library", "rehearsal", "toolkit", "dockerfiles"):
+    for name in ("checkpoint", "library", "rehearsal", "toolkit", "dockerfiles"):
         shutil.copytree(project.root / name, target / name, ignore=ignored)
     shutil.copy(project.buildspec, target)
     shutil.copytree(project.root / ".cache" / "shoal", target / ".cache" / "shoal")
@@ -81,7 +81,7 @@ class Plain:
     def __init__(self, project: Project, image: ImageSpec, directory: Path) -> None:
         self.directory = directory
         directory.mkdir()
-        for name in ("library", "rehearsal", "toolkit"):
+        for name in ("checkpoint", "library", "rehearsal", "toolkit"):
             shutil.copytree(project.root / name, directory / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
         pins = read_image_pins(project, load(project.buildspec), image).values()
         (directory / "requirements.txt").write_text("".join(f"{pin}\n" for layer in pins for pin in layer))

@@ -8,10 +8,11 @@ RUN --mount=type=bind,source=machine,target=/run/machine \
     export APT_CONFIG=/run/machine/apt.conf DEBIAN_FRONTEND=noninteractive \
     && apt-get update \
     && apt-get install -y --no-install-recommends gcc libc6-dev python3 python3-pip
+COPY checkpoint /src/checkpoint
 COPY library /src/library
 COPY rehearsal /src/rehearsal
 RUN --mount=type=bind,source=machine,target=/run/machine --mount=type=cache,target=/root/.cache/pip \
-    PIP_CONFIG_FILE=/run/machine/pip.conf python3 -m pip wheel --no-deps --wheel-dir /wheels /src/library /src/rehearsal
+    PIP_CONFIG_FILE=/run/machine/pip.conf python3 -m pip wheel --no-deps --wheel-dir /wheels /src/checkpoint /src/library /src/rehearsal
 
 FROM ${BASE}
 RUN --mount=type=bind,source=machine,target=/run/machine \

@@ -1,7 +1,7 @@
 """How long a save of 100 million parameters, with Adam's state, stops the training of two ranks.
 
 The rival is torch.distributed.checkpoint.save of the same state on the same ranks, which share the writing. Ours is
-shoal_toolkit.checkpoint, which copies the state and writes it in the background. The first save of each, which
+shoal_checkpoint, which copies the state and writes it in the background. The first save of each, which
 allocates memory, is not counted. Nothing is written while a save is timed.
 
     .venv/bin/python benchmarks/resume_save.py
@@ -65,7 +65,7 @@ def run_rank(rounds: int, directory: Path) -> dict[str, list[float]]:
     from torch.distributed import checkpoint as dcp
     from torch.nn.parallel import DistributedDataParallel
 
-    from shoal_toolkit.checkpoint.torch import Checkpoint
+    from shoal_checkpoint.torch import Checkpoint
 
     dist.init_process_group("gloo")
     torch.set_num_threads(1)

@@ -22,7 +22,7 @@ from pathlib import Path
 import tomllib
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("", "images", "toolkit", "library", "rehearsal", "benchmarks")
+PACKAGES = ("", "images", "toolkit", "checkpoint", "library", "rehearsal", "benchmarks")
 """The directories from which modules are imported."""
 
 

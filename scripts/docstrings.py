@@ -20,7 +20,7 @@ from importlib import import_module
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("images", "toolkit", "library", "rehearsal")
+PACKAGES = ("images", "toolkit", "checkpoint", "library", "rehearsal")
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 

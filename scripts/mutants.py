@@ -39,7 +39,13 @@ ROOT = affected.ROOT
 sys.path.append(str(ROOT / "benchmarks"))
 from report import Figure, finish  # noqa: E402
 
-PRODUCT = ("images/shoal", "toolkit/shoal_toolkit", "library/smdistributed", "rehearsal/shoal_rehearsal")
+PRODUCT = (
+    "images/shoal",
+    "toolkit/shoal_toolkit",
+    "checkpoint/shoal_checkpoint",
+    "library/smdistributed",
+    "rehearsal/shoal_rehearsal",
+)
 WITHOUT_DOCKER = re.compile("tests/(images|toolkit|library)/")
 GUARDS = ("TYPE_CHECKING", "__name__ == '__main__'")
 FILES, WORKERS, ENDLESS = 4, 2, -9

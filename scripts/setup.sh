@@ -14,7 +14,7 @@ is_made() { [ "$(cat ".venv/.shoal-$1" 2>/dev/null)" = "$2" ]; }
 part=${1:-shoal} packages=(images) requirements=requirements/shoal.txt
 wanted=$(digest "$requirements" images/pyproject.toml)
 if [ "$part" = all ]; then
-    packages=(images toolkit library rehearsal) requirements=requirements/dev.txt
+    packages=(images toolkit checkpoint library rehearsal) requirements=requirements/dev.txt
     wanted=$(digest requirements/*.txt ./*/pyproject.toml rehearsal/*.pth library/native/*.[chpt]*)
 fi
 if is_made "$part" "$wanted"; then exit 0; fi

@@ -13,7 +13,7 @@ import tomllib
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT: dict[str, Any] = runpy.run_path(str(ROOT / "scripts/affected.py"))
 ROWS: dict[str, list[str]] = tomllib.loads((ROOT / "tests/affected.toml").read_text())
-PRODUCT = ("images", "toolkit", "library", "rehearsal", "dockerfiles", "examples")
+PRODUCT = ("images", "toolkit", "checkpoint", "library", "rehearsal", "dockerfiles", "examples")
 
 
 def tracked() -> list[str]:

@@ -46,7 +46,7 @@ def test_uv_gets_pips_settings_and_the_environment_wins() -> None:
 )
 def test_python_comes_from_uv_if_the_machine_has_another(tmp_path: Path, uv: str | None, words: str) -> None:
     """The programs are stand-ins. The found Python ends the script where it would make .venv."""
-    for name in ("scripts", "requirements", "images", "toolkit", "library", "rehearsal"):
+    for name in ("scripts", "requirements", "images", "toolkit", "checkpoint", "library", "rehearsal"):
         (tmp_path / name).symlink_to(ROOT / name)
     programs = {
         "python3": 'case "$1" in --version) echo Python 3.12.3 ;; *) exit 1 ;; esac',

@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 FRAMEWORKS = {"torch", "tensorflow"}
-DIRECTORIES = ("images", "toolkit", "library", "rehearsal")
+DIRECTORIES = ("images", "toolkit", "checkpoint", "library", "rehearsal")
 LAYERS: dict[str, tuple[str, ...]] = {
     "shoal": (
         "clean_text errors trust",
@@ -35,12 +35,13 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "system",
         "discovery",
         "job",
-        "checkpoint output plan result sidecars",
+        "output plan result sidecars",
         "hosts preflight",
         "run",
         "cli",
         "__main__",
     ),
+    "shoal_checkpoint": ("directories", "position", "torch tensorflow"),
     "smdistributed": ("core", "dataparallel modelparallel", "horovod"),
     "smdistributed.modelparallel": ("backend", "torch tensorflow", "__main__ test"),
     "smdistributed.modelparallel.torch": (
@@ -80,10 +81,11 @@ def forbidden_imports(directory: str, forbidden: tuple[str, ...]) -> list[str]:
 @pytest.mark.parametrize(
     ("directory", "forbidden"),
     [
-        ("images", ("shoal_toolkit", "smdistributed", "shoal_rehearsal", "torch", "tensorflow")),
-        ("toolkit", ("shoal", "smdistributed", "shoal_rehearsal")),
-        ("library", ("shoal", "shoal_toolkit", "shoal_rehearsal")),
-        ("rehearsal", ("shoal", "shoal_toolkit", "smdistributed")),
+        ("images", ("shoal_toolkit", "shoal_checkpoint", "smdistributed", "shoal_rehearsal", "torch", "tensorflow")),
+        ("toolkit", ("shoal", "shoal_checkpoint", "smdistributed", "shoal_rehearsal", "torch", "tensorflow")),
+        ("checkpoint", ("shoal", "shoal_toolkit", "smdistributed", "shoal_rehearsal")),
+        ("library", ("shoal", "shoal_toolkit", "shoal_checkpoint", "shoal_rehearsal")),
+        ("rehearsal", ("shoal", "shoal_toolkit", "shoal_checkpoint", "smdistributed")),
     ],
 )
 def test_packages_do_not_import_each_other(directory: str, forbidden: tuple[str, ...]) -> None:
@@ -92,7 +94,7 @@ def test_packages_do_not_import_each_other(directory: str, forbidden: tuple[str,
 
 
 def test_frameworks_are_imported_only_under_the_folder_of_that_name() -> None:
-    for path in (*modules("library"), *modules("rehearsal"), *modules("toolkit")):
+    for path in (*modules("library"), *modules("rehearsal"), *modules("checkpoint")):
         parts = path.relative_to(ROOT).parts
         for name in imports(path):
             top = name.removeprefix("smdistributed.core.").split(".")[0]  # core has such folders too
@@ -100,13 +102,12 @@ def test_frameworks_are_imported_only_under_the_folder_of_that_name() -> None:
 
 
 def test_the_toolkit_needs_the_standard_library_only() -> None:
-    """Except boto3 and pip, which one module each imports when it is called, and what only scripts import."""
+    """Except boto3 and pip, which one module each imports when it is called."""
     allowed = sys.stdlib_module_names | {"shoal_toolkit"}
     for path in modules("toolkit"):
-        extras = (*FRAMEWORKS, "numpy") if "checkpoint" in path.parts else ()
         for name in imports(path):
             extra = name.split(".")[0] in {"s3.py": ("boto3", "botocore"), "install.py": ("pip",)}.get(path.name, ())
-            assert extra or name.split(".")[0] in (*allowed, *extras), f"{path.relative_to(ROOT)} imports {name}"
+            assert extra or name.split(".")[0] in allowed, f"{path.relative_to(ROOT)} imports {name}"
 
 
 def module_edges(directory: str) -> set[tuple[str, str]]:

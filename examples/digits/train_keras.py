@@ -14,9 +14,9 @@ import tensorflow as tf
 from digits import arguments_parser, read_digits
 from train_tensorflow import accuracy, make_net, save, shuffle, use_device
 
+import shoal_checkpoint as checkpoints
 import smdistributed.dataparallel.tensorflow as sdp
-from shoal_toolkit import checkpoint as checkpoints
-from shoal_toolkit.checkpoint.tensorflow import Checkpoint
+from shoal_checkpoint.tensorflow import Checkpoint
 from smdistributed.dataparallel.tensorflow.keras import DistributedOptimizer, callbacks
 
 

@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 from train import Net, accuracy, arguments_parser, join_job, read_digits, save
 
-from shoal_toolkit import checkpoint as checkpoints
-from shoal_toolkit.checkpoint.torch import Checkpoint
+import shoal_checkpoint as checkpoints
+from shoal_checkpoint.torch import Checkpoint
 
 
 def main() -> None:

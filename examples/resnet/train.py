@@ -19,9 +19,9 @@ from torch.nn.functional import cross_entropy, relu
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
+import shoal_checkpoint as platform
 import smdistributed.dataparallel.torch.torch_smddp  # noqa: F401 (registers the backend)
-from shoal_toolkit import checkpoint as platform
-from shoal_toolkit.checkpoint.torch import Checkpoint
+from shoal_checkpoint.torch import Checkpoint
 
 GradScaler = getattr(torch.amp, "GradScaler", torch.cuda.amp.GradScaler)  # torch.amp has it since torch 2.3
 

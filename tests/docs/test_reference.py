@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
+import shoal_checkpoint
 from shoal.errors import SpecError
 from shoal.jobs import run
-from shoal_toolkit import checkpoint, errors
+from shoal_toolkit import errors
 
 ROOT = Path(__file__).parents[2]
 PAGES = (
@@ -67,7 +68,7 @@ def test_train_ends_only_with_codes_that_have_a_name() -> None:
 
 def test_shoal_and_train_agree_on_exit_codes() -> None:
     known = run.WRONG_CONFIGURATION, run.HOST_LOST, run.STOPPED
-    assert known == (errors.WRONG_CONFIGURATION, errors.HOST_LOST, checkpoint.STOPPED)
+    assert known == (errors.WRONG_CONFIGURATION, errors.HOST_LOST, shoal_checkpoint.STOPPED)
 
 
 @pytest.mark.parametrize(

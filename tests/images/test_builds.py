@@ -139,7 +139,7 @@ def checkout(tmp_path: Path, project: Project, monkeypatch: pytest.MonkeyPatch) 
     """A project of two images, one of them with a child and that with another. It is trusted, as it has packages."""
     trust_directories(monkeypatch, tmp_path / "settings", tmp_path)
     (tmp_path / "buildspec.yml").write_text(BUILDSPEC)
-    for room in ("library", "rehearsal", "toolkit"):
+    for room in ("checkpoint", "library", "rehearsal", "toolkit"):
         shutil.copytree(project.root / room, tmp_path / room, ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "dockerfiles").mkdir()
     (tmp_path / "dockerfiles" / "versions.yml").write_text(VERSIONS)
@@ -253,7 +253,7 @@ def test_a_commit_that_changes_nothing_inside_leaves_images_as_they_are(fake: Fa
         for command in (["init", "-q"], ["add", *paths], ["commit", "-qm", "more"]):
             subprocess.run([*git, *command], check=True)
 
-    commit("buildspec.yml", "dockerfiles", "library", "rehearsal", "toolkit")
+    commit("buildspec.yml", "dockerfiles", "checkpoint", "library", "rehearsal", "toolkit")
     shoal(fake, checkout, "build", "child*")
     first = dict(fake.images)
     assert len(first[ONE]["org.opencontainers.image.revision"]) == 40

@@ -74,6 +74,7 @@ def test_steps_are_named_by_their_headings(sources: Sources) -> None:
         "Open MPI + mpi4py",
         "boto3",
         "rehearsal",
+        "checkpoint",
         "library",
         "toolkit",
     ]

@@ -28,8 +28,8 @@ import torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
-from shoal_toolkit import checkpoint as platform
-from shoal_toolkit.checkpoint.torch import Checkpoint
+import shoal_checkpoint as platform
+from shoal_checkpoint.torch import Checkpoint
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--epochs", type=int)

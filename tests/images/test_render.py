@@ -56,7 +56,17 @@ def test_an_image_is_rendered_for_the_base_and_the_python_of_its_os(project: Pro
 
 def test_layers_come_in_the_order_in_which_they_change(project: Project, matrix: BuildSpec) -> None:
     text = render_dockerfile(project, matrix.select("pytorch"))
-    titles = ["system", "CUDA", "framework", "Open MPI + mpi4py", "boto3", "rehearsal", "library", "toolkit"]
+    titles = [
+        "system",
+        "CUDA",
+        "framework",
+        "Open MPI + mpi4py",
+        "boto3",
+        "rehearsal",
+        "checkpoint",
+        "library",
+        "toolkit",
+    ]
     positions = [*(text.index(f"# {title}") for title in titles), text.index("LABEL")]
     assert positions == sorted(positions)
 

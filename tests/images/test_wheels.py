@@ -28,7 +28,7 @@ from .test_builds import FakeEngine, fake
 __all__ = ["fake"]
 
 pytestmark = [pytest.mark.long, pytest.mark.xdist_group("wheels")]  # built once
-NAMES = {"shoal", "shoal_toolkit", "shoal_smdistributed", "shoal_rehearsal"}
+NAMES = {"shoal", "shoal_toolkit", "shoal_checkpoint", "shoal_smdistributed", "shoal_rehearsal"}
 DEFINITIONS = "shoal/definitions/"
 # A machine that has nothing of this project, and a Docker that does not answer.
 AWAY = {"PATH": os.defpath, "DOCKER_HOST": "unix:///nonexistent/docker.sock", "COLUMNS": "200", "LANG": "C.UTF-8"}
@@ -118,7 +118,7 @@ def test_the_sdist_has_the_definitions_of_the_checkout(dist: Path, project: Proj
     (sdist,) = dist.glob("shoal-*.tar.gz")
     files = {n.removeprefix(DEFINITIONS): text for n, text in sdist_files(sdist).items() if n.startswith(DEFINITIONS)}
     assert files.pop(provenance.REVISION, b"").decode().strip() == provenance.find_revision(project.root)
-    wanted = tracked(project, "buildspec.yml", "dockerfiles", "library", "rehearsal", "toolkit")
+    wanted = tracked(project, "buildspec.yml", "dockerfiles", "checkpoint", "library", "rehearsal", "toolkit")
     wanted |= {".gitignore", "LICENSE", "images/README.md", "images/pyproject.toml"}
     wanted |= {"requirements/shoal.txt", "scripts/engine.sh"}
     assert files == {name: (project.root / name).read_bytes() for name in wanted}

@@ -18,6 +18,7 @@ from typing import Any
 SITE = Path(sysconfig.get_path("platlib"))
 OUR_PACKAGES = {
     "shoal-toolkit": ("shoal_toolkit", "sagemaker_training"),
+    "shoal-checkpoint": ("shoal_checkpoint",),
     "shoal-smdistributed": ("smdistributed", "smddpcommon.py"),
     "shoal-rehearsal": ("shoal_rehearsal",),
 }

@@ -48,7 +48,7 @@ def probe(project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     """A project whose only image is built from the template that the test writes."""
     trust_directories(monkeypatch, tmp_path / "settings", tmp_path, project.root / ".cache")
     (tmp_path / "buildspec.yml").write_text(SPEC)
-    for room in ("library", "rehearsal", "toolkit"):
+    for room in ("checkpoint", "library", "rehearsal", "toolkit"):
         shutil.copytree(project.root / room, tmp_path / room, ignore=shutil.ignore_patterns("__pycache__"))
     locks = tmp_path / "dockerfiles" / "requirements" / TAG.replace(":", "-")
     locks.mkdir(parents=True)
@@ -250,7 +250,7 @@ def copied(project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     So an image has the steps of the real one and a tag of its own: tests beside this one go on with theirs.
     """
     trust_directories(monkeypatch, tmp_path / "settings", tmp_path, project.root / ".cache")
-    for name in ("library", "rehearsal", "toolkit", "dockerfiles"):
+    for name in ("checkpoint", "library", "rehearsal", "toolkit", "dockerfiles"):
         shutil.copytree(project.root / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(project.buildspec, tmp_path)
     link_cache(tmp_path, project)

@@ -63,7 +63,13 @@ def offline(project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def write_project(project: Project, directory: Path) -> None:
     (directory / "buildspec.yml").write_text(SPEC)
-    for room in ("images", "library", "rehearsal", "toolkit"):  # the first is `shoal` itself, which a bundle holds too
+    for room in (
+        "images",
+        "checkpoint",
+        "library",
+        "rehearsal",
+        "toolkit",
+    ):  # the first is `shoal` itself, which a bundle holds too
         (directory / room).symlink_to(project.root / room)
     templates = directory / "dockerfiles"
     templates.mkdir()

@@ -51,7 +51,9 @@ def test_steps_of_a_project_that_is_not_trusted_get_no_passwords_and_no_caches(
         ),
     )
     stranger = home / "project"
-    shutil.copytree(probe, stranger, ignore=shutil.ignore_patterns(".cache", "library", "rehearsal", "toolkit"))
+    shutil.copytree(
+        probe, stranger, ignore=shutil.ignore_patterns(".cache", "checkpoint", "library", "rehearsal", "toolkit")
+    )
     monkeypatch.setenv("XDG_CACHE_HOME", str(home))
     monkeypatch.setenv("XDG_CONFIG_HOME", str(home / "settings"))
     ended = build(stranger)

@@ -162,7 +162,7 @@ def test_a_program_that_mpirun_did_not_start_is_one_rank(container: ImageContain
 
 
 def test_our_packages_have_the_versions_of_this_checkout(container: ImageContainer, project: Project) -> None:
-    files = [project.root / name / "pyproject.toml" for name in ("toolkit", "library", "rehearsal")]
+    files = [project.root / name / "pyproject.toml" for name in ("toolkit", "checkpoint", "library", "rehearsal")]
     about = [tomllib.loads(path.read_text())["project"] for path in files]
     assert container.facts("ours")["versions"] == {entry["name"]: entry["version"] for entry in about}
 

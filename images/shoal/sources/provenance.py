@@ -18,7 +18,7 @@ import tomllib
 from shoal.limits import MOST_RECORD, read_file
 from shoal.matrix.project import INSTALLED, Project
 
-INPUTS = ("buildspec.yml", "dockerfiles", "images", "library", "rehearsal", "toolkit")
+INPUTS = ("buildspec.yml", "dockerfiles", "checkpoint", "images", "library", "rehearsal", "toolkit")
 """The paths that images are made from, or by."""
 REVISION = "revision"
 """The file with the commit of installed image definitions. A checkout does not have it."""
@@ -90,10 +90,10 @@ def _git(root: Path, *arguments: str) -> str | None:
 def _declared_source(root: Path) -> str:
     """Returns the source URL that our packages declare, the first one found; empty if none does.
 
-    It is the `Source` or `Repository` among the project URLs of images, library, rehearsal and toolkit. A file that is
+    It is the `Source` or `Repository` among the project URLs of our packages. A file that is
     not valid or leaves the project declares none.
     """
-    for package in ("images", "library", "rehearsal", "toolkit"):
+    for package in ("checkpoint", "images", "library", "rehearsal", "toolkit"):
         path = root / package / "pyproject.toml"
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
             if path.resolve().is_relative_to(root.resolve()):

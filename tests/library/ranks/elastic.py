@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
-from shoal_toolkit.checkpoint.torch import Checkpoint
+from shoal_checkpoint.torch import Checkpoint
 
 SAMPLES, WIDTH, GLOBAL_BATCH, MOST, EPOCHS, EVERY = 96, 16, 14, 3, 2, 2
 

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
-from shoal_toolkit.checkpoint.torch import Checkpoint
+from shoal_checkpoint.torch import Checkpoint
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -14,7 +14,7 @@ import tensorflow as tf
 
 import smdistributed.dataparallel.tensorflow as sdp
 import smdistributed.dataparallel.tensorflow.keras as sdk
-from shoal_toolkit.checkpoint.tensorflow import Checkpoint
+from shoal_checkpoint.tensorflow import Checkpoint
 
 EPOCHS, SAMPLES, WIDTH, GLOBAL_BATCH, EVERY = 2, 51, 4, 10, 2  # the last step of an epoch has a single sample
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from shoal_toolkit.checkpoint.directories import CheckpointError
+from shoal_checkpoint.directories import CheckpointError
 
 RESERVED = ("shoal", "structure")
 _MOST_DIFFERENCES = 3

@@ -89,7 +89,7 @@ class CheckpointDirectory:
         """Return the steps of the complete checkpoints, in ascending order."""
         if not self.path.is_dir():
             return []
-        found = (re.fullmatch("step-([0-9]{8,18})", name) for name in os.listdir(self.path))
+        found = (re.fullmatch("step-([0-9]{8,18})", entry.name) for entry in self.path.iterdir())
         return sorted(step for step in {int(each[1]) for each in found if each} if self.path_of(step).exists())
 
     def path_of(self, step: int) -> Path:
@@ -98,9 +98,9 @@ class CheckpointDirectory:
 
     def begin(self, step: int) -> Path:
         """Remove the remains of interrupted saves, and return the path at which to write the checkpoint of a step."""
-        for name in os.listdir(self.path):
-            if name.endswith(PARTIAL) and name.startswith("step-"):
-                _remove(self.path / name)
+        for entry in [*self.path.iterdir()]:
+            if entry.name.endswith(PARTIAL) and entry.name.startswith("step-"):
+                _remove(entry)
         return self.path / f"step-{step:08}{PARTIAL}"
 
     def publish(self, step: int) -> None:

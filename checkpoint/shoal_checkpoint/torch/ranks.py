@@ -13,8 +13,8 @@ from typing import Any, Callable, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from shoal_toolkit.checkpoint import restart, seconds_left
-from shoal_toolkit.checkpoint.directories import CheckpointError
+from shoal_checkpoint import restart, seconds_left
+from shoal_checkpoint.directories import CheckpointError
 
 T = TypeVar("T")
 

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, get_worker_info
 
-from shoal_toolkit.checkpoint.position import Split, check_global_batch
-from shoal_toolkit.checkpoint.torch import ranks
-from shoal_toolkit.checkpoint.torch.random_states import read_random_states, seed_all, set_random_states
+from shoal_checkpoint.position import Split, check_global_batch
+from shoal_checkpoint.torch import ranks
+from shoal_checkpoint.torch.random_states import read_random_states, seed_all, set_random_states
 
 
 class SeededIndices(list):  # type: ignore[type-arg]

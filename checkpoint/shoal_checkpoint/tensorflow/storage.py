@@ -14,8 +14,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from shoal_toolkit.checkpoint.directories import CheckpointError, open_regular
-from shoal_toolkit.checkpoint.position import check_place
+from shoal_checkpoint.directories import CheckpointError, open_regular
+from shoal_checkpoint.position import check_place
 
 _TRAINING, _PREFIX = "training.json", "state"
 _MOST_DIFFERENCES = 3
@@ -78,7 +78,7 @@ def read(objects: Mapping[str, Any], path: Path) -> dict[str, Any]:
         CheckpointError: If a file is missing, truncated or unreadable, or is of something else. The message has no fix.
     """
     try:
-        with open(open_regular(path / _TRAINING), encoding="utf-8") as file:
+        with os.fdopen(open_regular(path / _TRAINING), encoding="utf-8") as file:
             training: dict[str, Any] = json.load(file)
         if training["format"] != FORMAT:
             raise CheckpointError(f"its format is {training['format']}; this version reads {FORMAT}.")

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from shoal_toolkit.checkpoint.position import check_numpy_state
+from shoal_checkpoint.position import check_numpy_state
 
 
 def read_random_states() -> dict[str, Any]:

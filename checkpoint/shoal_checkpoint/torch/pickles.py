@@ -14,7 +14,7 @@ from typing import IO, Any, ClassVar
 
 import torch
 
-from shoal_toolkit.checkpoint.directories import CheckpointError
+from shoal_checkpoint.directories import CheckpointError
 
 TRUST_VARIABLE = "SHOAL_TRUST_CHECKPOINTS"
 _TRUSTS = {"": False, "0": False, "1": True}
@@ -46,7 +46,7 @@ _DATA = {
     "numpy": {"dtype"},
     **{module: {"scalar"} for module in _NUMPY_ARRAYS},
     **{f"numpy.{core}.numeric": {"_frombuffer"} for core in ("core", "_core")},
-    "shoal_toolkit.checkpoint.torch.storage": {"_Name"},
+    "shoal_checkpoint.torch.storage": {"_Name"},
 }
 _DCP = {
     _METADATA: {

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from shoal_toolkit.checkpoint.position import check_numpy_state
+from shoal_checkpoint.position import check_numpy_state
 
 
 class RandomStates:

@@ -17,11 +17,11 @@ from typing import Any
 
 import tensorflow as tf
 
-from shoal_toolkit.checkpoint import STOPPED, position, seconds_left
-from shoal_toolkit.checkpoint.directories import CheckpointDirectory, CheckpointError
-from shoal_toolkit.checkpoint.tensorflow import split, storage
-from shoal_toolkit.checkpoint.tensorflow.random_states import RandomStates
-from shoal_toolkit.checkpoint.tensorflow.ranks import Ranks
+from shoal_checkpoint import STOPPED, position, seconds_left
+from shoal_checkpoint.directories import CheckpointDirectory, CheckpointError
+from shoal_checkpoint.tensorflow import split, storage
+from shoal_checkpoint.tensorflow.random_states import RandomStates
+from shoal_checkpoint.tensorflow.ranks import Ranks
 
 __all__ = ["Checkpoint", "CheckpointError"]
 
@@ -178,7 +178,7 @@ class Checkpoint:
         Returns:
             The history of the epoch.
         """
-        from shoal_toolkit.checkpoint.tensorflow.callback import SavingCallback
+        from shoal_checkpoint.tensorflow.callback import SavingCallback
 
         unit = self._samples_per_step(batch_size, global_batch)
         if global_batch is not None:

@@ -7,6 +7,7 @@ is in the entry `structure`, which is pickled. It is loaded as data (`pickles`).
 from __future__ import annotations
 
 import io
+import os
 import pickle
 import warnings
 from collections import OrderedDict
@@ -19,8 +20,8 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-from shoal_toolkit.checkpoint.directories import CheckpointError, open_regular
-from shoal_toolkit.checkpoint.torch import pickles
+from shoal_checkpoint.directories import CheckpointError, open_regular
+from shoal_checkpoint.torch import pickles
 
 STRUCTURE = "structure"
 FORMAT = 1
@@ -126,7 +127,7 @@ def read(path: Path) -> dict[str, torch.Tensor]:
     """
     metadata_path = path / ".metadata"
     try:
-        with open(open_regular(metadata_path), "rb") as file:
+        with os.fdopen(open_regular(metadata_path), "rb") as file:
             metadata = pickles.load(file, weights_only=True)
         found: dict[str, Any] = metadata.state_dict_metadata
         sizes = {name: each.size for name, each in found.items()}
@@ -161,7 +162,7 @@ def _file_in(path: Path, name: str) -> Path:
 
 def _read_tensor(file: Path, offset: int, length: int) -> torch.Tensor:
     """Return the tensor that torch.save has written into a part of a file."""
-    with open(open_regular(file), "rb") as source:
+    with os.fdopen(open_regular(file), "rb") as source:
         source.seek(offset)
         tensor = torch.load(io.BytesIO(source.read(length)), map_location="cpu", weights_only=True)
     if not isinstance(tensor, torch.Tensor):

@@ -6,7 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from shoal_toolkit.checkpoint.tensorflow import storage
+from shoal_checkpoint.tensorflow import storage
 
 
 class SavingCallback(tf.keras.callbacks.Callback):  # type: ignore[misc]

@@ -9,15 +9,15 @@ from __future__ import annotations
 import os
 import signal
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
-
-from shoal_toolkit.job.settings import DEFAULT_STOP_GRACE
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 __all__ = ["STOPPED", "Restart", "directory", "restart", "seconds_left"]
 
+_DEFAULT_STOP_GRACE = 110  # seconds, as `train` has it if it started this process
 STOPPED = 128 + signal.SIGTERM
 """The exit code of a script that has saved its state after SIGTERM: 143, as `train` ends with it."""
 
@@ -46,8 +46,8 @@ def directory() -> str | None:
     """
     if "SM_CURRENT_HOST" not in os.environ:
         return None
-    path = os.path.join(os.environ.get("SAGEMAKER_BASE_DIR", "/opt/ml"), "checkpoints")
-    return path if os.path.isdir(path) else None
+    path = Path(os.environ.get("SAGEMAKER_BASE_DIR", "/opt/ml"), "checkpoints")
+    return str(path) if path.is_dir() else None
 
 
 class _Stop:
@@ -75,7 +75,7 @@ def seconds_left() -> float | None:
         _Stop.installed = True
     if _Stop.received is None:
         return None
-    grace = float(os.environ.get("SHOAL_STOP_GRACE", DEFAULT_STOP_GRACE))
+    grace = float(os.environ.get("SHOAL_STOP_GRACE", _DEFAULT_STOP_GRACE))
     return max(_Stop.received + grace - time.monotonic(), 0.0)
 
 

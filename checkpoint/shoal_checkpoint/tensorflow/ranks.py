@@ -7,7 +7,7 @@ from typing import Any, Callable
 
 import tensorflow as tf
 
-from shoal_toolkit.checkpoint.directories import CheckpointError
+from shoal_checkpoint.directories import CheckpointError
 
 
 class Ranks:

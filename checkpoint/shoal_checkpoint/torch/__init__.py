@@ -21,14 +21,14 @@ from typing import Any
 
 import torch
 
-from shoal_toolkit.checkpoint import STOPPED, position, seconds_left
-from shoal_toolkit.checkpoint.directories import CheckpointDirectory, CheckpointError
-from shoal_toolkit.checkpoint.torch import parts, ranks, storage
-from shoal_toolkit.checkpoint.torch.batches import ExactLoader
-from shoal_toolkit.checkpoint.torch.pickles import UntrustedError
-from shoal_toolkit.checkpoint.torch.random_states import derive_random_states, read_random_states, set_random_states
-from shoal_toolkit.checkpoint.torch.ranks import StopAgreement
-from shoal_toolkit.checkpoint.torch.writer import Writer
+from shoal_checkpoint import STOPPED, position, seconds_left
+from shoal_checkpoint.directories import CheckpointDirectory, CheckpointError
+from shoal_checkpoint.torch import parts, ranks, storage
+from shoal_checkpoint.torch.batches import ExactLoader
+from shoal_checkpoint.torch.pickles import UntrustedError
+from shoal_checkpoint.torch.random_states import derive_random_states, read_random_states, set_random_states
+from shoal_checkpoint.torch.ranks import StopAgreement
+from shoal_checkpoint.torch.writer import Writer
 
 __all__ = ["Checkpoint", "CheckpointError", "StopAgreement"]
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from shoal_toolkit.checkpoint.directories import CheckpointError
+from shoal_checkpoint.directories import CheckpointError
 
 _NUMPY_WORDS = 624  # of the state of its generator
 

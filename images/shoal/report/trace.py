@@ -156,7 +156,7 @@ def _list_directory(directory: Path) -> list[Path]:
 
 
 def _read_tracks(file: Path) -> Iterator[_Track]:
-    """Yields the processes in a file, one for each pid. Raises `TraceError` without spans, or for a pid without a rank."""
+    """Yields the processes in a file, one a pid. Raises `TraceError` without spans, or for a pid without a rank."""
     events, complete = _read_events(file)
     of_pid: dict[int, list[Mapping[str, Any]]] = defaultdict(list)
     about: dict[int, dict[str, Any]] = defaultdict(dict)

@@ -185,6 +185,26 @@ def test_ranks_share_the_cores(tree: Tree, asked: dict[str, Any], cpus: int, thr
 
 
 @pytest.mark.parametrize(
+    ("machine", "environ", "expected"),
+    [
+        (MACHINE, {}, "/usr"),
+        (MACHINE, {"OPAL_PREFIX": "/mine"}, "/mine"),
+        (MACHINE._replace(mpirun="/opt/other/bin/mpirun"), {}, None),  # perhaps not mpi4py's
+        (MACHINE._replace(open_mpi=0), {}, None),
+        (MACHINE._replace(mpirun="", open_mpi=0), {}, None),
+    ],
+)
+def test_mpi4py_finds_the_open_mpi_beside_its_python(
+    tree: Tree, machine: Machine, environ: dict[str, str], expected: str | None
+) -> None:
+    """mpirun sets the variable itself for its ranks, which may be on hosts with other directories."""
+    tree.hyperparameters()
+    assert planned(tree, machine, **environ).env.get("OPAL_PREFIX") == expected
+    tree.hyperparameters(sagemaker_mpi_enabled=True)
+    assert machine.open_mpi == 0 or "OPAL_PREFIX" not in planned(tree, machine, **environ).env
+
+
+@pytest.mark.parametrize(
     ("series", "expected"),
     [(4, ("OMPI_MCA_rmaps_base_oversubscribe", "1")), (5, ("PRTE_MCA_rmaps_default_mapping_policy", ":oversubscribe"))],
 )

@@ -52,6 +52,13 @@ def test_a_success(tree: Tree, run: Run) -> None:
     assert report["training_seconds"] > 0
 
 
+@pytest.mark.mpi
+def test_a_script_that_mpirun_did_not_start_can_import_mpi4py(tree: Tree, run: Run) -> None:
+    tree.script("from mpi4py import MPI; print(MPI.COMM_WORLD.size)")
+    done = run(SAGEMAKER_PROGRAM="train.py")
+    assert (done.code, done.out) == (0, "1\n"), done.err
+
+
 def test_a_stale_result_does_not_survive(tree: Tree, run: Run) -> None:
     tree.output.mkdir()
     (tree.output / "failure").write_text("yesterday's")

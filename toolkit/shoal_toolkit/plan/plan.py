@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 
 from shoal_toolkit.discovery.host_list import is_local, shorten
@@ -278,6 +279,10 @@ def _build_environment(start: Start, arguments: list[str], free_port: str) -> di
         variables.update(RANK=rank, WORLD_SIZE=size, LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
     if (launcher.has_ranks or machine.has_fewer_cpus) and "OMP_NUM_THREADS" not in job.environ:
         variables["OMP_NUM_THREADS"] = str(max(1, machine.cpus // start.ranks.get(current_host, 1)))
+    directory = os.path.dirname(machine.python)
+    if launcher.ranks != BY_MPIRUN and machine.open_mpi and os.path.dirname(machine.mpirun) == directory:
+        # The files of Open MPI's wheel. Only its mpirun sets this variable, without which mpi4py aborts the script.
+        variables["OPAL_PREFIX"] = job.environ.get("OPAL_PREFIX") or os.path.dirname(directory)
     return {**variables, **build_launcher_variables(start)}
 
 

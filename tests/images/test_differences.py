@@ -119,7 +119,7 @@ def test_check_fails_for_unexpected_differences(changes: dict[str, Any], fails: 
     if not fails:
         found.check()
         return
-    with pytest.raises(DifferenceError, match="a:1 and a:2 differ in 1 files and 0 Debian packages"):
+    with pytest.raises(DifferenceError, match="a:1 and a:2 differ in 1 files and 0 packages"):
         found.check()
 
 
@@ -212,6 +212,36 @@ def test_packages_and_their_files_are_those_of_dpkg(tmp_path: Path) -> None:
         "/var/lib/dpkg/info/python3.list": "python3",
         "/var/lib/dpkg/info/python3.11.list": "python3.11",
     }
+
+
+def write_distribution(root: Path, name: str, version: str, *files: str) -> None:
+    """Install a Python distribution with modules of the same content in all versions but its own."""
+    info = root / "opt" / "site-packages" / f"{name}-{version}.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Name: {name}\nVersion: {version}\n")
+    (info / "RECORD").write_text(
+        "".join(f"{file},,\n" for file in (f"{info.name}/METADATA", f"{info.name}/RECORD", *files))
+    )
+    for file in files:
+        (info.parent / file).parent.mkdir(parents=True, exist_ok=True)
+        (info.parent / file).write_text(f"version = {version!r}\n")
+
+
+def test_a_changed_python_package_explains_its_files_and_directories(tmp_path: Path) -> None:
+    for number, version in enumerate(("1.0", "1.1")):
+        root = tmp_path / str(number)
+        write_distribution(root, "Same_Name", "3.0", "same.py")
+        write_distribution(root, "einops", version, "einops/a.py", f"einops/x{number}/b.py", "bin.py")
+    write_distribution(tmp_path / "1", "added", "2.0", "added/__init__.py")
+    (tmp_path / "1" / "opt" / "site-packages" / "same.py").write_text("edited")
+    old, new = (filesystem.parse_archive(archived(tmp_path / name)) for name in "01")
+    found = differences.compare_images("a:1", "a:2", old, new)
+    lines = [line for line in differences.format_differences(found) if line.startswith("✗")]
+    assert lines == [
+        "✗ Python package added: not installed → 2.0, 5 files",
+        "✗ Python package einops: 1.0 → 1.1, 12 files",
+        "✗ content: /opt/site-packages/same.py",
+    ]
 
 
 def test_image_is_not_run_to_read_its_files(tmp_path: Path) -> None:

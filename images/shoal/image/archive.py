@@ -32,7 +32,8 @@ _AT_ONCE = 64 * 1024  # bytes of a read, a multiple of 512; tarfile copies the r
 _SHOWN_TAGS = 10
 _MOST_TEXT = 8 * 1024 * 1024  # bytes: a configuration or a manifest is much smaller
 _BLOB = re.compile(r"blobs/sha256/[0-9a-f]{64}")
-_NAMES_OF_PACKAGES = re.compile(r"var/lib/dpkg/(status|info/[^/]+\.list)|(.*/)?[^/]+\.dist-info/(METADATA|RECORD)")
+_PACKAGE_FILES = re.compile(r"var/lib/dpkg/(status|info/[^/]+\.list)|(.*/)?[^/]+\.dist-info/(METADATA|RECORD)")
+"""The files that describe packages."""
 _EXPECTED = "expected an image as docker save writes it: a tar archive with manifest.json and the layers that it names"
 _OTHER_COMPRESSIONS = {b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2", b"\xfd7zXZ": "xz"}
 
@@ -217,12 +218,10 @@ def _layer(content: IO[bytes], pool: ThreadPoolExecutor, budget: Budget) -> Laye
     return LayerTar(entries, meter.finish())
 
 
-def read_entries(
-    archive: tarfile.TarFile, budget: Budget, texts: re.Pattern[str] = _NAMES_OF_PACKAGES
-) -> Iterator[tuple[tarfile.TarInfo, Entry, IO[bytes] | None]]:
+def read_entries(archive: tarfile.TarFile, budget: Budget) -> Iterator[tuple[tarfile.TarInfo, Entry, IO[bytes] | None]]:
     """Yields the entries of a layer or of an exported container, with their headers and contents.
 
-    The content is None unless it is a file. If the path of a file matches `texts`, its content is in the entry already.
+    The content is None unless it is a file. The entry of a file about packages has its content already.
     """
     begin = 0
     while (member := archive.next()) is not None:
@@ -231,7 +230,7 @@ def read_entries(
         budget.take(entries=1, text=len(path) + len(member.linkname))
         content = archive.extractfile(member) if member.isfile() else None
         text = None
-        if content and texts.fullmatch(path):
+        if content and _PACKAGE_FILES.fullmatch(path):
             budget.take(text=member.size)
             text = content.read()
         target = member.linkname if member.issym() else normalize_path(member.linkname) if member.islnk() else ""

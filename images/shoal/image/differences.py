@@ -13,7 +13,7 @@ import docker
 from shoal.docker_client.images import read_config
 from shoal.errors import DifferenceError
 from shoal.image import filesystem
-from shoal.image.filesystem import File, FileSystem
+from shoal.image.filesystem import PYTHON, File, FileSystem
 
 Kind = Literal["added", "removed", "content", "owner or mode", "extended attributes", "bytecode's time", "time"]
 EXPECTED: Mapping[str, str] = {
@@ -31,9 +31,10 @@ MAX_LISTED = 50
 
 @dataclass(frozen=True)
 class PackageChange:
-    """A Debian package that has another version, or is in only one of the images."""
+    """A package that has another version, or is in only one of the images."""
 
     name: str
+    """Of a Debian package, or of a Python distribution after `python:`."""
     before: str
     """Its version; empty if it is not installed."""
     after: str
@@ -42,7 +43,8 @@ class PackageChange:
 
     def __str__(self) -> str:
         versions = f"{self.before or 'not installed'} → {self.after or 'not installed'}"
-        return f"Debian package {self.name}: {versions}, {self.files:,} files"
+        kind = "Python" if self.name.startswith(PYTHON) else "Debian"
+        return f"{kind} package {self.name.removeprefix(PYTHON)}: {versions}, {self.files:,} files"
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ class Differences:
     """The kind of difference, by path."""
     packages: tuple[PackageChange, ...] = ()
     owners: Mapping[str, str] = field(default_factory=dict)
-    """The changed Debian package that explains a difference, by path."""
+    """The changed package that explains a difference, by path."""
 
     @property
     def counts(self) -> Counter[Kind]:
@@ -71,18 +73,18 @@ class Differences:
 
     @property
     def unexplained(self) -> dict[str, Kind]:
-        """The unexpected differences that no changed Debian package explains."""
+        """The unexpected differences that no changed package explains."""
         return {path: kind for path, kind in self.unexpected.items() if path not in self.owners}
 
     def check(self) -> None:
         """Raises `DifferenceError` if there are differences that two builds of one commit do not have.
 
-        A Debian package in another version is one of them.
+        A package in another version is one of them.
         """
         if self.unexpected or self.packages:
             raise DifferenceError(
                 f"{self.before} and {self.after} differ in {len(self.unexpected):,} files and"
-                f" {len(self.packages)} Debian packages, apart from file times. Fix: build both from one commit and one"
+                f" {len(self.packages)} packages, apart from file times. Fix: build both from one commit and one"
                 " base (docs/size.md lists the expected differences)"
             )
 
@@ -106,7 +108,7 @@ def _configuration_files(config: Mapping[str, object]) -> Iterator[tuple[str, Fi
 
 
 def compare_images(before: str, after: str, old: FileSystem, new: FileSystem) -> Differences:
-    """Compares two images by their files and Debian packages.
+    """Compares two images by their files and packages.
 
     Args:
         before: The tag of the first image.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import posixpath
 import re
 import stat
 import tarfile
@@ -32,7 +33,9 @@ _TOUCHED = "etc"
 """The directory that Docker changes in every container, so that its time means nothing."""
 _DPKG_FILE = re.compile(r"var/lib/dpkg/info/([^/:]+)(:[^/.]+)?\.[^/.]+")
 """A file that dpkg keeps about a package; the first group is the package's name."""
-_DPKG_DATABASE = re.compile(r"var/lib/dpkg/(status|info/[^/]+\.list)")
+PYTHON = "python:"
+"""The prefix of a Python distribution, because a Debian package may have the same name."""
+_SITE_PACKAGES = re.compile(r"(?:site|dist)-packages$")
 _TYPES = {
     tarfile.DIRTYPE: stat.S_IFDIR,
     tarfile.SYMTYPE: stat.S_IFLNK,
@@ -58,7 +61,7 @@ class File(pydantic.BaseModel):
     attributes: dict[str, str] = {}
     """Extended attributes, values in hexadecimal."""
     package: str = ""
-    """The Debian package that it belongs to; empty if none."""
+    """The Debian package that it belongs to, or the Python distribution, after `python:`; empty if none."""
 
 
 class FileSystem(pydantic.BaseModel):
@@ -67,7 +70,7 @@ class FileSystem(pydantic.BaseModel):
     files: dict[str, File]
     """By absolute path."""
     packages: dict[str, str] = {}
-    """The versions of the Debian packages, by name."""
+    """The versions of the Debian packages and Python distributions, by name."""
 
 
 def read_filesystem(client: docker.DockerClient, tag: str) -> FileSystem:
@@ -89,7 +92,7 @@ def parse_archive(chunks: Iterable[bytes]) -> FileSystem:
     entries: list[Entry] = []
     budget = Budget()
     with open_stream(cast(IO[bytes], Chunks(chunks)), _BLOCK) as archive:
-        for member, entry, content in read_entries(archive, budget, _DPKG_DATABASE):
+        for member, entry, content in read_entries(archive, budget):
             budget.take(bytes_=member.size)
             if entry.path in _MADE_BY_DOCKER or entry.path == ".":
                 continue
@@ -97,21 +100,34 @@ def parse_archive(chunks: Iterable[bytes]) -> FileSystem:
             files[f"/{entry.path}"] = _make_file(member, blocks, files)
             entries.append(entry)
     status = next((entry.text for entry in entries if entry.path == owners.STATUS), None)
-    packages = {package.name: package.version for package in owners.debian_packages(status or b"")}
-    for path, name in _find_packages(entries):
+    claims = owners.Owners([entries])
+    texts = {entry.path: entry.text for entry in entries if entry.text is not None}
+    packages = {package.name: package.version for package in owners.debian_packages(texts.get(owners.STATUS, b""))}
+    packages |= {PYTHON + each.name: each.version for each in owners.python_distributions(texts, claims)}
+    for path, name in _find_packages(entries, claims):
         files[path] = files[path].model_copy(update={"package": name})
     return FileSystem(files=files, packages=packages)
 
 
-def _find_packages(entries: list[Entry]) -> Iterator[tuple[str, str]]:
-    """Yields the paths of Debian packages, each with its package. dpkg's own files about a package belong to it too."""
-    claims = owners.Owners([entries])
+def _find_packages(entries: list[Entry], claims: owners.Owners) -> Iterator[tuple[str, str]]:
+    """Yields the paths of packages, each with its package. dpkg's own files about a package belong to it too.
+
+    A directory below site-packages belongs to the first Python distribution with a file in it.
+    """
+    directories = {entry.path for entry in entries if entry.kind == "directory"}
     for entry in entries:
         owner = claims.find_owner(entry)
         if match := _DPKG_FILE.fullmatch(entry.path):
             yield f"/{entry.path}", match[1]
         elif owner.kind == "debian":
             yield f"/{entry.path}", owner.name
+        elif owner.kind == "python":
+            yield f"/{entry.path}", PYTHON + owner.name
+            parent = posixpath.dirname(entry.path)
+            while parent in directories and not _SITE_PACKAGES.search(parent):
+                directories.remove(parent)
+                yield f"/{parent}", PYTHON + owner.name
+                parent = posixpath.dirname(parent)
 
 
 def _make_file(member: tarfile.TarInfo, blocks: Iterable[bytes], others: Mapping[str, File]) -> File:

@@ -28,11 +28,11 @@ import requests
 from packaging.version import Version
 
 from shoal import docker_client
-from shoal.builds import base_image
+from shoal.builds import base_image, bundled
 from shoal.clean_text import print_error
 from shoal.docker_client import containers
 from shoal.docker_client.images import find_image
-from shoal.errors import DockerError, DoctorError, ShoalError
+from shoal.errors import BundleError, DockerError, DoctorError, ShoalError, UsageError
 from shoal.matrix import project, spec
 from shoal.network import reachability
 from shoal.network.settings import NetworkSettings, read_network_settings
@@ -48,7 +48,10 @@ MEMORY_GIB = 2
 MARKS = {"ok": "✓", "failed": "✗", "remark": "!"}
 
 State = Literal["ok", "failed", "remark"]
-_BUNDLE = "without a network, build from a bundle: shoal bundle DIR elsewhere, and shoal build --bundle DIR here"
+_BUNDLE = (
+    "without a network, build from a bundle: shoal bundle DIR elsewhere, and shoal build --bundle DIR here, which"
+    " shoal doctor --bundle DIR checks"
+)
 
 
 class CheckResult(NamedTuple):
@@ -84,6 +87,8 @@ class Site:
     connect: Callable[[], docker.DockerClient] = _connect_to_docker
     """Returns a new client, as clients are not shared between threads."""
     read_settings: Callable[[], NetworkSettings] = read_network_settings
+    bundle: Path | None = None
+    """The bundle of builds that need no network."""
 
     @property
     def project(self) -> project.Project:
@@ -322,6 +327,28 @@ def _check_base_image(site: Site, system: spec.System) -> CheckResult:
     return CheckResult("ok", f"{upstream} cannot be pulled; the first build bootstraps it from the Debian mirror")
 
 
+def check_bundle(site: Site) -> CheckResult:
+    """Check that the bundle has its files. Builds check their content.
+
+    A remark if it is not for the Debian releases of all images.
+    """
+    systems = {system.suite for system in site.matrix.systems()}
+    assert site.bundle is not None
+    try:
+        suites = bundled.read_settings(site.bundle).debs.keys()
+        missing = bundled.read_sums(site.bundle).keys() - {name for name, _ in bundled.list_files(site.bundle)}
+    except (BundleError, UsageError, OSError) as error:
+        return CheckResult("failed", *ShoalError(str(error)).split_fix())
+    if missing:
+        return CheckResult(
+            "failed", f"{site.bundle} lacks {', '.join(sorted(missing)[:3])}", f"copy it again, or {_BUNDLE}"
+        )
+    found = f"{site.bundle} has base images, packages and wheels for Debian {', '.join(sorted(suites))}"
+    if others := systems - suites:
+        return CheckResult("remark", f"{found}, not for the images of {', '.join(sorted(others))}")
+    return CheckResult("ok", found)
+
+
 CHECKS: Mapping[str, Check] = {
     "definitions": check_definitions,
     "docker": check_docker,
@@ -337,6 +364,14 @@ CHECKS: Mapping[str, Check] = {
     "loopback": check_loopback,
     "gpus": check_gpus,
 }
+_OF_NETWORK = ("package index", "debian mirror", "ca bundle", "settings", "base image")
+
+
+def choose_checks(bundle: Path | None) -> Mapping[str, Check]:
+    """Return the checks. With a bundle, it takes the place of the network of builds."""
+    if bundle is None:
+        return CHECKS
+    return {name: check for name, check in CHECKS.items() if name not in _OF_NETWORK} | {"bundle": check_bundle}
 
 
 def run_checks(site: Site, checks: Mapping[str, Check] = CHECKS, limit: float = LIMIT) -> list[CheckFinding]:

@@ -29,7 +29,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from shoal import doctor
-from shoal.builds import base_image
+from shoal.builds import base_image, bundled
 from shoal.doctor import CheckResult, Site
 from shoal.errors import DockerError, DoctorError
 from shoal.matrix import project
@@ -549,3 +549,42 @@ def test_fix_leaves_the_docker_of_docker_host_alone(tmp_path: Path) -> None:
     result = run(["--fix"], tmp_path, DOCKER_HOST="unix:///nonexistent/docker.sock")
     assert result.returncode == 10
     assert "shoal: --fix: docker: scripts/engine.sh could not start it" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("lacks", "expected"),
+    [
+        ("", "ok: DIR has base images, packages and wheels for Debian bookworm, trixie"),
+        ("trixie/base.tar", "failed: DIR lacks trixie/base.tar"),
+        ("wheels/a.whl", "failed: DIR lacks wheels/a.whl"),
+        ("SHA256SUMS", "failed: --bundle DIR: not a bundle, or one without SHA256SUMS"),
+    ],
+)
+def test_a_bundle_takes_the_place_of_the_network(site: Site, tmp_path: Path, lacks: str, expected: str) -> None:
+    for name in (
+        "bookworm/base.tar",
+        "bookworm/debs/Packages",
+        "trixie/base.tar",
+        "trixie/debs/Packages",
+        "wheels/a.whl",
+    ):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    bundled.write_sums(tmp_path)
+    if lacks:
+        (tmp_path / lacks).unlink()
+    checks = doctor.choose_checks(tmp_path)
+    assert not {"package index", "debian mirror", "base image"} & {*checks}
+    (finding,) = doctor.run_checks(replace(site, bundle=tmp_path), {"bundle": checks["bundle"]})
+    assert f"{finding.state}: {finding.found}".replace(str(tmp_path), "DIR").startswith(expected)
+    assert bool(finding.fix) == bool(lacks)
+    assert "bundle" not in doctor.choose_checks(None)
+
+
+def test_a_bundle_for_some_images_is_a_remark(site: Site, tmp_path: Path) -> None:
+    (tmp_path / "bookworm" / "debs").mkdir(parents=True)
+    (tmp_path / "bookworm" / "base.tar").touch()
+    (tmp_path / "bookworm" / "debs" / "Packages").touch()
+    bundled.write_sums(tmp_path)
+    state, found, _ = doctor.check_bundle(replace(site, bundle=tmp_path))
+    assert (state, found.partition(", not ")[2]) == ("remark", "for the images of trixie")

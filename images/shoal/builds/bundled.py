@@ -138,8 +138,8 @@ def _sha256(path: Path) -> str:
 def _not_a_bundle(directory: Path) -> UsageError:
     """Returns the error for a --bundle directory that has no bundle. It does not raise it."""
     return UsageError(
-        f"--bundle {directory}: not a bundle, or one without {SUMS}. Make it on a host with a network: shoal bundle"
-        f" {directory}"
+        f"--bundle {directory}: not a bundle, or one without {SUMS}. Fix: make it on a host with a network:"
+        f" shoal bundle {directory}"
     )
 
 

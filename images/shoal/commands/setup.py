@@ -20,6 +20,10 @@ def check_machine(
     fix: Annotated[
         bool, typer.Option("--fix", help="Fix what can be fixed: start Docker if it does not answer.")
     ] = False,
+    bundle: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Check this bundle for offline builds, and not the network of builds."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Check whether this machine can build images and run jobs, and print fixes.
@@ -28,10 +32,10 @@ def check_machine(
 
     Example: shoal doctor --fix
     """
-    site = doctor.Site(Path.cwd())
-    findings = doctor.run_checks(site)
+    site, checks = doctor.Site(Path.cwd(), bundle=bundle), doctor.choose_checks(bundle)
+    findings = doctor.run_checks(site, checks)
     if fix and doctor.apply_fixes(site, findings):
-        findings = doctor.run_checks(site)
+        findings = doctor.run_checks(site, checks)
     if as_json:
         print_json(findings)
     else:

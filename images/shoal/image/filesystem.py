@@ -99,7 +99,6 @@ def parse_archive(chunks: Iterable[bytes]) -> FileSystem:
             blocks = _read_blocks(content) if entry.text is None else [entry.text]
             files[f"/{entry.path}"] = _make_file(member, blocks, files)
             entries.append(entry)
-    status = next((entry.text for entry in entries if entry.path == owners.STATUS), None)
     claims = owners.Owners([entries])
     texts = {entry.path: entry.text for entry in entries if entry.text is not None}
     packages = {package.name: package.version for package in owners.debian_packages(texts.get(owners.STATUS, b""))}

@@ -77,6 +77,14 @@ def test_page_of_a_large_job_has_less_than_5_mb_and_the_whole_log(tmp_path: Path
     assert {curve.rank for curve in report.metrics} == set(range(64))
 
 
+def test_a_page_of_texts_with_escapes_and_a_log_that_does_not_fit_has_at_most_5_mb() -> None:
+    values = random.Random(0)
+    log = [LogLine(at / 100, "algo-1", 0, values.randbytes(60).hex()) for at in range(60_000)]
+    texts = {f"{at}<": '<"&' * 1_300 for at in range(100)}
+    page = render_job_page(make_report(settings={"variables": texts}, log=log))
+    assert 0.95 * MOST_BYTES < len(page.encode()) <= MOST_BYTES
+
+
 def test_a_log_that_does_not_fit_keeps_both_ends_and_says_what_it_leaves_out() -> None:
     values = random.Random(0)
     log = [LogLine(at / 100, "algo-1", 0, f"{at} {values.randbytes(40).hex()}") for at in range(20_000)]

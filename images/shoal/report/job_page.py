@@ -8,22 +8,29 @@ from importlib import resources
 
 from markupsafe import Markup
 
-from shoal.report.job_report import JobReport, encode_report, fit_report
+from shoal.report.job_report import JobReport, encode_report, thin_report
 from shoal.report.output_files import render_page
+from shoal.report.packed_log import pack_log
 
 _VENDOR = "vendor"
+_MAX_BYTES = 5_000_000 - 100  # without the digits of the lines that are left out
 
 
 def render_job_page(report: JobReport) -> str:
     """Return the page of a job as HTML, of at most 5 MB. Writes no file."""
-    fitted, lines = fit_report(report)
-    data = Markup(encode_report(fitted))
-    return render_page("job.html.j2", report=fitted, data=data, lines=lines, **_read_uplot())
+    thin = thin_report(report)
+    rest = len(_render(thin, "").encode("utf-8", "replace"))  # texts are in it twice, with escapes
+    log = pack_log(report.log, report.omitted, report.omitted_at, _MAX_BYTES - rest)
+    return _render(replace(thin, omitted=log.omitted, omitted_at=log.omitted_at), log.data)
+
+
+def _render(report: JobReport, lines: str) -> str:
+    return render_page("job.html.j2", report=report, data=Markup(encode_report(report)), lines=lines, **_read_uplot())
 
 
 def render_comparison_page(first: JobReport, second: JobReport) -> str:
     """Return the page that compares two jobs as HTML: their results, differing settings and curves."""
-    jobs = [fit_report(replace(report, log=(), omitted=0))[0] for report in (first, second)]
+    jobs = [thin_report(replace(report, omitted=0)) for report in (first, second)]
     return render_page(
         "job_comparison.html.j2",
         jobs=jobs,

@@ -11,12 +11,10 @@ import pydantic
 
 from shoal.errors import UsageError
 from shoal.limits import MOST_PAGE, read_file
-from shoal.report.packed_log import LogLine, pack_log, unpack_log
+from shoal.report.packed_log import LogLine, unpack_log
 
 PAGE = "report.html"
 """The name of the page in a job's directory."""
-_MAX_BYTES = 4_700_000
-"""The most bytes that the data of a page takes. The rest of 5 MB is for the program and the tables."""
 _MAX_POINTS = 60_000  # of all curves
 _MAX_CURVES = 2_000
 _DATA = re.compile(r'<script type="application/json" id="job">(.*?)</script>', re.DOTALL)
@@ -101,12 +99,10 @@ def read_report(path: Path) -> JobReport:
         raise UsageError(f"{page}: not the report of a job. Fix: name a report.html of `shoal run`") from error
 
 
-def fit_report(report: JobReport) -> tuple[JobReport, str]:
-    """Return a report that fits into a page, and its packed log. Curves may have fewer points."""
+def thin_report(report: JobReport) -> JobReport:
+    """Return a report that fits into a page, without its log. Curves may have fewer points."""
     metrics, scalars, usage = map(_thin_curves, (report.metrics, report.scalars, report.usage))
-    report = replace(report, metrics=metrics, scalars=scalars, usage=usage)
-    log = pack_log(report.log, report.omitted, report.omitted_at, _MAX_BYTES - len(encode_report(report).encode()))
-    return replace(report, log=log.lines, omitted=log.omitted, omitted_at=log.omitted_at), log.data
+    return replace(report, metrics=metrics, scalars=scalars, usage=usage, log=())
 
 
 def _thin_curves(curves: Sequence[Curve]) -> list[Curve]:

@@ -13,6 +13,7 @@ import pytest
 from shoal import docker_client
 from shoal.matrix.spec import BuildSpec
 
+from ..tested_images import PYTORCH_CPU
 from . import lab, oracle
 from .compare import SAME, Pair, compare
 from .divergences import DIVERGENCES, Divergence
@@ -25,7 +26,7 @@ from .trees import TREES
 SLEEPING, BUSY = 6, 2
 # One worker of pytest-xdist has all jobs: they run side by side already, and the last test looks at all of them.
 in_one_worker = pytest.mark.xdist_group("conformance")
-SMALL_PYTORCH = "pytorch-training:2.13.0-cpu-py311-debian12"
+SMALL_PYTORCH = PYTORCH_CPU
 _SUMMARY = pytest.StashKey[list[str]]()
 
 

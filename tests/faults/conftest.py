@@ -17,6 +17,7 @@ from testcontainers.core.network import Network
 from shoal.matrix.spec import BuildSpec, ImageSpec
 
 from ..containers import ROOT, StartHost, client, network, start_host, without_reaper
+from ..tested_images import PYTORCH_CPU
 from .start import StartJob
 from .table import Table
 
@@ -31,7 +32,7 @@ def pytest_configure() -> None:
 
 @pytest.fixture(scope="session")
 def chosen(matrix: BuildSpec) -> ImageSpec:
-    return matrix.select("pytorch-training:2.13.0-cpu-py311-debian12")
+    return matrix.select(PYTORCH_CPU)
 
 
 @pytest.fixture(scope="session")

@@ -25,6 +25,7 @@ from shoal.matrix.project import Project
 from shoal.matrix.spec import BuildSpec
 from shoal.sources import context, pins
 
+from ..tested_images import PYTORCH_CPU, PYTORCH_CU130, PYTORCH_PY313
 from ..waiting import error_in_time
 
 
@@ -42,7 +43,7 @@ def write_bundle(directory: Path, *suites: str) -> Path:
 def test_a_build_is_given_the_packages_of_its_suite(project: Project, matrix: BuildSpec, tmp_path: Path) -> None:
     host = bundled.read_settings(write_bundle(tmp_path, "bookworm", "trixie"))
     own = context.install_own_packages(project, "3.11")
-    for image in (matrix.select("pytorch-*-cu130-debian12"), matrix.select("pytorch-*-cu130-debian13")):
+    for image in (matrix.select(PYTORCH_CU130), matrix.select(PYTORCH_PY313)):
         sources = context.gather_sources(project, matrix, image, own)
         files = sources.context_files(matrix, host)
         names = {name for name in files if name.startswith("machine/debs/")}
@@ -178,7 +179,7 @@ def test_a_file_that_only_looks_like_one_of_a_bundle_is_refused(
     monkeypatch.setattr(bundle, "_add_system", lambda *_: "debian:bookworm-slim")
     monkeypatch.setattr(bundle, "_add_wheels", lambda *_: set())
     monkeypatch.setattr(bundle, "add_shoal", make_again)
-    images = [matrix.select("pytorch-*-cpu-*-debian12")]
+    images = [matrix.select(PYTORCH_CPU)]
     with contextlib.nullcontext() if again else pytest.raises(BundleError, match=f"not made by this command: {path}"):
         bundle.fill_bundle(project, matrix, images, directory, print)
     assert (path in bundled.read_sums(directory)) == again

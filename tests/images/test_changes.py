@@ -23,6 +23,8 @@ from shoal.sources.pins import Pin
 from shoal.sources.record import Decision, Record, decide
 from shoal.sources.steps import BuildStep
 
+from ..tested_images import PYTORCH_CPU, PYTORCH_CU117
+
 BASE = "debian:bookworm-slim@" + "1" * 64
 
 
@@ -157,15 +159,17 @@ def test_a_plan_says_from_where_on_and_why(sources: Sources) -> None:
     assert str(planned(sources, sources)) == "x: up to date"
 
 
-def test_the_engine_is_asked_and_left_alone(
+def test_a_plan_only_reads_the_labels_of_images(
     project: Project, matrix: BuildSpec, own: Mapping[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    chosen = matrix.choose(["pytorch*"], ["*cu130*", "*-devel"])
+    chosen = [matrix.select(tag) for tag in (PYTORCH_CU117, PYTORCH_CPU)]
     identity = "debian:bookworm-slim@" + "1" * 64
     made = context.gather_sources(project, matrix, chosen[0], own).make_record(identity)
-    monkeypatch.setattr(docker_client, "connect", lambda: fake_engine({chosen[0].tag: made}))
+    asked: list[str] = []
+    monkeypatch.setattr(docker_client, "connect", lambda: docker_with({chosen[0].tag: made}, asked))
     plans = plan_builds(project, matrix, chosen)
     assert [plan.decision.state for plan in plans] == ["up to date", "new"]
+    assert {"debian:bookworm-slim", PYTORCH_CU117, PYTORCH_CPU} <= {*asked}
     assert json.loads(made.labels()["shoal.steps"])["templates"].keys() == {
         "pytorch.j2",
         "base.j2",
@@ -174,10 +178,11 @@ def test_the_engine_is_asked_and_left_alone(
     }
 
 
-def fake_engine(made: Mapping[str, Record]) -> SimpleNamespace:
-    """An engine with Debian's image and these; it can be asked only."""
+def docker_with(made: Mapping[str, Record], asked: list[str]) -> SimpleNamespace:
+    """Docker with Debian's image and these. It notes whose labels are read, and has no method that changes anything."""
 
     def get(tag: str) -> SimpleNamespace:
+        asked.append(tag)
         if tag == "debian:bookworm-slim":
             return SimpleNamespace(id="sha256:" + "1" * 64, attrs={}, labels={})
         if tag not in made:

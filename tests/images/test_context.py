@@ -20,6 +20,8 @@ from shoal.network.settings import NetworkSettings
 from shoal.sources import context
 from shoal.sources.pins import Pin, find_locked_wheels
 
+from ..tested_images import PYTORCH_CPU
+
 PLAIN = NetworkSettings((), (), (), (), None, (), ())
 
 
@@ -85,7 +87,7 @@ def test_only_locked_files_are_taken_from_find_links(tmp_path: Path) -> None:
 def test_the_foreign_index_is_asked_only_when_its_file_is_not_at_hand(
     project: Project, matrix: BuildSpec, tmp_path: Path
 ) -> None:
-    image = matrix.select("pytorch-training:2.13.0-cpu-py311-debian12")
+    image = matrix.select(PYTORCH_CPU)
     name = "torch-2.13.0+cpu-cp311-cp311-manylinux_2_28_x86_64.whl"
     (tmp_path / name).write_bytes(b"wheel")
     sources = gather(project, matrix, image.tag)

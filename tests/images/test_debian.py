@@ -28,6 +28,8 @@ from shoal.matrix.spec import BuildSpec, System
 from shoal.sources import context, debian, record
 from shoal.sources.debian import DebianLock
 
+from ..tested_images import HUGGINGFACE_CPU
+
 PYTHON, LIBC = "python3_3.11.2-1+b1_amd64.deb", "libc6_2.36-9+deb12u13_amd64.deb"
 ONE, TWO = (f"SHA256:{digit * 64}" for digit in "12")
 UPSTREAM, MADE = "debian:bookworm-slim", "shoal-base:bookworm"
@@ -263,13 +265,13 @@ def test_a_child_has_a_lock_of_its_own(
     monkeypatch.setattr(base_image, "provide_base", provide)
     monkeypatch.setattr(debian_lock, "run_in_base", in_base)
     monkeypatch.setattr(dependencies, "open_project", lambda to_write: (copy, matrix))
-    dependencies.lock_images(["huggingface-*-cpu-*"], bases=True)
+    dependencies.lock_images([HUGGINGFACE_CPU], bases=True)
     own = debian.lock_path(copy, "bookworm", "huggingface")
     assert {path: path.read_text() for path in where.parent.iterdir()} == before | {own: own.read_text()}
     assert debian.read_lock(copy, "bookworm", "huggingface") == DebianLock({}, {LIBC: TWO})
     assert (pulls, [script.endswith(" jq") for script in scripts]) == ([False], [True])
     assert debian.comparison_files(copy, "bookworm") == parent
-    sources = context.gather_sources(copy, matrix, matrix.select("huggingface-*-cpu-*"), {})
+    sources = context.gather_sources(copy, matrix, matrix.select(HUGGINGFACE_CPU), {})
     assert sources.debian["lock.txt"].decode().splitlines()[1:] == [f"{LIBC} {TWO}", f"{PYTHON} {ONE}"]
     words = debian_lock.describe_drift(copy, sources.image, ["x.deb"])
     assert "not those of dockerfiles/debian/bookworm-huggingface.txt: x.deb." in words

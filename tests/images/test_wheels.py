@@ -22,6 +22,7 @@ from shoal.matrix.spec import BuildSpec
 from shoal.sources import provenance
 
 from ..conftest import PROJECT_URL
+from ..tested_images import PYTORCH_CPU, PYTORCH_PY313
 from .command import shoal_command
 from .test_builds import FakeEngine, fake
 
@@ -173,7 +174,7 @@ def test_a_build_has_the_context_and_layers_of_a_checkout(
     installed: Installation, project: Project, matrix: BuildSpec, fake: FakeEngine, tmp_path: Path
 ) -> None:
     """Byte for byte, with bytecode and without, from the package and from what `shoal init` writes."""
-    tags = [matrix.select(name).tag for name in ("pytorch-*-cpu-*-debian12", "pytorch-*-py313-*")]
+    tags = [matrix.select(name).tag for name in (PYTORCH_CPU, PYTORCH_PY313)]
     plain = {"DOCKER_HOST": fake.address, "PIP_CONFIG_FILE": os.devnull}
 
     def contexts() -> Mapping[str, bytes]:

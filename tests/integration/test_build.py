@@ -23,10 +23,10 @@ import pytest
 from shoal import docker_client
 from shoal.docker_client.images import find_image
 from shoal.matrix.project import LAYERS, Project
-from shoal.matrix.spec import BuildSpec
 from shoal.sources import packages
 
 from ..repeats import SEED, SOAK, times
+from ..tested_images import PYTORCH_CPU
 from ..trusting import trust_directories
 
 pytestmark = pytest.mark.xdist_group("build")  # its images have one tag
@@ -309,14 +309,12 @@ def test_a_change_in_the_toolkit_rebuilds_only_its_layer(
 LARGEST = ("torch==", "scipy==", "scikit-learn==", "sympy==", "networkx==")
 
 
-def test_two_builds_of_one_commit_differ_only_where_the_report_says(
-    client: docker.DockerClient, matrix: BuildSpec, copied: Path
-) -> None:
+def test_two_builds_of_one_commit_differ_only_where_the_report_says(client: docker.DockerClient, copied: Path) -> None:
     """Every step runs again, because a variable was added that changes nothing else.
 
     The image is the real one in `make soak`. In the suite its largest packages are left out, which takes a minute less.
     """
-    original = matrix.select("pytorch-*-cpu-*-debian12").tag
+    original = PYTORCH_CPU
     lock = copied / "dockerfiles" / "requirements" / again(original).replace(":", "-") / "framework.txt"
     lines = lock.read_text().splitlines(keepends=True)
     assert [name for name in LARGEST if not any(line.startswith(name) for line in lines)] == []

@@ -10,13 +10,14 @@ import docker
 from shoal.builds import bundle
 from shoal.matrix.spec import BuildSpec
 
+from ..tested_images import PYTORCH_CPU
 from .conftest import ROOT
 
 
 def test_shoal_is_installed_without_a_network(client: docker.DockerClient, matrix: BuildSpec, tmp_path: Path) -> None:
     """In a container, for it has no network and Debian's Python, of the version that runs this."""
     bundle.add_shoal(tmp_path, tmp_path / "wheels")
-    image = matrix.select("pytorch-*-cpu-*-debian12")
+    image = matrix.select(PYTORCH_CPU)
     assert image.python_version == f"{sys.version_info.major}.{sys.version_info.minor}"
     script = f"{bundle.INSTALL.format(directory='/bundle/wheels')} && /tmp/.venv/bin/shoal list"
     said = client.containers.run(

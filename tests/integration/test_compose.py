@@ -10,22 +10,19 @@ from pathlib import Path
 
 import docker
 
-from shoal.matrix.spec import BuildSpec
-
 from ..containers import ROOT
+from ..tested_images import PYTORCH_CPU
 
 EXAMPLE = ROOT / "examples" / "compose" / "compose.yml"
 
 
-def test_two_services_train_the_digits(
-    compose: str, client: docker.DockerClient, matrix: BuildSpec, tmp_path: Path
-) -> None:
+def test_two_services_train_the_digits(compose: str, client: docker.DockerClient, tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text(uuid.uuid4().hex)
     secret.chmod(0o600)
     environment = {
         **os.environ,
-        "IMAGE": matrix.select("pytorch-training:2.13.0-cpu-py311-debian12").tag,
+        "IMAGE": PYTORCH_CPU,
         "EPOCHS": "1",
         "MODEL": str(tmp_path / "model"),
         "SECRET": str(secret),

@@ -15,6 +15,7 @@ from testcontainers.core.network import Network
 from shoal.matrix.spec import BuildSpec
 from shoal.network.settings import read_network_settings
 
+from ..tested_images import HUGGINGFACE_CPU
 from .conftest import Host, StartHost, write_tree
 
 EVERYDAY = Path(__file__).with_name("everyday")
@@ -50,8 +51,8 @@ def start(start_host: StartHost, image: str, tree: Path, requirements: str, netw
 
 
 @pytest.mark.long
-def test_everyday_libraries_train_as_plain_torch_does(start_host: StartHost, matrix: BuildSpec, tmp_path: Path) -> None:
-    image = matrix.choose(["huggingface-*-cpu-*"])[0].tag
+def test_everyday_libraries_train_as_plain_torch_does(start_host: StartHost, tmp_path: Path) -> None:
+    image = HUGGINGFACE_CPU
     tree = write_tree(tmp_path / "ml", "")
     ended = start(start_host, image, tree, (EVERYDAY / "requirements.txt").read_text()).wait(timeout=580)
     assert ended.code == 0, ended.output

@@ -13,6 +13,7 @@ import pytest
 
 from shoal.matrix.spec import BuildSpec
 
+from ..tested_images import PYTORCH_CPU, TENSORFLOW_CPU
 from .conftest import ROOT, StartHost
 
 pytestmark = pytest.mark.xdist_group("extend")
@@ -39,7 +40,7 @@ def test_the_recipe_is_the_guides(pytorch: str) -> None:
     assert [line for line in lines if line and not line.startswith("#")] == [f"FROM {pytorch}", *LINES]
 
 
-@pytest.mark.parametrize("name", ["pytorch-*-cpu-*-debian12", "tensorflow-*-cpu-*"])
+@pytest.mark.parametrize("name", [PYTORCH_CPU, TENSORFLOW_CPU])
 def test_a_new_project_builds_trains_and_passes_its_test(
     client: docker.DockerClient, matrix: BuildSpec, tmp_path: Path, name: str
 ) -> None:

@@ -15,6 +15,7 @@ from shoal.image.facts import ImageFacts
 from shoal.matrix.project import Project
 from shoal.matrix.spec import ImageSpec
 
+from ..tested_images import PYTORCH_CPU, TENSORFLOW_CPU
 from .image_containers import MATRIX, SCRATCH, ImageContainer, each
 from .image_probe import COMMANDS
 
@@ -81,7 +82,7 @@ def test_the_framework_works_for_any_user_and_writes_nothing(container: ImageCon
     assert framework_facts(container, image)["shape"] == [2, 2]
 
 
-@pytest.mark.parametrize("image", each("pytorch-*-cpu-*-debian12", "tensorflow-*-cpu-*"))
+@pytest.mark.parametrize("image", each(PYTORCH_CPU, TENSORFLOW_CPU))
 def test_the_framework_works_for_root_and_writes_nothing(container: ImageContainer, image: ImageSpec) -> None:
     """Of one image of each framework: root may do what any user may."""
     assert framework_facts(container, image, "root")["shape"] == [2, 2]
@@ -199,7 +200,7 @@ def test_the_tag_says_what_is_inside(client: docker.DockerClient, container: Ima
     assert any(purl.startswith("pkg:deb/debian/libc6@") for purl in purls)
 
 
-@pytest.mark.parametrize("image", each("pytorch-*-cpu-*-debian12"))
+@pytest.mark.parametrize("image", each(PYTORCH_CPU))
 def test_a_container_of_its_own_says_the_same(
     client: docker.DockerClient, request: pytest.FixtureRequest, image: ImageSpec
 ) -> None:
@@ -214,7 +215,7 @@ def test_a_container_of_its_own_says_the_same(
     assert read() == alone
 
 
-@pytest.mark.parametrize("image", each("pytorch-*-cpu-*-debian12"))
+@pytest.mark.parametrize("image", each(PYTORCH_CPU))
 def test_a_probe_has_no_rights(client: docker.DockerClient, image: ImageSpec) -> None:
     """What an image answers with is its own program: it may not even try."""
     script = (

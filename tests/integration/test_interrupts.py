@@ -21,6 +21,7 @@ from shoal.matrix.project import Project
 from shoal.matrix.spec import BuildSpec
 
 from ..repeats import SEED, times
+from ..tested_images import PYTORCH_CPU
 from ..trusting import trust_directories
 from . import test_bundle, test_push
 from .test_build import SHOAL, is_interrupted, wait_until
@@ -59,8 +60,8 @@ def filled(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def manifest(matrix: BuildSpec, project: Project, filled: Path) -> Command:
-    image = matrix.select("pytorch-*-cpu-*-debian12").tag
+def manifest(project: Project, filled: Path) -> Command:
+    image = PYTORCH_CPU
     return Command(["inspect", image, "-o", str(filled / "page.md")], project.root, filled)
 
 

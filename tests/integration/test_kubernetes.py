@@ -16,15 +16,15 @@ from shoal.commands import deploy
 from shoal.commands.common import app
 
 from .. import kubelet
+from ..tested_images import PYTORCH_CPU
 from .conftest import StartHost
 
 assert deploy  # it adds the command to `app`
-IMAGE = "pytorch-training:2.13.0-cpu-py311-debian12"
+IMAGE = PYTORCH_CPU
 HOSTS = 2
 NAMESPACE = "team"
 SCRIPT = """\
 import json, os, pathlib, sys
-
 if "TORCHELASTIC_RUN_ID" in os.environ:
     import torch
     import torch.distributed as dist

@@ -15,6 +15,7 @@ from testcontainers.core.network import Network
 
 from shoal.matrix.spec import BuildSpec
 
+from ..tested_images import PYTORCH_CU130
 from .conftest import ROOT, Ended, StartHost, write_tree
 
 HOSTS = ("algo-1", "algo-2")
@@ -43,7 +44,6 @@ SUITE = (
 )
 MODEL = """\
 import torch
-
 def large():  # 16 GiB with Adam
     return torch.nn.Sequential(*(torch.nn.Linear(8192, 8192) for _ in range(16))), (torch.empty(16, 8192),)
 """
@@ -59,9 +59,9 @@ def test_the_librarys_suite_on_the_oldest_torch(start_host: StartHost, pytorch: 
 
 
 @pytest.mark.long
-def test_nccl_of_the_newest_torch(start_host: StartHost, matrix: BuildSpec, tmp_path: Path) -> None:
+def test_nccl_of_the_newest_torch(start_host: StartHost, tmp_path: Path) -> None:
     """Its classes are as they are recorded, and torch dispatches to them; there is no GPU."""
-    image = matrix.select("pytorch-training:2.13.0-gpu-py311-cu130-debian12").tag
+    image = PYTORCH_CU130
     files = [f"tests/library/test_{name}.py" for name in ("nccl", "devices")]
     ended = run_tests(start_host, image, tmp_path, "--confcutdir=tests/library", *files)
     assert ended.code == 0, ended.output

@@ -21,6 +21,7 @@ import pytest
 
 from shoal.matrix.spec import BuildSpec
 
+from ..tested_images import PYTORCH_CPU
 from .test_launchers import MIRRORED, PARAMETER_SERVER
 from .test_run import SHOAL
 
@@ -65,7 +66,7 @@ class Launcher(NamedTuple):
     """A part of the script's last line."""
 
 
-TORCH_2 = "pytorch-training:2.13.0-cpu-py311-debian12"
+TORCH_2 = PYTORCH_CPU
 MPI = {"mpi": {"enabled": True, "processes_per_host": 2}}
 LAUNCHERS = [
     Launcher("mpirun", TORCH_2, MPI, TORCH.format(backend="gloo"), 5, "the sum is 4.0"),

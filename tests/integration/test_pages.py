@@ -12,10 +12,9 @@ from pathlib import Path
 import docker
 import pytest
 
-from shoal.matrix.spec import BuildSpec
-
 from ..docs.blocks import PAGES, Block, find_blocks
 from ..docs.shell_blocks import copy_repository, directory_of, run_blocks
+from ..tested_images import PYTORCH_CPU
 from ..trusting import trust_directories
 from .conftest import ROOT
 
@@ -47,9 +46,9 @@ def own_image(client: docker.DockerClient) -> Iterator[None]:
 
 @pytest.mark.usefixtures("own_image")
 @pytest.mark.parametrize("page", sorted({block.page for block in BLOCKS}))
-def test_commands_run(page: str, copy: Path, matrix: BuildSpec, record_property: Record) -> None:
+def test_commands_run(page: str, copy: Path, record_property: Record) -> None:
     blocks = [rename(block) for block in BLOCKS if block.page == page]
-    environ = {"IMAGE": matrix.select("pytorch-*-cpu-*-debian12").tag}
+    environ = {"IMAGE": PYTORCH_CPU}
     record_property("blocks", {"run with Docker": run_blocks(blocks, directory_of(blocks[0], copy), environ)})
 
 

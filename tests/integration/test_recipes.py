@@ -23,6 +23,7 @@ from shoal.builds.buildkit import BuildFailed, OutputLine
 from shoal.matrix.spec import BuildSpec
 from shoal.network.settings import read_network_settings
 
+from ..tested_images import PYTORCH_CPU
 from .conftest import ROOT, StartHost, write_tree
 
 pytestmark = pytest.mark.xdist_group("recipes")
@@ -111,7 +112,7 @@ def on_own_base(
     client: docker.DockerClient, matrix: BuildSpec, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[str]:
     """The recipe's image, on a base that has nothing of ours."""
-    chosen = matrix.select("pytorch-*-cpu-*-debian12")
+    chosen = matrix.select(PYTORCH_CPU)
     pytorch, debian = chosen.tag, base_image.find_base(client, chosen.system)
     assert debian is not None
     directory = write_context(tmp_path_factory.mktemp("base"), SOMEBODYS)

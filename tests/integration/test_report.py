@@ -16,6 +16,8 @@ from shoal.image.inventory import Inventory
 from shoal.image.owners import FileOwner
 from shoal.matrix.spec import BuildSpec
 
+from ..tested_images import PYTORCH_CPU
+
 pytestmark = pytest.mark.xdist_group("report")
 
 PACKAGES = r"${Package} ${Version} ${Architecture} ${db:Status-Status}\n"
@@ -23,9 +25,9 @@ MOST_AROUND_A_FILE = 2560  # bytes: a header, the padding to a block, and two bl
 
 
 @pytest.fixture(scope="module")
-def tag(matrix: BuildSpec) -> str:
+def tag() -> str:
     """The CPU image of PyTorch: the smallest with a framework."""
-    return matrix.select("pytorch-training:2.13.0-cpu-py311-debian12").tag
+    return PYTORCH_CPU
 
 
 @pytest.fixture(scope="module")

@@ -19,10 +19,10 @@ import pytest
 
 from shoal.docker_client import containers
 from shoal.jobs import running, store
-from shoal.matrix.spec import BuildSpec
 
 from ..images.test_random_kills import SCRIPT, curve
 from ..repeats import SEED
+from ..tested_images import PYTORCH_CPU
 from .conftest import ROOT
 from .test_run import SHOAL, command, job_objects, source
 
@@ -61,8 +61,8 @@ while not other.exists() or len(other.read_text().splitlines()) < 2:
 
 
 @pytest.fixture
-def image(matrix: BuildSpec) -> str:
-    return matrix.select("pytorch-*-cpu-*-debian12").tag
+def image() -> str:
+    return PYTORCH_CPU
 
 
 def start(arguments: list[str | Path], words: str, count: int) -> subprocess.Popen[str]:

@@ -25,6 +25,7 @@ from shoal.docker_client import containers
 from shoal.matrix.spec import BuildSpec
 
 from ..repeats import SEED, times
+from ..tested_images import PYTORCH_CPU
 from .conftest import ROOT
 from .test_build import is_interrupted
 
@@ -146,7 +147,7 @@ def test_an_interrupt_removes_hosts_and_network(
 
 @pytest.mark.soak
 def test_an_interrupt_at_any_moment_leaves_nothing(
-    client: docker.DockerClient, matrix: BuildSpec, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    client: docker.DockerClient, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (source / "train.py").write_text(
         "import os, pathlib\ncheckpoints, host = pathlib.Path('/opt/ml/checkpoints'), os.environ['SM_CURRENT_HOST']\n"
@@ -156,7 +157,7 @@ def test_an_interrupt_at_any_moment_leaves_nothing(
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     monkeypatch.setenv("TMPDIR", str(temporary))
-    image = matrix.select("pytorch-*-cpu-*-debian12").tag
+    image = PYTORCH_CPU
     options = ["--hosts", "2", "--procs-per-host", "1", "--checkpoints", str(tmp_path / "first")]
     arguments = command(image, source, tmp_path / "jobs", *options)
     started = time.monotonic()
@@ -264,14 +265,14 @@ def test_a_success_stays_one_whatever_the_script_leaves(
         assert [path.name for path in (tmp_path / "mine").iterdir() if path.name != ".shoal-job.json"] == ["huge"]
 
 
-def test_the_secret_is_in_no_log(matrix: BuildSpec, source: Path, tmp_path: Path) -> None:
+def test_the_secret_is_in_no_log(source: Path, tmp_path: Path) -> None:
     """A script that prints all that it was given does not print it, nor does what is collected have it."""
     (source / "train.py").write_text(
         "import os, pathlib, sys\nprint(sys.argv, dict(os.environ), flush=True)\n"
         "print('hosts', os.environ['SM_HOSTS'], len(pathlib.Path('/run/shoal-job-secret').read_text()))\n"
     )
     options = ["--hosts", "2", "--procs-per-host", "1", "--env", "SHOAL_JOB_SECRET=planted-secret-17"]
-    image = matrix.select("pytorch-*-cpu-*-debian12").tag
+    image = PYTORCH_CPU
     result = subprocess.run(
         command(image, source, tmp_path / "jobs", *options), cwd=ROOT, capture_output=True, text=True, check=False
     )
@@ -286,7 +287,7 @@ def test_the_secret_is_in_no_log(matrix: BuildSpec, source: Path, tmp_path: Path
 
 
 def test_secrets_are_files_and_variables_that_docker_does_not_show(
-    client: docker.DockerClient, matrix: BuildSpec, source: Path, tmp_path: Path
+    client: docker.DockerClient, source: Path, tmp_path: Path
 ) -> None:
     """A file of mode 0400, and a variable if asked. Neither inspect nor what stays has them."""
     (source / "train.py").write_text(
@@ -302,7 +303,7 @@ def test_secrets_are_files_and_variables_that_docker_does_not_show(
     )
     (tmp_path / "key").write_text("planted-in-a-file\n")
     options = ["--secret", "HF_TOKEN,type=env", "--secret", f"KEY={tmp_path / 'key'}", "-e", "TAKEN", "--hosts", "2"]
-    image = matrix.select("pytorch-*-cpu-*-debian12").tag
+    image = PYTORCH_CPU
     words = command(image, source, tmp_path / "jobs", *options)
     env = {**os.environ, "HF_TOKEN": "planted-variable", "TAKEN": "taken"}
     with subprocess.Popen(words, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True) as process:
@@ -340,7 +341,7 @@ def test_links_stay_links_in_a_container_and_secrets_stay_here(pytorch: str, sou
 
 
 def test_the_user_of_an_image_trains_on_two_hosts_and_resumes(
-    client: docker.DockerClient, matrix: BuildSpec, source: Path, tmp_path: Path
+    client: docker.DockerClient, source: Path, tmp_path: Path
 ) -> None:
     """It can write all directories of the job and its home, and finds its checkpoints of an earlier run."""
     (source / "train.py").write_text(
@@ -355,7 +356,7 @@ def test_the_user_of_an_image_trains_on_two_hosts_and_resumes(
         "sys.exit(0 if run == 2 else 3)\n"
     )
     image = f"{source.name}:1"
-    lines = [f"FROM {matrix.select('pytorch-*-cpu-*-debian12').tag}", "RUN useradd -m trainer", "USER trainer:users"]
+    lines = [f"FROM {PYTORCH_CPU}", "RUN useradd -m trainer", "USER trainer:users"]
     client.images.build(fileobj=io.BytesIO("\n".join(lines).encode()), tag=image, rm=True)
     try:
         output = tmp_path / "jobs"

@@ -23,13 +23,14 @@ import docker
 import pytest
 from testcontainers.core.network import Network
 
+from ..tested_images import PYTORCH_CPU
 from . import sagemaker_requests
 from .conftest import ROOT, Ended, Host, StartHost
 from .sagemaker_platform import build_command, build_environment, write_configuration
 from .sagemaker_requests import DRIVER_SETTINGS, EXAMPLES, RECORDINGS, ROLE, SDKS, make_environment, sdk_variables
 
 RECORDED: dict[str, dict[str, Any]] = json.loads(RECORDINGS.read_text())
-SMALL = "pytorch-training:2.13.0-cpu-py311-debian12"
+SMALL = PYTORCH_CPU
 DIGITS = ROOT / "examples" / "digits"
 HOSTS = ("algo-1", "algo-2")
 REHEARSAL = {"SHOAL_REHEARSE": "1", "SHOAL_REHEARSE_GPUS": "2"}

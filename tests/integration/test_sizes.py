@@ -17,6 +17,7 @@ import pytest
 from shoal.builds import base_image
 from shoal.matrix.spec import ImageSpec
 
+from ..tested_images import PYTORCH_CPU
 from .image_containers import each
 from .image_sizes import MIB, ImageParts, measure_parts
 
@@ -64,7 +65,7 @@ def fat(client: docker.DockerClient, image: ImageSpec) -> Iterator[str]:
             client.images.remove(tag, force=True)
 
 
-@pytest.mark.parametrize("image", each("pytorch-*-cpu-*-debian12"))
+@pytest.mark.parametrize("image", each(PYTORCH_CPU))
 def test_a_miss_says_what_is_too_large(
     client: docker.DockerClient, request: pytest.FixtureRequest, image: ImageSpec, fat: str
 ) -> None:

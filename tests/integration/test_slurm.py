@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from ..cluster.slurm import NODES, ROOT, start_cluster
+from ..tested_images import PYTORCH_CPU
 
-IMAGE = "pytorch-training:2.13.0-cpu-py311-debian12"
+IMAGE = PYTORCH_CPU
 NOBODY = 65534
 EXAMPLES = ("examples/digits", "examples/slurm")
 

@@ -11,9 +11,8 @@ import pytest
 from docker.models.containers import Container
 from testcontainers.core.network import Network
 
-from shoal.matrix.spec import BuildSpec
-
 from .. import attacker, impostor
+from ..tested_images import PYTORCH_CPU
 from .conftest import Ended, Host, StartHost, write_tree
 
 HOSTS = ("algo-1", "algo-2")
@@ -137,8 +136,8 @@ class Guarded:
 
 
 @pytest.fixture
-def guarded(start_host: StartHost, matrix: BuildSpec, network: Network, tmp_path: Path) -> Guarded:
-    image = matrix.select("pytorch-training:2.13.0-cpu-py311-debian12").tag
+def guarded(start_host: StartHost, network: Network, tmp_path: Path) -> Guarded:
+    image = PYTORCH_CPU
     orted = tmp_path / "orted"
     orted.write_text(impostor.ORTED)
     orted.chmod(0o755)
@@ -200,10 +199,10 @@ def test_a_daemon_with_a_parameter_of_no_plan_is_not_started(guarded: Guarded) -
 
 
 def test_a_job_under_attack_from_its_own_network_runs_to_its_end(
-    start_host: StartHost, matrix: BuildSpec, network: Network, tmp_path: Path
+    start_host: StartHost, network: Network, tmp_path: Path
 ) -> None:
     """From another container, and from the first host's own, whose address the worker greets."""
-    image = matrix.select("pytorch-training:2.13.0-cpu-py311-debian12").tag
+    image = PYTORCH_CPU
     trees = [write_tree(tmp_path / name, "print('trained')", MPI, HOSTS, name) for name in HOSTS]
     secret, program = {"SHOAL_JOB_SECRET": "right"}, {Path(attacker.__file__): "/attacker.py"}
     idle = {"command": ["sleep", "300"], "network": network, "volumes": program}

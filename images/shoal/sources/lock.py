@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import platform
+import re
 import subprocess
 import sys
 import zipfile
@@ -21,7 +22,7 @@ from typing import Any
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
-from shoal.errors import SpecError
+from shoal.errors import ShoalError, SpecError
 from shoal.limits import MOST_PIP
 from shoal.matrix.project import Project
 from shoal.matrix.spec import BuildSpec, ImageSpec
@@ -36,6 +37,9 @@ _PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in range(36, 4, -1)] + [
     "manylinux2010_x86_64",
     "manylinux1_x86_64",
 ]
+# pip's last attempt to connect, after which it gives up, and an index that it leaves out for want of TLS.
+_UNREACHABLE = re.compile(r"Retry\(total=0|is not a trusted or secure host")
+_CONFLICT = "The conflict is caused by:"
 # The program that runs as pip here. It reads wheels only. The metadata of a package can name the address of another,
 # which pip would clone, or build in spite of --only-binary. An index without an end does not fill the memory.
 # pip picks files for the Python of --python-version. But it evaluates markers (`; python_version < "3.13"`) for the
@@ -89,7 +93,8 @@ class LockedImages:
 def lock_image(project: Project, spec: BuildSpec, image: ImageSpec) -> list[Path]:
     """Resolves and writes the image's lock files, and returns their paths.
 
-    Raises `SpecError` with pip's words, on another platform than the images', or if its parent's lock is wrong.
+    Raises `SpecError` with pip's words, on another platform than the images', if its parent's lock is wrong, or if an
+    image for CPUs would need CUDA packages. Raises `ShoalError` if an index cannot be reached.
     """
     index = spec.indexes[image.index] if image.index else None
     if parent := spec.parent(image):
@@ -115,6 +120,12 @@ def _resolve_layers(spec: BuildSpec, image: ImageSpec, index: str | None) -> dic
     layers: dict[str, list[Pin]] = {layer: [] for layer in layers_of(image)}
     for pin in pins:
         layers[_layer_of(pin.name, mpi)].append(pin)
+    if image.device == "cpu" and (cuda := [pin.name for pin in layers["cuda"]]):
+        raise SpecError(
+            f"{image.tag}: {' '.join(image.requirements)} brings {len(cuda)} CUDA packages, such as {cuda[0]}, which an"
+            " image with device: cpu does not install. Allowed: builds for CPUs. Fix: in dockerfiles/versions.yml,"
+            " require one, such as torch==2.13.0+cpu with index: cpu-wheels, or set device: gpu"
+        )
     for layer, requirements in (("aws", spec.aws), ("everyday", image.everyday)):
         if requirements:  # do not change the layers below
             below = [pin for found in layers.values() for pin in found]
@@ -155,22 +166,45 @@ def _empty_wheel(pin: Pin, directory: Path) -> Path:
 def _resolve(requirements: Iterable[str], python_version: str, index: str | None, *options: str) -> list[Pin]:
     """Returns the files that pip chooses, sorted by name. If it fails, it is tried again with `index`.
 
-    Raises `SpecError` with pip's words, or on another platform than the images'.
+    Raises `SpecError` with pip's words, or on another platform than the images', and `ShoalError` if an index cannot be
+    reached.
     """
     here = (platform.system(), platform.machine())
     if here != ("Linux", "x86_64"):  # pip evaluates markers for the machine that it runs on
         raise SpecError(f"locking needs Linux and x86_64; this is {' '.join(here)}")
     requirements = [_check_requirement(line) for line in requirements]
-    command = [*pip_command(python_version), "install", "--dry-run", "--ignore-installed", "--quiet", "--report", "-"]
-    command += [*target_options(python_version), "--target=unused", *options]
-    run = functools.partial(subprocess.run, capture_output=True, text=True, check=False, env=pip_environment())
-    result = run([*command, *requirements])
-    if result.returncode and index:  # only if pip's own configuration does not have the file
-        command += ["--extra-index-url", index]
+    with TemporaryDirectory(prefix="shoal-lock-") as scratch:
+        report = Path(scratch, "report.json")
+        command = [*pip_command(python_version), "install", "--dry-run", "--ignore-installed", "--report", str(report)]
+        command += [*target_options(python_version), "--target=unused", *options]
+        run = functools.partial(subprocess.run, capture_output=True, text=True, check=False, env=pip_environment())
         result = run([*command, *requirements])
-    if result.returncode:
-        raise SpecError(f"pip cannot resolve {' '.join(requirements)}:\n{result.stderr.strip()}")
-    return sorted(map(_make_pin, json.loads(result.stdout)["install"]), key=lambda pin: pin.name)
+        if result.returncode and index:  # only if pip's own configuration does not have the file
+            command += ["--extra-index-url", index]
+            result = run([*command, *requirements])
+        if result.returncode:
+            raise _explain_failure(" ".join(requirements), result.stdout, result.stderr.strip())
+        return sorted(map(_make_pin, json.loads(report.read_text())["install"]), key=lambda pin: pin.name)
+
+
+def _explain_failure(requirements: str, out: str, words: str) -> ShoalError:
+    """Returns the error for a failure of pip with this output and these words on stderr."""
+    if _UNREACHABLE.search(words):  # pip goes on without the index, and then reports a conflict or a missing version
+        return ShoalError(
+            f"a package index cannot be reached, to resolve {requirements}:\n{words}\n"
+            "Fix: check the network and the indexes: shoal doctor, pip config list"
+        )
+    if _CONFLICT in out:
+        cause = out.partition(_CONFLICT)[2].partition("\n\n")[0]
+        return SpecError(
+            f"requirements contradict each other: {requirements}:\n{words}\n{_CONFLICT}{cause}\n"
+            "Fix: change their versions in dockerfiles/versions.yml or buildspec.yml, or pip's constraints"
+            " (pip config list)"
+        )
+    return SpecError(
+        f"pip cannot resolve {requirements}:\n{words}\n"
+        "Fix: require what an index has, or name another index (pip config list)"
+    )
 
 
 def _check_requirement(text: str) -> str:

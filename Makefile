@@ -26,7 +26,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # One for all checkouts: mypy compares digests. The first run takes half a minute of a core.
 export MYPY_CACHE_DIR ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/shoal-tests/mypy
 
-.PHONY: all-tests bench bench-start check-and-test-without-docker help setup setup-all doctor engine known-image image images train test test-fast test-integration conformance faults sagemaker soak cluster-demo check docs docs-serve reference wheels render lock bench-faults bench-launch bench-logs bench-live bench-resume bench-dataparallel bench-link bench-members bench-scale bench-cluster bench-gpu bench-modelparallel bench-tensorflow bench-images bench-everyday bench-house clean
+.PHONY: all-tests bench bench-start check-and-test-without-docker help setup setup-all doctor engine known-image image images train test test-fast test-integration conformance faults sagemaker soak cluster-demo check fix docs docs-serve reference wheels render lock bench-faults bench-launch bench-logs bench-live bench-resume bench-dataparallel bench-link bench-members bench-scale bench-cluster bench-gpu bench-modelparallel bench-tensorflow bench-images bench-everyday bench-house clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -92,16 +92,29 @@ check-and-test-without-docker: check
 	@$(PYTEST) $(WITHOUT_DOCKER)
 endif
 
+# All tools run, and a failure of any is the failure of the target.
+RUN_ALL := failed=0; run() { "$$@" || { failed=1; echo "make: failed: $$*" >&2; }; }
 check: setup-all ## run ruff, mypy, the docstring and prose rules; check links, and that generated files are fresh
-	@$(BIN)/ruff check .
-	@$(BIN)/ruff format --check .
-	@$(BIN)/mypy
-	@$(SHOAL) render --check
-	@$(BIN)/python scripts/api_docs.py --check
-	@$(BIN)/python scripts/reference.py --check
-	@$(BIN)/python scripts/links.py
-	@$(BIN)/python scripts/docstrings.py
-	@$(BIN)/python scripts/prose.py
+	@$(RUN_ALL); \
+	run $(BIN)/ruff check .; \
+	run $(BIN)/ruff format --check .; \
+	run $(BIN)/mypy; \
+	run $(SHOAL) render --check; \
+	run $(BIN)/python scripts/api_docs.py --check; \
+	run $(BIN)/python scripts/reference.py --check; \
+	run $(BIN)/python scripts/links.py; \
+	run $(BIN)/python scripts/docstrings.py; \
+	run $(BIN)/python scripts/prose.py; \
+	exit $$failed
+
+fix: setup-all #: repair what `make check` can repair: lint, format, rendered Dockerfiles, generated pages
+	@$(RUN_ALL); \
+	run $(BIN)/ruff check --fix .; \
+	run $(BIN)/ruff format .; \
+	run $(SHOAL) render; \
+	run $(BIN)/python scripts/api_docs.py; \
+	run $(BIN)/python scripts/reference.py; \
+	exit $$failed
 
 test-fast: setup-all #: run the tests that need no Docker, without those that take five seconds or more
 	@$(PYTEST) $(WITHOUT_DOCKER) -m "not long"

@@ -101,6 +101,20 @@ def test_make_lists_a_screen_of_targets_and_all_benchmarks() -> None:
     assert "PART=foo: choose one of: " in run_make("test", "PART=foo").stderr
 
 
+@pytest.mark.parametrize(("target", "tools"), [("check", 9), ("fix", 5)])
+@pytest.mark.parametrize("failing", ["ruff", ""])
+def test_every_check_runs_and_each_failure_counts(tmp_path: Path, target: str, tools: int, failing: str) -> None:
+    for name in ("ruff", "mypy", "shoal", "python"):
+        program = tmp_path / name
+        program.write_text(f'#!/bin/sh\necho "finding of {name} $*"\n{"exit 1" if name == failing else ""}\n')
+        program.chmod(0o755)
+    command = ["make", "--no-print-directory", target, f"BIN={tmp_path}"]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert ended.stdout.count("finding of ") == tools
+    assert bool(ended.returncode) == bool(failing)
+    assert bool(re.search(f"^make: failed: {tmp_path}/{failing}", ended.stderr, re.MULTILINE)) == bool(failing)
+
+
 def test_examples_write_only_where_git_ignores_it() -> None:
     """In the checkout and in the example's directory, from which users start them."""
     scripts = [path for path in ROOT.glob("examples/*/*.py") if "SM_MODEL_DIR" in path.read_text()]

@@ -93,8 +93,8 @@ class LockedImages:
 def lock_image(project: Project, spec: BuildSpec, image: ImageSpec) -> list[Path]:
     """Resolves and writes the image's lock files, and returns their paths.
 
-    Raises `SpecError` with pip's words, on another platform than the images', if its parent's lock is wrong, or if an
-    image for CPUs would need CUDA packages. Raises `ShoalError` if an index cannot be reached.
+    Raises `SpecError` with pip's words, on another platform than the images', or if its parent's lock is wrong. It also
+    is raised if an image for CPUs would need CUDA packages. Raises `ShoalError` if an index cannot be reached.
     """
     index = spec.indexes[image.index] if image.index else None
     if parent := spec.parent(image):

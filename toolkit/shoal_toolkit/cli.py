@@ -355,7 +355,7 @@ def _open_standard_descriptors() -> None:
 
 
 def _make_role(task: Task) -> Host:
-    """Returns this host's role: FirstHost on the first host, otherwise Worker; the Measuring ones in a preflight.
+    """Returns this host's role: FirstHost or FirstOfSeveral, otherwise Worker; the Measuring ones in a preflight.
 
     Only the role's module is imported.
     """
@@ -363,10 +363,14 @@ def _make_role(task: Task) -> Host:
         from shoal_toolkit.run.measuring import MeasuringFirstHost, MeasuringWorker
 
         return MeasuringFirstHost(task) if task.cluster.current_host == task.hosts[0] else MeasuringWorker(task)
-    if task.cluster.current_host == task.hosts[0]:
+    if len(task.hosts) == 1:
         from shoal_toolkit.run.first import FirstHost
 
         return FirstHost(task)
+    if task.cluster.current_host == task.hosts[0]:
+        from shoal_toolkit.run.first_of_several import FirstOfSeveral
+
+        return FirstOfSeveral(task)
     from shoal_toolkit.run.worker import Worker
 
     return Worker(task)

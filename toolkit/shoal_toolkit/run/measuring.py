@@ -13,7 +13,7 @@ from shoal_toolkit.light_typing import Any
 from shoal_toolkit.log import clean_line
 from shoal_toolkit.preflight.findings import Finding, check_network, describe_network
 from shoal_toolkit.result.result import Result
-from shoal_toolkit.run.first import FirstHost
+from shoal_toolkit.run.first_of_several import FirstOfSeveral
 from shoal_toolkit.run.host import Task
 from shoal_toolkit.run.preflight import Preflight
 from shoal_toolkit.run.worker import Worker
@@ -42,7 +42,7 @@ class MeasuringWorker(Worker):
         self._meter.close()
 
 
-class MeasuringFirstHost(FirstHost):
+class MeasuringFirstHost(FirstOfSeveral):
     """The first host of a preflight. When all are ready, each pair measures both ways, in rounds."""
 
     def __init__(self, task: Task) -> None:

@@ -1,0 +1,94 @@
+"""mpirun of one launch, on the first host: its log, and the end of it and of its daemons on the other hosts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from shoal_toolkit.light_typing import TYPE_CHECKING
+from shoal_toolkit.log import write_log
+from shoal_toolkit.system.loop import Loop, Timer
+
+if TYPE_CHECKING:  # imported for several hosts
+    from shoal_toolkit.hosts.daemons import DaemonRequests, SendExitCode
+    from shoal_toolkit.hosts.wire import Channel
+
+FAREWELL_SECONDS = 5.0  # for the workers' last output after the end of mpirun
+
+
+class Mpirun:
+    """The end of mpirun and of its daemons. Creating it starts nothing.
+
+    Calls `on_over()` when mpirun and all daemons have ended, so that their last output was read.
+    """
+
+    def __init__(self, loop: Loop, channels: Mapping[str, Channel], on_over: Callable[[], None]) -> None:
+        self.code: int | None = None  # of mpirun, once it has ended
+        self.failed_rank: int | None = None  # as the daemon of a worker logged
+        self._loop = loop
+        self._channels = channels
+        self._on_over = on_over
+        self._daemons: dict[str, SendExitCode] = {}  # hosts on which a daemon runs
+        self._requests: DaemonRequests | None = None
+        self._farewell = Timer(0, lambda: None)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether mpirun and all of its daemons have ended."""
+        return self.code is not None and not self._daemons
+
+    def listen(self, directory: str) -> None:
+        """Listens for mpirun's requests to start daemons, in the run directory, and passes them on to workers."""
+        from shoal_toolkit.hosts.daemons import DaemonRequests
+
+        self._requests = DaemonRequests(self._loop, directory, self._channels, self._on_request)
+
+    def _on_request(self, host: str, command: str, send_exit_code: SendExitCode) -> None:
+        """Passes mpirun's request on to a worker.
+
+        mpirun's agent gets the exit code of the daemon, or 0 when a rank runs there. From then on mpirun has a
+        connection to the daemon, and notices its end. For a host that is lost, 255 is sent at once.
+        """
+        channel = self._channels.get(host)
+        if channel is None:
+            write_log(f"mpirun requested a daemon on {host!r}, which is lost")
+            send_exit_code(255)
+            return
+        from shoal_toolkit.hosts.messages import Start
+
+        self._daemons[host] = send_exit_code
+        channel.send(Start(command))
+
+    def note_start(self, host: str) -> None:
+        """Answers mpirun's request for a daemon on a host where a rank has started."""
+        if host in self._daemons:
+            self._daemons[host](0)
+
+    def end_daemon(self, host: str, code: int, failed_rank: int | None = None) -> bool:
+        """Answers mpirun's request for a daemon that has ended; returns whether there was one."""
+        send_exit_code = self._daemons.pop(host, None)
+        if send_exit_code is None:
+            return False
+        if self.failed_rank is None:
+            self.failed_rank = failed_rank
+        send_exit_code(code)
+        return True
+
+    def end(self, code: int) -> None:
+        """Notes the end of mpirun. The workers' daemons have 5 s to end."""
+        self.code = code
+        self._farewell = self._loop.call_later(FAREWELL_SECONDS, self._give_up)
+        if self.is_over:
+            self._on_over()
+
+    def _give_up(self) -> None:
+        """Logs which daemons have not ended, and answers mpirun's requests for them with 255."""
+        for host in list(self._daemons):
+            write_log(f"mpirun has ended, but its daemon on {host} has not within {FAREWELL_SECONDS:.0f} s")
+            self.end_daemon(host, 255)
+        self._on_over()
+
+    def close(self) -> None:
+        """Stops to listen and to wait. Daemons go on."""
+        self._farewell.cancel()
+        if self._requests is not None:
+            self._requests.close()

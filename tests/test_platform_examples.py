@@ -96,7 +96,7 @@ def test_skypilot_accepts_the_task_and_sets_the_variables_that_train_reads(skypi
     task = read_yaml(SKYPILOT)
     errors, variables = ask_skypilot(skypilot, task)
     assert errors == []
-    assert {*SOURCES["skypilot"], "SKYPILOT_NUM_NODES"} <= set(variables)
+    assert {*SOURCES["platforms.find_skypilot"], "SKYPILOT_NUM_NODES"} <= set(variables)
     assert task["secrets"] == {SECRET: None}, "from the command line only"
     assert (SKYPILOT.parent / task["workdir"] / task["envs"]["SAGEMAKER_PROGRAM"]).is_file()
 

@@ -1,1 +1,1 @@
-"""Finds the hosts of a job if no resourceconfig.json lists them: one module for each platform, see `sources`."""
+"""Finds the hosts of a job if no resourceconfig.json lists them: `sources` has the table of platforms."""

@@ -24,7 +24,7 @@ _FIRST_SPECIAL_STEP = 0xFFFFFFFA
 _SRUN = "srun --ntasks-per-node=1 train"
 
 
-def find(environ: Mapping[str, str], hostname: str, root: str) -> HostList | None:
+def find_slurm(environ: Mapping[str, str], hostname: str, root: str) -> HostList | None:
     """Returns the nodes of this step; outside a step, of a job of one node.
 
     Raises:

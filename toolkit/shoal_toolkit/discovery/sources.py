@@ -1,8 +1,8 @@
 """The places in which `train` looks for the hosts of a job without resourceconfig.json, in their order.
 
-To add a source, write a module in this package with `find(environ, hostname, root) -> HostList | None`, and add a row
-to `SOURCES`: the name of the module and the variables that show its platform. The module is imported only if one of
-these is set. It cites the documentation of its variables, and raises ContractError if only some of them are there.
+To add a source, write a function of a module in this package, `(environ, hostname, root) -> HostList | None`, and add a
+row to `SOURCES`: module.function and the variables that show its platform. The module is imported only if one of these
+is set. The function cites the documentation of its variables, and raises ContractError if only some are there.
 Rows of `HINTS` are asked last, and all of them: these name no hosts, and a host there trains alone with a warning.
 docs/clusters.md has a table of the sources, and tests/toolkit/test_discovery.py has cases for each.
 """
@@ -10,6 +10,7 @@ docs/clusters.md has a table of the sources, and tests/toolkit/test_discovery.py
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping
+from importlib import import_module
 
 from shoal_toolkit.errors import ContractError
 from shoal_toolkit.light_typing import TYPE_CHECKING
@@ -17,23 +18,27 @@ from shoal_toolkit.light_typing import TYPE_CHECKING
 if TYPE_CHECKING:  # most jobs have none of the variables below
     from shoal_toolkit.discovery.host_list import HostList
 
-_EXPLICIT = "explicit"
+_EXPLICIT = "platforms.find_explicit"
 SOURCES: dict[str, tuple[str, ...]] = {
     _EXPLICIT: ("SHOAL_HOSTS", "SHOAL_HOST_RANK"),
-    "slurm": (
+    "slurm.find_slurm": (
         *("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODEID", "SLURM_JOB_NUM_NODES"),
         *("SLURM_NNODES", "SLURM_JOB_ID", "SLURM_STEP_ID"),
     ),
-    "kubeflow": ("PET_NNODES", "PET_NODE_RANK"),
-    "kubeflow_v1": ("MASTER_ADDR",),
-    "mpi_operator": ("K_MPI_JOB_ROLE",),
-    "indexed_job": ("JOB_COMPLETION_INDEX",),
-    "aws_batch": ("AWS_BATCH_JOB_NUM_NODES", "AWS_BATCH_JOB_NODE_INDEX", "AWS_BATCH_JOB_MAIN_NODE_INDEX"),
-    "skypilot": ("SKYPILOT_NODE_IPS", "SKYPILOT_NODE_RANK", "SKYPILOT_NUM_NODES"),
+    "kubernetes.find_kubeflow": ("PET_NNODES", "PET_NODE_RANK"),
+    "kubernetes.find_kubeflow_v1": ("MASTER_ADDR",),
+    "kubernetes.find_mpi_operator": ("K_MPI_JOB_ROLE",),
+    "kubernetes.find_indexed_job": ("JOB_COMPLETION_INDEX",),
+    "platforms.find_aws_batch": (
+        "AWS_BATCH_JOB_NUM_NODES",
+        "AWS_BATCH_JOB_NODE_INDEX",
+        "AWS_BATCH_JOB_MAIN_NODE_INDEX",
+    ),
+    "platforms.find_skypilot": ("SKYPILOT_NODE_IPS", "SKYPILOT_NODE_RANK", "SKYPILOT_NUM_NODES"),
 }
 HINTS: dict[str, tuple[str, ...]] = {
-    "ray": ("RAY_ADDRESS", "RAY_JOB_ID"),
-    "rank_variables": (
+    "platforms.find_ray": ("RAY_ADDRESS", "RAY_JOB_ID"),
+    "platforms.find_rank_variables": (
         *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID"),
         *("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"),
     ),
@@ -133,7 +138,7 @@ def _describe_error(error: ContractError, counts: str) -> str:
 
 
 def _present(sources: Mapping[str, tuple[str, ...]], environ: Mapping[str, str]) -> list[str]:
-    """Returns the sources of which a variable is set. An empty one counts only if the user sets it: see `explicit`."""
+    """Returns the sources of which a variable is set. An empty one counts only for `find_explicit`."""
     return [
         name
         for name, variables in sources.items()
@@ -143,9 +148,9 @@ def _present(sources: Mapping[str, tuple[str, ...]], environ: Mapping[str, str])
 
 def _ask(name: str, environ: Mapping[str, str], hostname: str, root: str) -> HostList | None:
     """Imports the module of a source, and returns the hosts that it finds, checked."""
-    from importlib import import_module
-
-    found: HostList | None = import_module(f"shoal_toolkit.discovery.{name}").find(environ, hostname, root)
+    module, _, function = name.partition(".")
+    find = getattr(import_module(f"shoal_toolkit.discovery.{module}"), function)
+    found: HostList | None = find(environ, hostname, root)
     if found is not None:
         from shoal_toolkit.discovery.host_list import check_hosts
 

@@ -36,7 +36,7 @@ class Phase(Enum):
     GROWING = "ranks end so that more hosts can take part in the next launch"
     STOPPING = "ranks end because of a signal"
     CANCELLED = "the result came before a launch"
-    ENDED = "the result came after a launch: it is written, and what still runs is killed"
+    ENDED = "the result came after a launch: processes that still run are killed"
 
     @property
     def has_launched(self) -> bool:

@@ -197,7 +197,7 @@ def check_debian_mirror(site: Site) -> CheckResult:
 def _judge_answers(answers: list[reachability.Answer], fix: str) -> CheckResult:
     """Returns a failure, with this fix, if an address did not answer or refused.
 
-    Otherwise return a success, with the addresses.
+    Otherwise returns a success, with the addresses.
     """
     if bad := [answer for answer in answers if not answer.is_ok]:
         return CheckResult("failed", _join_answers(bad), fix)

@@ -158,8 +158,8 @@ class Empty:
 @pytest.mark.parametrize(
     ("tag", "words"),
     [
-        ("pytorch", f"^{TAG}: not built yet. Build it: shoal build {TAG}$"),
-        ("ubuntu:24.04", "^ubuntu:24.04: no such image in Docker or in buildspec.yml. Build or pull it"),
+        ("pytorch", f"^{TAG}: not built yet. Fix: shoal build {TAG}$"),
+        ("ubuntu:24.04", "^ubuntu:24.04: no such image in Docker or in buildspec.yml. Fix: build or pull it"),
     ],
 )
 def test_missing_image_has_a_fix_that_fits(

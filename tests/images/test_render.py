@@ -149,7 +149,7 @@ def test_what_is_dropped_is_named_within_site_packages(
 
 def test_a_framework_without_a_template_is_told(project: Project, matrix: BuildSpec) -> None:
     image = matrix.select("pytorch").model_copy(update={"framework": "mxnet"})
-    with pytest.raises(SpecError, match=r"no template mxnet.j2; there are: .*pytorch.j2"):
+    with pytest.raises(SpecError, match=r"no template mxnet.j2. Allowed: .*pytorch.j2"):
         read_steps(project, image)
 
 

@@ -529,7 +529,7 @@ def broken_manifest(manifest: object, **files: bytes) -> bytes:
         (broken_manifest({}), "manifest.json is no list of images"),
         (broken_manifest([]), "manifest.json is no list of images"),
         (broken_manifest(b"{"), "manifest.json is not JSON"),
-        (broken_manifest([{"Config": "abc.json"}]), "Layers in manifest.json: None is no list of names"),
+        (broken_manifest([{"Config": "abc.json"}]), "Layers in manifest.json is not a list of names: None"),
         (broken_manifest([{"Config": "x.json", "Layers": []}]), "no x.json in it"),
         (broken_manifest([{"Config": "abc.json", "Layers": ["l.tar"]}]), "the layer l.tar, which is not in it"),
         (broken_manifest([{"Config": "abc.json", "Layers": ["l"]}], l=b"text"), "the layer l, which is not in it"),
@@ -657,7 +657,7 @@ def test_image_is_found_by_tag_or_framework(monkeypatch: pytest.MonkeyPatch, mat
     with pytest.raises(UsageError, match="not built yet"):
         size.read_inventories(["pytorch", "tensorflow"], matrix, console)
     assert len(fake.saved) == 2  # nothing is read before all are found
-    with pytest.raises(UsageError, match=f"not built yet. Build it: shoal build {matrix.defaults['tensorflow']}"):
+    with pytest.raises(UsageError, match=f"not built yet. Fix: shoal build {matrix.defaults['tensorflow']}"):
         size.read_inventories(["tensorflow"], matrix, console)
     with pytest.raises(UsageError, match=r"pytroch: no such image .* Did you mean 'pytorch'"):
         size.read_inventories(["pytroch"], matrix, console)

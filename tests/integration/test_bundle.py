@@ -155,6 +155,4 @@ def test_a_bundle_builds_with_the_network_off(offline: Path, client: docker.Dock
 def test_another_directory_is_refused(offline: Path) -> None:
     refused = run(offline, "build", "--all", "--bundle", offline)
     assert refused.returncode == 2
-    assert (
-        "not a bundle, or one without SHA256SUMS. Fix: make it on a host with a network: shoal bundle" in refused.stderr
-    )
+    assert "not a bundle, or one without SHA256SUMS. Fix: on a host with a network: shoal bundle" in refused.stderr

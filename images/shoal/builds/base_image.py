@@ -128,7 +128,9 @@ def find_base_of(client: docker.DockerClient, tag: str, system: System) -> str:
             image = find_image(client, listed["Id"])  # another build may have replaced it meanwhile
             if image and layers[: len(lower := image.attrs["RootFS"]["Layers"])] == lower:
                 return image.tags[0]
-    raise BaseImageError(f"{tag}: Docker has no {REPOSITORY} or {system.upstream} that it is built on. Build it again")
+    raise BaseImageError(
+        f"{tag}: Docker has no {REPOSITORY} or {system.upstream} that it is built on. Fix: shoal build {tag}"
+    )
 
 
 def provide_base(
@@ -173,7 +175,7 @@ def provide_base(
         return _bootstrap(client, system, read_settings(), cache, say)
     base = _find_upstream(client, system)
     if base is None:
-        raise BaseImageError(f"{upstream} was pulled, but Docker does not list it. Try: docker pull {upstream}")
+        raise BaseImageError(f"{upstream} was pulled, but Docker does not list it. Fix: docker pull {upstream}")
     return base
 
 
@@ -216,7 +218,9 @@ def _bootstrap(
         client.images.load(image)
     base = _find_bootstrapped(client, system)
     if base is None:
-        raise BaseImageError(f"Docker has loaded {kept}, but does not list the image")
+        raise BaseImageError(
+            f"Docker has loaded {kept}, but does not list the image. Fix: remove the file, and build again"
+        )
     return base
 
 

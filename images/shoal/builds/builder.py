@@ -210,7 +210,7 @@ def _provide_base(
 ) -> BaseImage:
     """Returns a system's base image; if Docker has none, it is pulled by its locked digest, or made.
 
-    If `check`, say where it differs from the lock.
+    If `check`, says where it differs from the lock.
     """
     lock = debian.read_lock(project, system.suite)
     pin = lock.bases.get(system.upstream, "")
@@ -237,7 +237,8 @@ def _build(session: _Session, given: BuildPlan) -> BuildResult:
     result = find_image(client, image.tag)
     if result is None or not todo.record.matches(read_labels(result)):
         raise BuildError(
-            f"{image.tag}: Docker ended the build without an error or an image. Log: {session.log_path(image)}"
+            f"{image.tag}: Docker ended the build without an error or an image. Log: {session.log_path(image)}."
+            " Fix: build again"
         )
     if todo.present_id not in (None, result.id):
         remove_replaced(client, str(todo.present_id))

@@ -141,7 +141,7 @@ def add_shoal(scratch_parent: Path, target: Path) -> None:
 def _make_directories(directory: Path) -> None:
     """Makes the bundle's directory and the one of its wheels, if missing. Raises UsageError if the first is a file."""
     if directory.exists() and not directory.is_dir():
-        raise UsageError(f"{directory}: is a file; expected a directory, new or of a bundle. Name another")
+        raise UsageError(f"{directory}: is a file; expected a directory, new or of a bundle. Fix: name another")
     (directory / WHEELS).mkdir(parents=True, exist_ok=True)
 
 

@@ -138,8 +138,8 @@ def _sha256(path: Path) -> str:
 def _not_a_bundle(directory: Path) -> UsageError:
     """Returns the error for a --bundle directory that has no bundle. It does not raise it."""
     return UsageError(
-        f"--bundle {directory}: not a bundle, or one without {SUMS}. Fix: make it on a host with a network:"
-        f" shoal bundle {directory}"
+        f"--bundle {directory}: not a bundle, or one without {SUMS}. Fix: on a host with a network: shoal bundle"
+        f" {directory}"
     )
 
 
@@ -174,7 +174,7 @@ def load_bases(client: docker.DockerClient, directory: Path, systems: Iterable[S
         if system.suite not in suites:
             raise UsageError(
                 f"--bundle {directory}: it is for Debian {', '.join(sorted(suites))}, not for {system.suite}."
-                f" Add the images on a host with a network: shoal bundle {directory}"
+                f" Fix: add the images on a host with a network: shoal bundle {directory}"
             )
         if base_image.find_base(client, system) is None:
             path = directory / system.suite / BASE

@@ -52,7 +52,7 @@ def make_reference(tag: str, prefix: str) -> str:
     """
     if not _PREFIX.fullmatch(prefix):
         raise PushError(
-            f"--to {prefix}: expected a registry's host, with an optional path, in lower case:"
+            f"--to {prefix}: expected a registry's host, with an optional path, in lower case. Fix: such as"
             " registry.example.org/team or localhost:5000"
         )
     return f"{prefix}/{tag}"
@@ -107,7 +107,7 @@ def _tagged(client: docker.DockerClient, tag: str, target: str) -> Iterator[None
     try:
         image = client.images.get(tag)
     except docker.errors.ImageNotFound:
-        raise PushError(f"{tag}: Docker does not have it. Build it first: shoal build {tag}") from None
+        raise PushError(f"{tag}: Docker does not have it. Fix: shoal build {tag}") from None
     is_new = target not in image.tags
     try:
         with containers.delay_interrupts():
@@ -139,7 +139,7 @@ def _try(client: docker.DockerClient, target: str, console: Console) -> str:
                 progress.update(task, completed=completed, total=total)
             digest = line.get("aux", {}).get("Digest", digest)
     if not digest:
-        raise PushError("Docker ended the push without an error and without a digest")
+        raise PushError("Docker ended the push without an error and without a digest. Fix: push again")
     return digest
 
 

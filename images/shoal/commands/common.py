@@ -252,7 +252,7 @@ def parse_pairs(option: str, words: list[str] | None) -> dict[str, str]:
     for word in words or ():
         key, equals, value = word.partition("=")
         if not key or not equals:
-            raise UsageError(f"{option} {word}: expected NAME=VALUE, such as {option} name=value")
+            raise UsageError(f"{option} {word}: expected NAME=VALUE. Fix: for example {option} name=value")
         if key in pairs:
             raise UsageError(f"{option} {key}: given twice. Fix: leave out one")
         pairs[key] = value
@@ -267,7 +267,7 @@ def convert_error(error: Exception) -> ShoalError | None:
         return DockerError(f"Docker refused a request: {error.explanation or error}")
     # Before OSError, of which the errors of requests are subclasses.
     if isinstance(error, docker.errors.DockerException | requests.RequestException | urllib3.exceptions.HTTPError):
-        return DockerError(f"a request to Docker failed: {error}")
+        return DockerError(f"a request to Docker failed: {error}. Fix: see whether Docker answers: docker info")
     return convert_os_error(error) if isinstance(error, OSError) else None
 
 

@@ -89,9 +89,9 @@ def lock_images(
 
 
 def _check_locks(here: Project, matrix: BuildSpec, images: list[ImageSpec], *, as_json: bool) -> None:
-    """Raises `SpecError` if locks or Dockerfiles of images are stale. Write nothing.
+    """Raises `SpecError` if locks or Dockerfiles of images are stale. Writes nothing.
 
-    With `as_json`, print the locks that fit, and the state of the Dockerfiles.
+    With `as_json`, prints the locks that fit, and the state of the Dockerfiles.
     """
     files = render.check_files(render.render_all(here, images))
     if as_json:
@@ -108,7 +108,7 @@ def _check_locks(here: Project, matrix: BuildSpec, images: list[ImageSpec], *, a
 def _lock_bases(here: Project, matrix: BuildSpec, images: list[ImageSpec], *, check: bool, as_json: bool) -> None:
     """Locks the base images and Debian packages of the systems of `images`, or of children alone, and prints changes.
 
-    With `as_json`, the locks are printed as JSON too. With `check`, write nothing, and raise `SpecError` if they have
+    With `as_json`, the locks are printed as JSON too. With `check`, writes nothing, and raises `SpecError` if they have
     changed.
     """
     say = functools.partial(print_line, on=progress_console(as_json))

@@ -144,7 +144,7 @@ def _find_problem(entry: tarfile.TarInfo) -> str:
 
 
 def _unpack(archive: tarfile.TarFile, entry: tarfile.TarInfo, target: Path) -> str:
-    """Makes a directory, a file, or another name of a file of the archive. Return why it cannot be made, if so.
+    """Makes a directory, a file, or another name of a file of the archive. Returns why it cannot be made, if so.
 
     Raises OSError if the disk is full. No path in `target` leads through a link meanwhile: links are made later.
     """

@@ -34,14 +34,14 @@ def describe_missing(client: docker.DockerClient, tag: str, matrix: BuildSpec | 
     """
     ours = [image.tag for image in matrix.images] if matrix else []
     if tag in ours:
-        return f"{tag}: not built yet. Build it: shoal build {tag}"
+        return f"{tag}: not built yet. Fix: shoal build {tag}"
     known = [
         *(matrix.defaults if matrix else ()),
         *ours,
         *(tag for of in client.api.images() for tag in of["RepoTags"] or ()),
     ]
     hint = did_you_mean(tag, known, limit=3)
-    return f"{tag}: no such image in Docker or in buildspec.yml.{hint} Build or pull it; docker images lists them."
+    return f"{tag}: no such image in Docker or in buildspec.yml.{hint} Fix: build or pull it; docker images lists them."
 
 
 def read_config(image: docker.models.images.Image) -> dict[str, Any]:

@@ -112,9 +112,9 @@ def read_report(path: Path) -> AuditReport:
     try:
         return AuditReport.model_validate_json(read_file(path, MOST_LOCK, follow=True))
     except OSError as error:
-        raise SpecError(f"{path}: cannot be read: {error.strerror}") from error
+        raise SpecError(f"{path}: cannot be read: {error.strerror}. Fix: name a readable file") from error
     except ValueError as error:
-        raise SpecError(f"{path}: not a report of `pip-audit --format json`: {error}") from error
+        raise SpecError(f"{path}: not a report of `pip-audit --format json`: {error}. Fix: write it again") from error
 
 
 def read_allow_list(path: Path | None) -> tuple[AcceptedVulnerability, ...]:

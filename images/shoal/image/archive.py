@@ -34,7 +34,10 @@ _MOST_TEXT = 8 * 1024 * 1024  # bytes: a configuration or a manifest is much sma
 _BLOB = re.compile(r"blobs/sha256/[0-9a-f]{64}")
 _PACKAGE_FILES = re.compile(r"var/lib/dpkg/(status|info/[^/]+\.list)|(.*/)?[^/]+\.dist-info/(METADATA|RECORD)")
 """The files that describe packages."""
-_EXPECTED = "expected an image as docker save writes it: a tar archive with manifest.json and the layers that it names"
+_EXPECTED = (
+    "expected an image as docker save writes it: a tar archive with manifest.json and the layers that it names."
+    " Fix: write it again: docker save -o FILE TAG"
+)
 _OTHER_COMPRESSIONS = {b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2", b"\xfd7zXZ": "xz"}
 
 
@@ -107,7 +110,7 @@ def read_layers(name: str, chunks: Iterable[bytes], known: Blobs | None = None) 
             for member in archive:
                 _keep(archive, member, members, pool)
     except (tarfile.TarError, EOFError, zlib.error, gzip.BadGzipFile, RecursionError, ValueError) as error:
-        raise ImageError(f"{name}: not an image, or cut off ({error}); {_EXPECTED}.") from error
+        raise ImageError(f"{name}: not an image, or cut off ({error}); {_EXPECTED}") from error
     except ImageError as error:
         raise ImageError(f"{name}: {error}") from error
     return tuple(_layers(name, members))
@@ -275,9 +278,12 @@ def _layers(name: str, members: _Members) -> Iterator[LayerTar]:
     for path, digest, command in zip(paths, digests, commands, strict=True):
         found = _follow(normalize_path(path), members.links)
         if found in members.compressions:
-            raise ImageError(f"{name}: its layer {path} is compressed by {members.compressions[found]}; gzip is read.")
+            raise ImageError(
+                f"{name}: its layer {path} is compressed by {members.compressions[found]}. Allowed: gzip, or none. Fix:"
+                " docker load it, and docker save it again"
+            )
         if found not in members.layers:
-            raise ImageError(f"{name}: manifest.json names the layer {path}, which is not in it as a tar; {_EXPECTED}.")
+            raise ImageError(f"{name}: manifest.json names the layer {path}, which is not in it as a tar; {_EXPECTED}")
         layer = members.layers[found]
         yield LayerTar(layer.entries, layer.measured, digest, command)
 
@@ -286,11 +292,12 @@ def _manifest(name: str, members: _Members) -> Mapping[str, Any]:
     """Returns the only image in manifest.json. Raises `ImageError` if it has none or several."""
     images = _json(name, members, "manifest.json")
     if not isinstance(images, list) or not images or not all(isinstance(image, dict) for image in images):
-        raise ImageError(f"{name}: its manifest.json is no list of images; {_EXPECTED}.")
+        raise ImageError(f"{name}: its manifest.json is no list of images; {_EXPECTED}")
     if len(images) > 1:
         tags = [str(tag) for image in images for tag in _as_list(image.get("RepoTags"))]
         raise ImageError(
-            f"{name}: {len(images)} images in it ({', '.join(tags[:_SHOWN_TAGS])}). Save one: docker save -o FILE TAG"
+            f"{name}: {len(images)} images in it ({', '.join(tags[:_SHOWN_TAGS])}). Fix: save one: docker save -o FILE"
+            " TAG"
         )
     image: Mapping[str, Any] = images[0]
     return image
@@ -300,18 +307,18 @@ def _json(name: str, members: _Members, path: str) -> object:
     """Returns the decoded document of a member. Raises `ImageError` if it is missing or not JSON."""
     text = members.texts.get(_follow(path, members.links))
     if text is None:
-        raise ImageError(f"{name}: no {path} in it; {_EXPECTED}.")
+        raise ImageError(f"{name}: no {path} in it; {_EXPECTED}")
     try:
         document: object = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ImageError(f"{name}: its {path} is not JSON ({error}); {_EXPECTED}.") from error
+        raise ImageError(f"{name}: its {path} is not JSON ({error}); {_EXPECTED}") from error
     return document
 
 
 def _texts(name: str, what: str, value: object) -> list[str]:
     """Returns a value that must be a list of strings. Raises `ImageError` otherwise."""
     if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-        raise ImageError(f"{name}: {what}: {value!r} is no list of names; {_EXPECTED}.")
+        raise ImageError(f"{name}: {what} is not a list of names: {value!r}; {_EXPECTED}")
     return value
 
 

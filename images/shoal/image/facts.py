@@ -85,4 +85,6 @@ def read_facts(client: docker.DockerClient, tag: str) -> ImageFacts:
     except pydantic.ValidationError as error:
         first = error.errors()[0]
         field = ".".join(map(str, first["loc"]))
-        raise ImageError(f"{tag}: the output of its Python is malformed: {field!r}: {first['msg']}") from None
+        raise ImageError(
+            f"{tag}: the output of its Python is malformed: {field!r}: {first['msg']}. Fix: do not trust this image"
+        ) from None

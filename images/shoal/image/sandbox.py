@@ -54,9 +54,11 @@ def run_probe(client: docker.DockerClient, tag: str, program: Path) -> dict[str,
     try:
         found = parse_json(output.encode())
     except ValueError as error:
-        raise ImageError(f"{tag}: the output of its Python is not JSON: {error}") from None
+        raise ImageError(
+            f"{tag}: the output of its Python is not JSON: {error}. Fix: do not trust this image"
+        ) from None
     if not isinstance(found, dict):
-        raise ImageError(f"{tag}: the output of its Python is not a JSON object")
+        raise ImageError(f"{tag}: the output of its Python is not a JSON object. Fix: do not trust this image")
     return found
 
 
@@ -89,5 +91,8 @@ def run_command(client: docker.DockerClient, tag: str, command: Sequence[str]) -
         for chunk in container.logs(stderr=False, stream=True):
             found += chunk
             if len(found) > MOST_PROBED:
-                raise ImageError(f"{tag}: the output of its {program} has more than {MOST_PROBED:,} bytes")
+                raise ImageError(
+                    f"{tag}: the output of its {program} has more than {MOST_PROBED:,} bytes."
+                    " Fix: do not trust this image"
+                )
         return found.decode(errors="replace")

@@ -24,7 +24,7 @@ def choose_tags(
     left_out = {tag for word in skip for tag in match_word(word, known, defaults)}
     kept = [tag for tag in dict.fromkeys(chosen) if tag not in left_out]
     if not kept:
-        raise UsageError("--skip leaves no image. Leave it out, or name fewer images in it")
+        raise UsageError("--skip leaves no image. Fix: leave it out, or name fewer images in it")
     return kept
 
 
@@ -39,7 +39,7 @@ def match_word(word: str, tags: Iterable[str], defaults: Mapping[str, str]) -> l
     choices = [*defaults, *known]
     hint = did_you_mean(word, choices, limit=3, cutoff=0.5)
     own = "For an image of your own: docker build, and docker tag and docker push instead of shoal push."
-    raise UsageError("\n  ".join([f"no image {word!r} in buildspec.yml.{hint} {own} Choices:", *choices]))
+    raise UsageError("\n  ".join([f"no image {word!r} in buildspec.yml.{hint} {own} Fix: use one of these:", *choices]))
 
 
 def match_one(word: str, tags: Iterable[str], defaults: Mapping[str, str]) -> str:

@@ -62,7 +62,7 @@ def read_yaml(path: Path, model: type[M]) -> tuple[M, Document]:
     """Reads and checks a file. Raises `SpecError` with file, line and key."""
     document = Document(path, _parse(path))
     if not isinstance(document.data, dict):
-        raise SpecError(f"{path}:1: expected a mapping with the keys {', '.join(model.model_fields)}")
+        raise SpecError(f"{path}:1: not a mapping. Allowed: {', '.join(model.model_fields)}. Fix: write KEY: VALUE")
     try:
         return model.model_validate(document.data), document
     except pydantic.ValidationError as error:
@@ -94,9 +94,9 @@ def _parse(path: Path) -> Any:
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = mark.line + 1 if mark else 1
-        raise SpecError(f"{path}:{line}: not YAML: {error.problem}") from error
+        raise SpecError(f"{path}:{line}: not YAML: {error.problem}. Fix: correct this line") from error
     except (YAMLError, ValueError, TypeError) as error:  # TypeError: a mapping as a key
-        raise SpecError(f"{path}: not YAML in UTF-8: {error}") from error
+        raise SpecError(f"{path}: not YAML in UTF-8: {error}. Fix: save it as UTF-8") from error
 
 
 def _read_limited(path: Path) -> bytes:
@@ -142,7 +142,7 @@ def _explain(document: Document, model: type[StrictModel], problem: Any) -> str:
         known = _model_at(model, location[:-1]).model_fields
         message = f"unknown key.{did_you_mean(str(location[-1]), known)} Allowed: {', '.join(known)}"
     elif problem["type"] == "missing":
-        message = "required, but missing"
+        message = f"required, but missing. Fix: add {location[-1]}: VALUE"
     elif location:
         message = f"{message}; found {_describe(problem['input'])}"
     return document.locate(location, message)

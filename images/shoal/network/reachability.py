@@ -101,7 +101,7 @@ def _convert_proxies(lines: tuple[str, ...]) -> Iterator[tuple[str, str]]:
 def _request(
     shown: str, url: str, settings: NetworkSettings, proxies: Mapping[str, str], verify: bool = True
 ) -> Answer:
-    """Requests `url`, and report the answer under the address `shown`, less its credentials.
+    """Requests `url`, and reports the answer under the address `shown`, less its credentials.
 
     A failure is an answer too, and raises nothing.
     """

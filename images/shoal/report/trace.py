@@ -21,7 +21,7 @@ from shoal.limits import MOST_RANKS, MOST_TRACE, read_file
 PATTERN = "smdataparallel_timeline*.json"
 """The files that ranks write if their path is a directory."""
 
-_EXPECTED = "expected a Chrome trace, as written by smdistributed.dataparallel.start_profiler"
+_EXPECTED = "expected a Chrome trace. Fix: name a file that smdistributed.dataparallel.start_profiler wrote"
 _BEGIN = "start_time_since_epoch_in_micros"
 _MOST = 2**63
 """The largest number of nanoseconds or bytes."""
@@ -108,7 +108,7 @@ def find_files(paths: Sequence[Path]) -> tuple[Path, ...]:
     for file in files:
         if not file.exists():
             names = [path.name for path in file.parent.glob("*.json")] if file.parent.is_dir() else []
-            raise UsageError(f"{file}: no such file or directory.{did_you_mean(file.name, names)}")
+            raise UsageError(f"{file}: no such file or directory.{did_you_mean(file.name, names)} Fix: name a timeline")
     return tuple(dict.fromkeys(files))
 
 
@@ -156,7 +156,7 @@ def _list_directory(directory: Path) -> list[Path]:
 
 
 def _read_tracks(file: Path) -> Iterator[_Track]:
-    """Yields the processes in a file, one a pid. Raises `TraceError` without spans, or for a pid without a rank."""
+    """Yields the processes in a file, one for each pid. Raises `TraceError` without spans, or if a pid has no rank."""
     events, complete = _read_events(file)
     of_pid: dict[int, list[Mapping[str, Any]]] = defaultdict(list)
     about: dict[int, dict[str, Any]] = defaultdict(dict)
@@ -168,7 +168,8 @@ def _read_tracks(file: Path) -> Iterator[_Track]:
             of_pid[pid].append(event)
     if not any(event["ph"] == "X" for events in of_pid.values() for event in events):
         raise TraceError(
-            f"{file}: contains no spans (events of phase X). Training may have stopped before the first step."
+            f"{file}: contains no spans (events of phase X): training may have stopped before the first step."
+            " Fix: train longer"
         )
     for pid, recorded in of_pid.items():
         if type(pid) is not int or pid not in range(MOST_RANKS):
@@ -195,7 +196,7 @@ def _read_events(file: Path) -> tuple[list[dict[str, Any]], bool]:
     try:
         text = read_file(file, MOST_TRACE, follow=True).decode()
     except OSError as error:
-        raise TraceError(f"{file}: cannot be read: {error.strerror}") from error
+        raise TraceError(f"{file}: cannot be read: {error.strerror}. Fix: name a readable file") from error
     except UnicodeDecodeError as error:
         raise TraceError(f"{file}: not text; {_EXPECTED}") from error
     except ValueError as error:

@@ -48,7 +48,7 @@ def write_project(directory: Path, image: ImageSpec) -> list[Path]:
     name = directory.name
     if not _NAME.fullmatch(name):
         raise UsageError(
-            f"{name!r} is not a valid image name: use lower-case letters and digits, with single '.', '_' or '-'"
+            f"{name!r} is not a valid image name. Fix: use lower-case letters and digits, with single '.', '_' or '-'"
             " between them, such as my-training"
         )
     if directory.exists() and not directory.is_dir():

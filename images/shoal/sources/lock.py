@@ -171,7 +171,7 @@ def _resolve(requirements: Iterable[str], python_version: str, index: str | None
     """
     here = (platform.system(), platform.machine())
     if here != ("Linux", "x86_64"):  # pip evaluates markers for the machine that it runs on
-        raise SpecError(f"locking needs Linux and x86_64; this is {' '.join(here)}")
+        raise SpecError(f"locking needs Linux and x86_64; this is {' '.join(here)}. Fix: lock on such a machine")
     requirements = [_check_requirement(line) for line in requirements]
     with TemporaryDirectory(prefix="shoal-lock-") as scratch:
         report = Path(scratch, "report.json")

@@ -113,7 +113,9 @@ def read_lock(path: Path, header: str | None = None, tag: str = "<tag>") -> list
             continue
         match = _LINE.fullmatch(line)
         if not match or not _is_version(match["version"]):
-            raise SpecError(f"{path}:{number}: expected 'name==version --hash=sha256:…', found {line!r}")
+            raise SpecError(
+                f"{path}:{number}: expected 'name==version --hash=sha256:…', found {line!r}. Fix: shoal lock"
+            )
         pins.append(Pin(**match.groupdict()))
     return pins
 

@@ -55,9 +55,11 @@ def read_steps(project: Project, image: ImageSpec, *, bytecode: bool = False) ->
         rest = _environment(project).get_template(name).render(variables | collector.functions())
     except jinja2.TemplateNotFound as error:
         known = ", ".join(sorted(path.name for path in project.templates.glob("*.j2")))
-        raise SpecError(f"{project.templates}: no template {error.name}; there are: {known}") from error
+        raise SpecError(
+            f"{project.templates}: no template {error.name}. Allowed: {known}. Fix: correct the name"
+        ) from error
     except jinja2.TemplateSyntaxError as error:
-        raise SpecError(f"{error.filename}:{error.lineno}: {error.message}") from error
+        raise SpecError(f"{error.filename}:{error.lineno}: {error.message}. Fix: correct this line") from error
     except SpecError:
         raise
     except jinja2.exceptions.SecurityError as error:

@@ -17,7 +17,7 @@ from shoal import doctor, scaffold
 from shoal.builds import builder, bundle, cache, debian_lock, listing, push
 from shoal.image import advisories, differences, manifest, size_document
 from shoal.jobs import store
-from shoal.jobs.hosts import docker_job
+from shoal.jobs.hosts import docker
 from shoal.sources import lock, record, render
 from shoal_toolkit.plan.explain import ExplainedPlan
 from smdistributed.modelparallel.__main__ import Estimate
@@ -54,7 +54,7 @@ _RESULTS: Mapping[str, Callable[..., Any] | str] = {
     "doctor": doctor.run_checks,
     "new": scaffold.write_project,
     "init": scaffold.write_definitions,
-    "run": docker_job.run_job_in_docker,
+    "run": docker.run_job_in_docker,
     "ps": store.KnownJob.describe,
     "run --detach": "ps",
     "stop": "ps",

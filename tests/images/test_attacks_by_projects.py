@@ -92,7 +92,7 @@ def shoal(directory: Path, *words: str) -> subprocess.CompletedProcess[str]:
 def write_job(directory: Path, hosts: int = 1) -> Path:
     """Write a job as a stranger would."""
     directory.mkdir(parents=True)
-    document = {"image": "image:1", "engine": "docker", "request": {"hosts": hosts}, "exit_code": 1, "state": "failed"}
+    document = {"request": {"image": "image:1", "hosts": hosts}, "exit_code": 1, "state": "failed"}
     (directory / store.RECORD).write_text(json.dumps(document))
     return directory
 

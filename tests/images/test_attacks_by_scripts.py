@@ -29,7 +29,7 @@ from shoal.docker_client import containers
 from shoal.errors import DiskError, TraceError, UsageError
 from shoal.jobs import source_files, summary, volumes
 from shoal.jobs.checkpoints import copy_tree, open_directory
-from shoal.jobs.hosts import docker as docker_hosts
+from shoal.jobs.hosts import docker_objects
 from shoal.jobs.hosts.docker import DockerHosts
 from shoal.jobs.job import JobRequest, JobResult
 from shoal.jobs.job_log import JobLog, parse_line
@@ -253,14 +253,14 @@ def test_file_systems_below_a_read_only_directory_are_mounted_one_by_one(
     assert volumes.list_mounts(tmp_path / "data", table) == found
     monkeypatch.setattr(volumes, "list_mounts", lambda _: found)
     request = JobRequest(channels={"x": tmp_path / "data"}, volumes=(Volume(tmp_path / "data", "/w"),))
-    mounts = docker_hosts._container_settings(request, "j", "j", "n")["mounts"]
+    mounts = docker_objects.container_settings(request, "j", "j", "n")["mounts"]
     places = [(mount["Target"], mount["ReadOnly"]) for mount in mounts if mount["Type"] == "bind"]
     below = "/opt/ml/input/data/x"
     assert places == [(below, True), (f"{below}/a b", True), (f"{below}/a b/c", True), ("/w", False)]
 
 
 def test_dockers_own_log_has_a_limit() -> None:
-    settings = docker_hosts._container_settings(JobRequest(), "j", "j", "n")
+    settings = docker_objects.container_settings(JobRequest(), "j", "j", "n")
     assert settings["log_config"]["Config"]["max-size"]
 
 
@@ -297,7 +297,7 @@ def test_a_script_cannot_take_all_processes_of_the_machine(
         return found
 
     monkeypatch.setattr(Path, "read_text", read_limit)
-    settings = docker_hosts._container_settings(JobRequest(hosts=hosts), "j", "j", "n")
+    settings = docker_objects.container_settings(JobRequest(hosts=hosts), "j", "j", "n")
     assert settings["pids_limit"] == most
 
 

@@ -211,7 +211,8 @@ def run(request: JobRequest, code: int | None = 7, engine: str = DOCKER, **files
 
 def resume(name: str, output: Path, **changes: Any) -> store.OpenJob:
     found = read_record(output, name)
-    with open_job(dataclasses.replace(found, **changes), name) as opened:
+    request = dataclasses.replace(found.request, **changes)
+    with open_job(dataclasses.replace(found, request=request), name) as opened:
         return opened
 
 
@@ -229,6 +230,7 @@ def test_record_has_all_but_the_jobs_secret(request_: JobRequest, monkeypatch: p
         source=Path("code"),
         entry_point="train.py",
         arguments=("--epochs", "3", ""),
+        image="image:1",
         hosts=2,
         procs_per_host=2,
         channels={"training": Path("code")},
@@ -285,7 +287,8 @@ def test_unknown_job_is_an_error(request_: JobRequest) -> None:
     (request_.output / "other").mkdir()
     with pytest.raises(UsageError, match=r"has no request\.json"):
         read_record(request_.output, "other")
-    for text in ("", "{}", '{"image": "x", "engine": "docker", "request": {"hosts": "many"}}'):
+    earlier = '{"image": "x", "engine": "none", "request": {"hosts": 1}}'
+    for text in ("", "{}", '{"request": {"hosts": "many"}}', earlier):
         (request_.output / "other" / store.RECORD).write_text(text)
         with pytest.raises(UsageError, match=r"--resume other: .*request\.json was not written by this version"):
             read_record(request_.output, "other")
@@ -312,7 +315,7 @@ def test_checkpoints_of_a_killed_command_are_found(request_: JobRequest) -> None
     path.write_text(json.dumps(killed))
     opened = resume(name, request_.output)
     assert (content(opened.checkpoints.path), opened.record.uncollected) == ({"model": "2"}, False)
-    path.write_text(json.dumps(killed | {"engine": DOCKER}))
+    path.write_text(json.dumps(killed | {"request": {**killed["request"], "engine": DOCKER}}))
     with pytest.raises(UsageError, match="the newest checkpoints are in a Docker volume"):
         resume(name, request_.output, engine=LOCAL)
     assert resume(name, request_.output).record.uncollected

@@ -20,8 +20,9 @@ from tests.fake_docker import checked
 from shoal.docker_client import archive, images, users
 from shoal.errors import ImageError
 from shoal.jobs.hosts import docker as docker_hosts
-from shoal.jobs.hosts import docker_job, local
-from shoal.jobs.hosts.docker import SECRET_PATH, DockerHosts
+from shoal.jobs.hosts import local
+from shoal.jobs.hosts.docker import DockerHosts
+from shoal.jobs.hosts.docker_objects import SECRET_PATH
 from shoal.jobs.hosts.local import LocalHosts
 from shoal.jobs.job import LOCAL, SECRET, SECRET_FILE, JobRequest, JobResult
 from shoal.jobs.run import HostExit
@@ -239,8 +240,8 @@ def test_a_job_in_which_train_never_ran(
     elif written:
         (trees["algo-2"] / "output" / written).touch()
     result = JobResult("j", exit_code, tmp_path, {}, {}, {}, {"algo-1": "metrics.json: odd"})
-    record = JobRecord(replace(request_, **options, image="image:1"))
-    checked = docker_job.check_train(client, record, trees, result)  # type: ignore[arg-type]
+    request = replace(request_, **options)
+    checked = docker_hosts.check_train(client, request, trees, result)  # type: ignore[arg-type]
     if code is None:
         assert checked == result
         return
@@ -359,12 +360,10 @@ def test_a_third_interrupt_waits_until_the_files_are_collected(tmp_path: Path) -
 
     hosts: Any = SimpleNamespace(
         kill=kill,
-        collect=lambda _: done.append("checkpoints"),
-        fetch_results=lambda host, _: done.append(host),
-        by_name={"algo-1": None},
+        collect=lambda _: done.append("collected"),
         console=Console(file=io.StringIO()),
     )
-    opened: Any = SimpleNamespace(directory=tmp_path, checkpoints=None, update=lambda **_: None)
+    opened: Any = SimpleNamespace(directory=tmp_path)
     with pytest.raises(KeyboardInterrupt):
-        docker_job.end_interrupted(hosts, opened)
-    assert done == ["killed", "checkpoints", "algo-1"]
+        DockerHosts.end_interrupted(hosts, opened)
+    assert done == ["killed", "collected"]

@@ -86,8 +86,9 @@ def write_foreign_job(project: Path, **request: Any) -> Path:
     (tree / RESOURCE_CONFIG).touch()
     (tree / CONTENT).mkdir()
     (tree / CONTENT / "key").write_text("of the stranger")
-    document = {"source": str(project), "entry_point": "train.py", "output": str(project / "jobs"), **request}
-    found = {"image": "image:1", "engine": LOCAL, "uncollected": True, "request": document, "identity": "digits-1"}
+    document = {"source": str(project), "entry_point": "train.py", "output": str(project / "jobs")}
+    document |= {"image": "image:1", "engine": LOCAL, **request}
+    found = {"uncollected": True, "request": document, "identity": "digits-1"}
     (directory / RECORD).write_text(json.dumps(found))
     (project / "train.py").write_text(f"open({str(project / 'RAN')!r}, 'w')")
     return directory

@@ -17,7 +17,6 @@ from shoal.commands.common import app
 from shoal.commands.script import split_script
 from shoal.errors import UsageError
 from shoal.jobs.hosts import docker as docker_hosts
-from shoal.jobs.hosts import docker_job
 from shoal.jobs.job import JobRequest, JobResult
 from shoal.jobs.store import JobRecord, OpenJob
 from shoal.jobs.view import PlainView
@@ -115,7 +114,7 @@ def test_image_may_name_the_script(
         found.append(opened)
         return JobResult(opened.name, 0, opened.directory, {}, {}, {}, {})
 
-    monkeypatch.setattr(docker_job, "run_job_in_docker", run)
+    monkeypatch.setattr(jobs, "run_job_in_docker", run)
     result = CliRunner().invoke(app, ["run", "me/mine:1", *options, "--", "-v"])
     if not has_script:
         assert "SCRIPT: missing, and the image me/mine:1 names none. Fix: shoal run" in str(result.exception)

@@ -6,6 +6,7 @@ import base64
 import contextlib
 import io
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -297,6 +298,7 @@ SECRETS = {
     "kaggle.json": "",
     ".huggingface/token": "",
     "old/request.json": '{\n"image": "a:1",\n"engine": "docker",\n"request": {"environment": {"KEY": "x"}}}',
+    "new/request.json": '{\n"request": {\n"source": "/code",\n"environment": {"KEY": "x"}}}',
     "job.yaml": "# Job digits, written by `shoal deploy kubernetes`. It contains secrets",
 }
 PUBLIC = {
@@ -307,7 +309,7 @@ PUBLIC = {
     "environment.yml": "",
     "keys.py": PRIVATE_KEY,
     "env.py": "",
-    "request.json": '{"url": "http://localhost"}',
+    "request.json": '{"request": {"url": "http://localhost"}, "engine": "search"}',
     "tokenizer.json": '{"token": 1}',
 }
 
@@ -337,7 +339,7 @@ def test_jobs_of_another_output_directory_are_left_out(source: Path, tmp_path: P
     with open_job(JobRecord(replace(request, image="any:1", engine=LOCAL)), None, "first") as opened:
         job.write_tree(opened.directory / "algo-1", request, "first")
         opened.log.add("algo-1", "password x")
-    assert (source / "old" / "first" / "request.json").exists()
+    shutil.copy(source / "old" / "first" / "request.json", source / "request.json")  # a record alone is left out too
     now = replace(request, output=tmp_path / "jobs")
     assert list_names(copy(now.selection, tmp_path)) == {"train.py", "lib/data.txt"}
 

@@ -60,7 +60,8 @@ from shoal.console import CleanConsole, console, print_line
 from shoal.docker_client import images as docker_images
 from shoal.errors import ImageError, UsageError
 from shoal.jobs import background, metric_definitions, model_plan, store, summary, trackers
-from shoal.jobs.hosts import docker_job, local
+from shoal.jobs.hosts.docker import run_job_in_docker
+from shoal.jobs.hosts.local import list_loopback_names, run_job_locally
 from shoal.jobs.job import DOCKER, LOCAL, JobRequest, JobResult
 from shoal.jobs.store import (
     FAILED,
@@ -346,7 +347,7 @@ def run_job(options: RunOptions) -> None:
 
 def _run_to_end(opened: OpenJob, progress: Console, options: RunOptions, build_seconds: float | None) -> JobResult:
     """Run a job, record how it ended, write its report, and return its result. After an error, too, it is recorded."""
-    run = local.run_job_locally if opened.record.request.engine == LOCAL else docker_job.run_job_in_docker
+    run = run_job_locally if opened.record.request.engine == LOCAL else run_job_in_docker
     try:
         with _open_view(opened, progress, options) as view:
             result = run(opened, view)
@@ -526,4 +527,4 @@ def _check_local(request: JobRequest) -> None:
     if options := ", ".join(name for name, value in given.items() if value):
         raise UsageError(f"{options}: has no effect without a container. Fix: leave out {options} or --engine none")
     if request.min_hosts:
-        local.list_loopback_names(request)
+        list_loopback_names(request)

@@ -27,7 +27,7 @@ from shoal.jobs import inside, stopping, store
 from shoal.jobs.inside import choose_host
 from shoal.jobs.job import LOCAL
 from shoal.jobs.job_log import LineFilter, read_lines
-from shoal.jobs.run import STOP_SECONDS
+from shoal.jobs.processes import STOP_SECONDS
 from shoal.jobs.store import LOST, OUTPUT, RUNNING, STOPPED, KnownJob, find_job, find_running_job
 from shoal.jobs.summary import describe_stop
 from shoal.jobs.volumes import Volume

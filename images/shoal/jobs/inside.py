@@ -13,7 +13,7 @@ from shoal import docker_client
 from shoal.docker_client import containers, terminal
 from shoal.errors import DockerError, UsageError, did_you_mean
 from shoal.jobs import gpus, processes
-from shoal.jobs.hosts.docker import find_containers
+from shoal.jobs.hosts.docker_objects import find_containers
 from shoal.jobs.job import LOCAL
 from shoal.jobs.store import KnownJob, list_host_trees
 from shoal.jobs.volumes import Volume

@@ -14,10 +14,11 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from shoal import trust
-from shoal.jobs.run import STOP_SECONDS
 
 BASE = "SAGEMAKER_BASE_DIR"
 """The variable with the tree of a host. All of its processes inherit it."""
+STOP_SECONDS = 30
+"""How long the script may take to end after an interrupt."""
 _START = 19
 """The place of a process's start in /proc/PID/stat after its name: field 22 of proc(5)."""
 _MARGIN = 5

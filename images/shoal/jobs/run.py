@@ -11,7 +11,8 @@ import queue
 import signal
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Protocol
 
 from rich.console import Console
@@ -20,6 +21,10 @@ from shoal.clean_text import print_error
 from shoal.console import print_line
 from shoal.errors import DockerError
 from shoal.jobs import job
+from shoal.jobs.processes import STOP_SECONDS
+from shoal.jobs.results import read_result
+from shoal.jobs.store import OpenJob
+from shoal.jobs.usage import Usage, sample_usage
 
 RESTART, RESTART_REASON = "SHOAL_RESTART", "SHOAL_RESTART_REASON"
 """The number of restarts so far, and the reason of the last one in one line. `train` sets both for the script."""
@@ -88,8 +93,6 @@ STRAGGLER_SECONDS = 60
 FAREWELL_SECONDS = 10
 """How long the first host may run after another has ended with a result: `train` ends there within 5 s. If it runs on,
 it waits for that host to come back."""
-STOP_SECONDS = 30
-"""How long the script may take to end after an interrupt."""
 
 
 @dataclass(frozen=True)
@@ -138,6 +141,22 @@ class Hosts(Protocol):
 
     def read_restarts(self, host: str) -> list[dict[str, Any]]:
         """Return the restarts that `train` has listed in job.json on a host; none if it has not."""
+
+
+class CollectedHosts(Hosts, Protocol):
+    """Hosts with files that are collected when they have ended."""
+
+    def join_readers(self) -> None:
+        """Waits until the logs of hosts, which have ended, are shown and kept."""
+
+    def read_usage(self) -> Mapping[str, Usage]:
+        """Returns the use of CPU, memory and GPUs now. Only one thread may call this."""
+
+    def end_interrupted(self, opened: OpenJob) -> None:
+        """Kills the hosts that still run, and collects the files of their scripts."""
+
+    def collect(self, opened: OpenJob) -> Mapping[str, Path]:
+        """Collects checkpoints and files of the hosts, which have ended. Returns the tree of each host."""
 
 
 @dataclass
@@ -269,3 +288,30 @@ class Watch:
 
     def _say(self, text: str) -> None:
         print_line(f"shoal | {text}", self.hosts.console)
+
+
+def run_job(opened: OpenJob, hosts: CollectedHosts) -> job.JobResult:
+    """Runs the hosts of a job, which are ready to start, to their end, and collects its files.
+
+    Args:
+        opened: The job. Its record says from the start on that the newest checkpoints are not collected.
+        hosts: The hosts.
+
+    Returns:
+        The result. A job that failed raises nothing, and an interrupt is raised again after the files are collected.
+    """
+    watch = Watch(hosts)
+    hosts.start(*hosts.ids)
+    opened.update(uncollected=True)
+    opened.on_started()
+    try:
+        with sample_usage(opened.log.usage, opened.log.began, hosts.read_usage):
+            exits = watch.wait()
+    except BaseException:
+        hosts.end_interrupted(opened)
+        raise
+    hosts.join_readers()
+    trees = hosts.collect(opened)
+    notes = {host: "killed by the out-of-memory killer" for host, end in exits.items() if end.out_of_memory}
+    result = read_result(opened.name, watch.exit_codes(), opened.directory, trees, notes)
+    return replace(result, restarts=[*watch.restarts, *result.restarts])

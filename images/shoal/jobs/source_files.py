@@ -64,7 +64,8 @@ SECRET_RULES = (
     SecretRule("*.pem", _PRIVATE_KEY),
     SecretRule("*.json", rf'"private_key"\s*:\s*"{_PRIVATE_KEY}'),
     SecretRule("*.tfvars"),
-    SecretRule("request.json", r'"engine"\s*:.*"request"\s*:'),  # of a job: it has the values of --env
+    # The record of a job has the values of --env. The second form is of an earlier version.
+    SecretRule("request.json", r'\A\s*\{\s*"(?:request"\s*:\s*\{\s*"source|image"\s*:.*"engine)"\s*:'),
     SecretRule("*", r"\A# Job [^\n]*, written by `shoal deploy kubernetes`"),  # it has the secret of its job
 )
 """What is left out. The script itself is not, and neither is `_PUBLIC`."""

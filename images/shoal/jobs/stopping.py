@@ -17,8 +17,8 @@ from shoal import docker_client
 from shoal.docker_client import containers
 from shoal.errors import UsageError
 from shoal.jobs import checkpoints, processes, results, running
-from shoal.jobs.hosts.docker import DockerHosts, find_containers, stop_containers
-from shoal.jobs.hosts.docker_job import collect
+from shoal.jobs.hosts.docker import DockerHosts
+from shoal.jobs.hosts.docker_objects import find_containers, stop_containers
 from shoal.jobs.hosts.local import SECRETS
 from shoal.jobs.job import LOCAL
 from shoal.jobs.store import (
@@ -118,7 +118,7 @@ def _end_docker_job(opened: OpenJob, console: Console) -> None:
         )
         for host in found:
             results.remove_tree(opened.directory / host)  # of a command that was killed while it copied
-        trees = collect(hosts, opened)
+        trees = hosts.collect(opened)
         exit_codes = {host: _read_exit_code(each) for host, each in found.items()}
         result = results.read_result(opened.name, exit_codes, opened.directory, trees)
         if not still_running:

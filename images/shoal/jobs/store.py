@@ -173,6 +173,8 @@ def load_record(path: Path, option: str) -> JobRecord:
         found = _RECORDS.validate_json(read_file(path, MOST_RECORD))
         if found.request.hosts not in range(1, MOST_HOSTS + 1):
             raise ValueError(f"{found.request.hosts} hosts")
+        if not found.request.image:
+            raise ValueError("no image")
     except ValueError as error:
         words = error.errors()[0]["msg"] if isinstance(error, pydantic.ValidationError) else str(error)
         raise UsageError(f"{option}: {path} was not written by this version: {words}") from error

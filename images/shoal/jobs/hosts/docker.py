@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
+import os
 import queue
 import tarfile
 import threading
@@ -22,33 +24,38 @@ from typing import IO, Any
 import docker
 import docker.errors
 import docker.types
-import requests
 import urllib3.exceptions
 from docker.models.containers import Container
-from docker.models.networks import Network
 from rich.console import Console
 
 from shoal import docker_client
 from shoal.console import print_line
 from shoal.docker_client import archive, containers, images
 from shoal.docker_client.users import ROOT, Owner, find_owner
-from shoal.errors import DockerError, ShoalError, UsageError
+from shoal.errors import ShoalError, UsageError
 from shoal.jobs import checkpoints, gpus, job, results, run, variables
+from shoal.jobs.hosts.docker_objects import (
+    SECRET_PATH,
+    container_settings,
+    create_network,
+    measure_gpus,
+    read_usage,
+    remove_earlier,
+    report_exit,
+    start_log_reader,
+    stop_containers,
+    volume_name,
+)
 from shoal.jobs.job_log import JobLog
-from shoal.jobs.run import STOP_SECONDS, Arrival, HostExit
-from shoal.jobs.usage import GpuMeter, Usage, read_lines, smi_command
+from shoal.jobs.run import Arrival
+from shoal.jobs.store import OpenJob
+from shoal.jobs.usage import GpuMeter, Usage
 from shoal.jobs.view import View
-from shoal.jobs.volumes import Volume
-from shoal.limits import GIB, MOST_PROCESSES
+from shoal.limits import GIB
 from shoal.tar_stream import open_stream
 
-_STOP_MARGIN = 5
-_LEAST_PROCESSES = 1024  # of a host
-_DOCKER_LOG = "64m"
 _LIST_SECONDS = 10
 _SHOWN_OMISSIONS = 20  # of a directory
-SECRET_PATH = "run/shoal-job-secret"
-"""The file with the job's secret, relative to the container's root. `docker inspect` would show an environment."""
 _ML = "/opt/ml"
 _CHECKPOINTS = f"opt/ml/{checkpoints.CONTENT}"
 
@@ -119,7 +126,7 @@ class DockerHosts:
             host: The name of the host.
             environment: More variables than the job's own.
         """
-        settings = _container_settings(self.request, self.name, self.identity, self.network)
+        settings = container_settings(self.request, self.name, self.identity, self.network)
         merged = {
             **gpus.gpu_environment(self.devices[host]),
             **self.cpus,
@@ -152,7 +159,7 @@ class DockerHosts:
     def start(self, *hosts: str) -> None:
         """Start containers, and threads that print their logs and put their exits into `arrivals`."""
         for host in hosts:
-            self.readers.append(_start_log_reader(str(self.by_name[host].id), host, self.view, self.log))
+            self.readers.append(start_log_reader(str(self.by_name[host].id), host, self.view, self.log))
         for host in hosts:
             try:
                 self.by_name[host].start()
@@ -160,14 +167,19 @@ class DockerHosts:
                 raise images.explain_start(self.request.image, error) from error
         for host in hosts:
             arguments = (host, str(self.by_name[host].id), self.arrivals)
-            threading.Thread(target=_report_exit, args=arguments, daemon=True).start()
+            threading.Thread(target=report_exit, args=arguments, daemon=True).start()
             if self.devices[host]:
                 measured = (host, str(self.by_name[host].id), self.meter)
-                threading.Thread(target=_measure_gpus, args=measured, daemon=True).start()
+                threading.Thread(target=measure_gpus, args=measured, daemon=True).start()
 
     def stop(self, hosts: Iterable[str]) -> None:
         """Stop containers, all at the same time, and wait for them; an interrupt ends the wait."""
         stop_containers(str(self.by_name[host].id) for host in hosts)
+
+    def join_readers(self) -> None:
+        """Waits until the logs of hosts, which have ended, are shown and kept."""
+        for reader in self.readers:
+            reader.join()
 
     def kill(self) -> None:
         """Kill all containers that still run."""
@@ -182,7 +194,33 @@ class DockerHosts:
                 directory.pack(_CHECKPOINTS, packed, self.owner)
                 self.by_name[self.first].put_archive("/", packed)
 
-    def collect(self, directory: checkpoints.CheckpointDirectory) -> None:
+    def end_interrupted(self, opened: OpenJob) -> None:
+        """Kills the hosts that a second interrupt did not wait for, and collects the files of their scripts.
+
+        An impatient user interrupts three times. The third waits, and ends this if copying the files takes long.
+        """
+        with containers.delay_interrupts():
+            self.kill()
+            self.collect(opened)
+            with contextlib.suppress(OSError):  # the terminal is gone
+                print_line(f"interrupted; files of the hosts are in {opened.directory}", self.console)
+
+    def collect(self, opened: OpenJob) -> dict[str, Path]:
+        """Copies checkpoints, models and output from the hosts, which have ended. Returns the tree of each host.
+
+        If the checkpoints cannot be copied, that is printed, the earlier ones stay, and so does the volume with the
+        newest.
+        """
+        try:
+            self._collect_checkpoints(opened.checkpoints)
+            opened.update(uncollected=False)
+        except NOT_COLLECTED as error:  # the job has its result, and the volume stays
+            self._print_skipped(f"the checkpoints were not collected: {error}")
+        finally:
+            trees = {host: self.fetch_results(host, opened.directory / host) for host in self.by_name}
+        return trees
+
+    def _collect_checkpoints(self, directory: checkpoints.CheckpointDirectory) -> None:
         """Replace the content of a directory by the volume's. Files that are not copied are printed.
 
         An interrupt waits meanwhile, but not for longer than `containers.HANGS`.
@@ -249,7 +287,7 @@ class DockerHosts:
 
     def read_usage(self) -> dict[str, Usage]:
         """Return the CPU time, memory and GPUs of the containers that run. Only one thread may call this."""
-        found = {host: _read_usage(self._usage_client.api, number) for host, number in self.ids.items()}
+        found = {host: read_usage(self._usage_client.api, number) for host, number in self.ids.items()}
         return {host: replace(usage, gpu=self.meter.read(host)) for host, usage in found.items() if usage}
 
     @functools.cached_property
@@ -297,7 +335,7 @@ def create_hosts(
     identity = identity or name
     say = functools.partial(print_line, on=view.console)
     devices = gpus.divide_gpus(client, request.image, request.gpus, request.host_names, say)
-    network = _create_network(client, identity)
+    network = create_network(client, identity)
     with containers.delay_interrupts():
         client.volumes.create(volume_name(identity), labels={containers.JOB_LABEL: identity})
     owner = find_owner(client, request.image, identity)
@@ -325,161 +363,104 @@ def create_hosts(
         yield hosts
 
 
-def volume_name(identity: str) -> str:
-    """Return the name of the volume with the checkpoints of a job."""
-    return f"shoal-{identity}"
+_NEVER_RAN = 1  # the exit code of `train` for a job that could not run
 
 
-def find_containers(client: docker.DockerClient, identity: str, hosts: Iterable[str]) -> dict[str, Container]:
-    """Return the containers of a job by host, in the order of the hosts. Those without a container are left out."""
-    found = client.containers.list(all=True, filters={"label": f"{containers.JOB_LABEL}={identity}"})
-    by_host = {host: [each for each in found if str(each.name).endswith(f"-{host}")] for host in hosts}
-    return {host: each[0] for host, each in by_host.items() if each}
+def run_job_in_docker(opened: OpenJob, view: View) -> job.JobResult:
+    """Runs a job in containers to its end, and shows the hosts' logs with the host's name before each line.
 
+    The files of each host are copied to the job's directory, and its checkpoints to their own directory, also if the
+    job fails. An interrupt stops the hosts, removes them, the network and the volume, and is raised again. A second
+    interrupt does not wait for the script.
 
-def remove_earlier(client: docker.DockerClient, name: str, identity: str, keep_volume: bool) -> bool:
-    """Remove the objects of an earlier command for a job from Docker, and return whether its volume is kept.
+    Args:
+        opened: The job, which the caller has checked.
+        view: Shows logs, and has the console for messages.
 
-    Raises `UsageError` if a container of the job still runs.
+    Returns:
+        The result. A job that failed raises nothing.
+
+    Raises:
+        DockerError: If Docker does not answer, refuses, or lacks the image.
+        UsageError: If the source cannot be copied, there are fewer GPUs than hosts, or the job runs already.
     """
-    if client.containers.list(filters={"label": f"{containers.JOB_LABEL}={identity}"}):
-        raise UsageError(
-            f"--resume {name}: the job still runs in Docker, but its command has been killed. Fix: shoal stop {name},"
-            " and repeat this command"
-        )
-    containers.remove_objects(client, identity, volumes=not keep_volume)
-    try:
-        client.volumes.get(volume_name(identity))
-    except docker.errors.NotFound:
-        return False
-    return True
+    client, request = docker_client.connect(), opened.record.request
+    is_filled = opened.resumed and _keep_volume(client, opened, view.console)
+    with (
+        _remove_all_at_end(client, opened, view.console),
+        create_hosts(client, request, opened.name, view, opened.log, opened.identity) as hosts,
+    ):
+        if not is_filled:
+            hosts.fill(opened.checkpoints)
+        result = run.run_job(opened, hosts)
+        trees = {host: opened.directory / host for host in hosts.by_name}
+        lost = _list_lost_files(hosts, trees) if not result.exit_code else ()
+    return replace(check_train(client, request, trees, result), lost_files=lost)
 
 
-def _create_network(client: docker.DockerClient, identity: str) -> Network:
-    """Create the job's network, with the MTU of Docker's default network if there is one. A signal waits meanwhile."""
-    key = "com.docker.network.driver.mtu"
-    options: dict[str, str] = {}
-    with contextlib.suppress(docker.errors.NotFound):
-        options = client.networks.get("bridge").attrs.get("Options") or {}
-    mtu = {key: options[key]} if key in options else {}
-    labels = {containers.JOB_LABEL: identity}
-    with containers.delay_interrupts():
-        return client.networks.create(f"shoal-{identity}", driver="bridge", options=mtu, labels=labels)
+def check_train(
+    client: docker.DockerClient, request: job.JobRequest, trees: Mapping[str, Path], result: job.JobResult
+) -> job.JobResult:
+    """Return the result with a message if the job succeeded and `train` never ran. If ranks were asked for, it failed.
 
-
-def _read_most_processes() -> int:
-    """Return how many processes and threads this machine can have. Docker may run on another machine.
-
-    The kernel has two limits: of their numbers, and of the memory for them.
+    `train` writes files into output/. Nothing is known of a host with an output that could not be collected.
     """
-    try:
-        return min(int(Path("/proc/sys/kernel", name).read_text()) for name in ("pid_max", "threads-max"))
-    except (OSError, ValueError):
-        return 2 * MOST_PROCESSES
+    outputs = [tree / "output" for tree in trees.values()]
+    if result.exit_code or not all(output.is_dir() for output in outputs):
+        return result
+    if any(os.path.lexists(output / name) for output in outputs for name in ("success", "failure", "job.json")):
+        return result
+    image = images.find_image(client, request.image)
+    entry = images.read_config(image).get("Entrypoint") if image else None
+    other = f"its ENTRYPOINT {json.dumps(entry)}" if entry else "another program `train`"
+    text = f"Shoal's `train` never ran in {request.image}, which started {other}"
+    if request.asks_for_ranks:
+        text += ". So the ranks that you asked for did not start: each host ran the program once"
+        result = replace(result, exit_code=_NEVER_RAN)
+    cause = "ENTRYPOINT" if entry else "that program"
+    fix = f"Fix: remove {cause} from the Dockerfile, and add ENV SAGEMAKER_PROGRAM=train.py with your script"
+    first = next(iter(trees))
+    earlier = result.messages.get(first)
+    return replace(result, messages={**result.messages, first: "\n".join(filter(None, (earlier, f"{text}. {fix}")))})
 
 
-def _container_settings(request: job.JobRequest, name: str, identity: str, network: str) -> dict[str, Any]:
-    """Return the settings that the containers of all hosts share: environment, label, mounts, network and limits.
+def _list_lost_files(hosts: DockerHosts, trees: Mapping[str, Path]) -> tuple[str, ...]:
+    """Returns the files that a script which has succeeded has saved beside the code, if it has saved no model."""
+    if not any(path.is_file() for tree in trees.values() for path in tree.glob("model/**/*")):
+        with contextlib.suppress(*NOT_COLLECTED):  # the container is gone: the job has its result all the same
+            return tuple(hosts.list_lost_files())
+    return ()
 
-    The request's environment wins over defaults, except over the job's name. The secret itself is not among them.
+
+def _keep_volume(client: docker.DockerClient, opened: OpenJob, console: Console) -> bool:
+    """Remove the objects of an earlier command from Docker, and return whether its volume has the newest checkpoints.
+
+    Prints a line if it should have them, but is gone. Raises `UsageError` if the job still runs, or then has none.
     """
-    channels = (
-        Volume(path, f"/opt/ml/input/data/{channel}", read_only=True) for channel, path in request.channels.items()
-    )
-    mounts = [mount for volume in (*channels, *request.volumes) for mount in volume.to_mounts()]
-    own = {key: value for key, value in request.environment.items() if key != job.SECRET}
-    return {
-        "environment": {
-            "SHOAL_STOP_GRACE": str(STOP_SECONDS),
-            **({"SAGEMAKER_SUBMIT_DIRECTORY": "/opt/ml/code"} if request.source else {}),
-            **request.script_variables,
-            job.SECRET_FILE: f"/{SECRET_PATH}",
-            **job.MEMBERS_ONLY,
-            **variables.locate_secrets(request.secrets),
-            **job.limit_variables(request.max_restarts, request.min_hosts),
-            **own,
-            "TRAINING_JOB_NAME": name,
-        },
-        "labels": {containers.JOB_LABEL: identity},
-        "mounts": [*mounts, docker.types.Mount(f"/{_CHECKPOINTS}", volume_name(identity), type="volume")],
-        "network": network,
-        "shm_size": request.shm_size or job.SHM_SIZE,
-        "mem_limit": request.memory,
-        "nano_cpus": None if request.cpus is None else round(request.cpus * 1e9),
-        # Otherwise a script that forks for ever leaves no process to end it with.
-        "pids_limit": max(_LEAST_PROCESSES, _read_most_processes() // 2 // request.hosts),
-        # Without a limit, Docker's own copy of the log fills the disk. All lines are in the job's directory.
-        "log_config": docker.types.LogConfig(type="json-file", config={"max-size": _DOCKER_LOG}),
-    }
+    is_expected = opened.record.uncollected
+    if remove_earlier(client, opened.name, opened.identity, keep_volume=is_expected):
+        return True
+    if is_expected:
+        opened.update(uncollected=False)
+        lost = f"the Docker volume {volume_name(opened.identity)} with the newest checkpoints is gone"
+        if not opened.checkpoints.has_files():
+            raise UsageError(f"--resume {opened.name}: {lost}. Fix: start the job again without --resume")
+        print_line(f"{lost}; continuing from {opened.checkpoints.path}", console)
+    return False
 
 
-def _start_log_reader(container_id: str, host: str, view: View, log: JobLog) -> threading.Thread:
-    """Start a thread that shows and keeps a host's log; return once it is attached, so that no line is lost."""
-    attached = threading.Event()
-
-    def print_lines() -> None:
-        """Body of the thread."""
-        try:
-            api = docker_client.connect(timeout=None).api  # clients are not shared between threads
-            stream = api.attach(container_id, stdout=True, stderr=True, stream=True, logs=True)
-        finally:
-            attached.set()
-        with containers.close_at_end(stream):
-            for line, is_overwritten in containers.split_pieces(stream):
-                view.add(f"{host} | {line}", log.add(host, line), is_overwritten)
-
-    thread = threading.Thread(target=print_lines, name=f"logs of {host}", daemon=True)
-    thread.start()
-    attached.wait()
-    return thread
-
-
-def _report_exit(host: str, container_id: str, arrivals: queue.SimpleQueue[Arrival]) -> None:
-    """Body of a thread: wait until a container ends, and put its exit, or the error of Docker, into the queue."""
+@contextlib.contextmanager
+def _remove_all_at_end(client: docker.DockerClient, opened: OpenJob, console: Console) -> Iterator[None]:
+    """Remove all that the job has in Docker at the end. A volume with checkpoints that could not be collected stays."""
     try:
-        # Without a timeout, because training may print nothing for hours.
-        api = docker_client.connect(timeout=None).api
-        code = int(api.wait(container_id)["StatusCode"])
-        out_of_memory = False
-        with contextlib.suppress(docker.errors.NotFound):  # somebody has removed it, which ends it too
-            out_of_memory = bool(api.inspect_container(container_id)["State"].get("OOMKilled"))
-        arrivals.put((host, container_id, HostExit(code, out_of_memory)))
-    except (docker.errors.DockerException, requests.RequestException, DockerError) as error:
-        arrivals.put((host, container_id, error))
-
-
-def _measure_gpus(host: str, container_id: str, meter: GpuMeter) -> None:
-    """Body of a thread: run nvidia-smi in a container, which ends with it, and read its lines.
-
-    Without nvidia-smi, or after an error of Docker, the use is unknown.
-    """
-    with contextlib.suppress(docker.errors.DockerException, requests.RequestException, DockerError):
-        api = docker_client.connect(timeout=None).api
-        process = api.exec_create(container_id, smi_command(), stderr=False)
-        with containers.close_at_end(api.exec_start(process["Id"], stream=True)) as stream:
-            read_lines(containers.split_lines(stream), host, meter)
-
-
-def _read_usage(api: docker.APIClient, container_id: str) -> Usage | None:
-    """Return the CPU time and memory of a container; None if it does not run."""
-    try:
-        stats = api.stats(container_id, stream=False, one_shot=True)
-        cache = stats["memory_stats"].get("stats", {}).get("inactive_file", 0)
-        return Usage(stats["cpu_stats"]["cpu_usage"]["total_usage"] / 1e9, stats["memory_stats"]["usage"] - cache)
-    except (docker.errors.APIError, KeyError):
-        return None
-
-
-def stop_containers(ids: Iterable[str]) -> None:
-    """Stop containers, all at the same time, and wait for them; an interrupt ends the wait."""
-    threads = [threading.Thread(target=_stop_container, args=(each,), daemon=True) for each in ids]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-
-
-def _stop_container(container_id: str) -> None:
-    """Stop a container; Docker kills it 35 s later. Errors are ignored: it is removed by force later."""
-    with contextlib.suppress(docker.errors.DockerException, requests.RequestException, DockerError):
-        docker_client.connect().api.stop(container_id, timeout=STOP_SECONDS + _STOP_MARGIN)
+        yield
+    finally:
+        with containers.delay_interrupts():
+            containers.remove_objects(client, opened.identity, volumes=not opened.record.uncollected)
+        if opened.record.uncollected:
+            volume = volume_name(opened.identity)
+            print_line(
+                f"the newest checkpoints were not collected. They are in the Docker volume {volume}. Fix: if a disk"
+                f" is full, make room for them. Then continue from them with: shoal run --resume {opened.name}",
+                console,
+            )

@@ -6,7 +6,6 @@ Each host is a `train` of its own. Names of several are loopback addresses.
 from __future__ import annotations
 
 import ctypes
-import functools
 import itertools
 import os
 import queue
@@ -29,8 +28,8 @@ from shoal.docker_client import containers
 from shoal.errors import DiskError, DockerError, UsageError
 from shoal.jobs import checkpoints, distribution, gpus, job, results, run, usage, variables
 from shoal.jobs.job_log import JobLog
-from shoal.jobs.processes import BASE, read_environment
-from shoal.jobs.run import STOP_SECONDS, Arrival, HostExit, Watch
+from shoal.jobs.processes import BASE, STOP_SECONDS, read_environment
+from shoal.jobs.run import Arrival, HostExit
 from shoal.jobs.store import OpenJob, collect_tree
 from shoal.jobs.view import View
 from shoal.limits import MOST_REPORT, read_file
@@ -57,6 +56,8 @@ class LocalHosts:
     """The directory of each host that stands for its /opt/ml."""
     lock: int
     """A file descriptor."""
+    meter: usage.GpuMeter = field(default_factory=usage.GpuMeter)
+    """Reads the use of GPUs."""
     log: JobLog = field(default_factory=JobLog)
     """Keeps the lines of all hosts."""
     arrivals: queue.SimpleQueue[Arrival] = field(default_factory=queue.SimpleQueue)
@@ -168,6 +169,40 @@ class LocalHosts:
         for _, thread in self._running.values():
             thread.join()
 
+    def join_readers(self) -> None:
+        """Does nothing: an exit is in `arrivals` only when the log is read."""
+
+    def read_usage(self) -> Mapping[str, usage.Usage]:
+        """Returns the use of this machine."""
+        return usage.read_machine(self.meter)
+
+    def end_interrupted(self, opened: OpenJob) -> None:
+        """Kills the hosts that a second interrupt did not wait for, and collects their checkpoints."""
+        self.collect(opened)
+
+    def collect(self, opened: OpenJob) -> Mapping[str, Path]:
+        """Kills hosts that still run, and moves checkpoints to their directory. Returns the tree of each host.
+
+        If the checkpoints cannot be copied, that is printed, and they stay in the tree of the first host.
+        """
+        shared = self.trees[self.first]
+        with containers.delay_interrupts():
+            self.kill()
+            try:
+                collect_tree(shared, opened.checkpoints)
+                opened.update(uncollected=False)
+            except (OSError, shutil.Error, RecursionError, DiskError) as error:  # the job has its result all the same
+                place = shared / checkpoints.CONTENT
+                print_line(f"the checkpoints were not collected: {error}. They are in {place}", self.console)
+        return self.trees
+
+    def remove_copies(self, is_collected: bool) -> None:
+        """Removes the copies of the code, and if they are collected, of the checkpoints."""
+        for tree in self.trees.values():
+            if is_collected:
+                results.remove_tree(tree / checkpoints.CONTENT)
+            results.remove_tree(tree / "code")
+
     def has_result(self, host: str) -> bool:
         """Return whether `train` has written a result on a host."""
         return any((self.trees[host] / "output" / name).exists() for name in ("success", "failure"))
@@ -238,44 +273,21 @@ def run_job_locally(opened: OpenJob, view: View) -> job.JobResult:
         UsageError: If the source cannot be copied, or MPI would start ranks on several hosts of this machine.
     """
     try:
-        with TemporaryDirectory(prefix="shoal-", ignore_cleanup_errors=True) as temporary:
-            return _run_hosts(opened, view, temporary)
+        with (
+            TemporaryDirectory(prefix="shoal-", ignore_cleanup_errors=True) as temporary,
+            usage.measure_machine(usage.MACHINE, opened.record.request.gpus) as meter,
+        ):
+            hosts = _create_hosts(opened, view, temporary, meter)
+            try:
+                return run.run_job(opened, hosts)
+            finally:
+                hosts.kill()
+                hosts.remove_copies(is_collected=not opened.record.uncollected)
     finally:
         results.remove_tree(opened.directory / SECRETS)
 
 
-def _run_hosts(opened: OpenJob, view: View, temporary: str) -> job.JobResult:
-    """Run the hosts of a job to their end, and return its result."""
-    hosts = _create_hosts(opened, view, temporary)
-    watch = Watch(hosts)
-    shared = hosts.trees[hosts.first]
-    opened.update(uncollected=True)
-    opened.on_started()
-    try:
-        hosts.start(*hosts.trees)
-        with (
-            usage.measure_machine(usage.MACHINE, opened.record.request.gpus) as meter,
-            usage.sample_usage(opened.log.usage, opened.log.began, functools.partial(usage.read_machine, meter)),
-        ):
-            watch.wait()
-    finally:
-        with containers.delay_interrupts():
-            hosts.kill()  # those that a second interrupt did not wait for
-            try:
-                collect_tree(shared, opened.checkpoints)
-                opened.update(uncollected=False)  # before they are removed
-            except (OSError, shutil.Error, RecursionError, DiskError) as error:  # the job has its result all the same
-                place = shared / checkpoints.CONTENT
-                print_line(f"the checkpoints were not collected: {error}. They are in {place}", view.console)
-        for tree in hosts.trees.values():
-            if not opened.record.uncollected:
-                results.remove_tree(tree / checkpoints.CONTENT)
-            results.remove_tree(tree / "code")
-    result = results.read_result(opened.name, watch.exit_codes(), opened.directory, hosts.trees)
-    return replace(result, restarts=[*watch.restarts, *result.restarts])
-
-
-def _create_hosts(opened: OpenJob, view: View, temporary: str) -> LocalHosts:
+def _create_hosts(opened: OpenJob, view: View, temporary: str, meter: usage.GpuMeter) -> LocalHosts:
     """Make the tree of each host, and return hosts that are ready to start. They share one directory of checkpoints."""
     train = Path(sys.executable).with_name("train")
     if not train.exists():
@@ -300,7 +312,7 @@ def _create_hosts(opened: OpenJob, view: View, temporary: str) -> LocalHosts:
     opened.checkpoints.copy_to(shared)
     _write_secrets(request, opened.directory / SECRETS)
     environment = {**_make_environment(opened, temporary), "PATH": _extend_path(train.parent)}
-    hosts = LocalHosts(request, view, train, environment, trees, opened.checkpoints.lock, opened.log)
+    hosts = LocalHosts(request, view, train, environment, trees, opened.checkpoints.lock, meter, opened.log)
     for name in names:
         hosts.create(name)
     return hosts

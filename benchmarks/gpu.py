@@ -14,8 +14,7 @@ counts. One GPU is enough. With several, figures named `…-1rank` are also meas
 - `gpu-amp-step`: a step under autocast on these two ranks, with gradients in fp16 against fp32;
 - `gpu-amp-bytes`: the bytes of the collectives of such a step, by our timeline;
 - `gpu-ddp-exposed`: the share of the communication of such a step that the computation does not hide, by our timeline;
-- `gpu-pipeline-2stages`: two stages of a pipeline on one GPU, against one process; their losses must agree;
-- `gpu-pipeline-transfers`: two stages on two GPUs, by NCCL against through the host; their losses must be the same.
+- `gpu-pipeline-2stages`: two stages of a pipeline on one GPU, against one process; their losses must agree.
 
 `--device cpu` runs the same code without a GPU, as the tests do. Its figures, named `cpu-…`, mean nothing.
 """
@@ -93,8 +92,6 @@ def cases(prefix: str, devices: list[str], found: Path, options: Any) -> Iterato
 
     yield of_shared
     yield lambda: of_stages(prefix, measure("stages", devices[:1] * 2, found, options))
-    if len(devices) > 1 or options.device == "cpu":
-        yield lambda: of_transfers(prefix, measure("transfers", (devices * 2)[:2], found, options))
 
 
 def what_is_missing() -> str:
@@ -238,13 +235,6 @@ def of_stages(prefix: str, measured: _Times) -> list[Figure]:
     """Two stages on one device."""
     ours, rival = (1000 * measured["pipeline"][name] for name in ("stages", "one-process"))
     return [Figure(f"{prefix}-pipeline-2stages", ours, "ms", rival=rival, rival_name="one-process")]
-
-
-def of_transfers(prefix: str, measured: _Times) -> list[Figure]:
-    """Two stages on two devices."""
-    ours, rival = (1000 * measured["transfers"][name] for name in ("nccl", "host"))
-    ceiling = 1.0 if prefix == "gpu" else None
-    return [Figure(f"{prefix}-pipeline-transfers", ours, "ms", rival=rival, rival_name="host", ceiling=ceiling)]
 
 
 if __name__ == "__main__":

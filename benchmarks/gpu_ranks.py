@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from datetime import timedelta
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -253,57 +251,17 @@ def stages(case: Case) -> _Times:
     return times
 
 
-def transfers(case: Case) -> _Times:
-    """Two stages with a device each: tensors by NCCL, against tensors through the host. The losses must be equal."""
-    import smdistributed.modelparallel.torch as smp
-    from smdistributed.modelparallel.torch.pipeline import carrier
-    from smdistributed.modelparallel.torch.script import state as state_module
-
-    if case.device.type != "cuda":  # gloo, so that all but the device is tried
-
-        def open_on_cpu(store: Any, rank: int, size: int, replicas: int, seconds: float) -> carrier.Carrier:
-            group = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=seconds))
-            return carrier.Carrier(group, case.device, 1)
-
-        state_module.open_carrier = open_on_cpu  # type: ignore[attr-defined]
-    os.environ[carrier.VARIABLE] = "nccl"
-    smp.init({"partitions": 2, "microbatches": 4})
-    torch.manual_seed(0)
-    model, batch = smp.DistributedModel(case.model()), case.batch.repeat(32, 1)
-    stage, by_nccl, losses = smp.state.stage, smp.state.stage.transfers, dict[str, float]()
-
-    @smp.step
-    def pipelined(model: Any, batch: torch.Tensor) -> torch.Tensor:
-        loss = model(batch).square().mean()
-        model.backward(loss)
-        return loss  # type: ignore[no-any-return]
-
-    def of(name: str, used: Any) -> Callable[[], object]:
-        def run() -> None:
-            stage.transfers = used
-            losses[name] = pipelined(model, batch).reduce_mean().item()
-            model.zero_grad()
-
-        return run
-
-    times = case.measure({"nccl": of("nccl", by_nccl), "host": of("host", None)})
-    if losses["nccl"] != losses["host"]:
-        raise SystemExit(f"By NCCL the stages compute something else than through the host: {losses}.")
-    return {"transfers": times}
-
-
 CASES: dict[str, Callable[[Case], _Times]] = {
     "own": own_device,
     "shared": shared_device,
     "stages": stages,
-    "transfers": transfers,
 }
 
 
 def main(words: Sequence[str]) -> None:
     """Measure a case, and write it down."""
     case = Case(words[1:])
-    is_pipeline = words[0] in ("stages", "transfers")
+    is_pipeline = words[0] == "stages"
     if not is_pipeline:  # smp.init does it, and refuses a process that has imported this
         import smdistributed.dataparallel.torch.torch_smddp  # noqa: F401 (registers the backend)
 

@@ -46,7 +46,6 @@ def test_all_but_the_device_runs_on_the_cpu(python: Python) -> None:
         "name=cpu-amp-bytes",
         "name=cpu-ddp-exposed",
         "name=cpu-pipeline-2stages",
-        "name=cpu-pipeline-transfers",
     ]
     assert "its figures mean nothing" in ended.stdout
 

@@ -31,7 +31,6 @@ from smdistributed.modelparallel.torch.pipeline.random_numbers import derive_see
 from smdistributed.modelparallel.torch.pipeline.scheduler import Reply, Scheduler, Step, require_task
 from smdistributed.modelparallel.torch.pipeline.tasks import Task
 from smdistributed.modelparallel.torch.pipeline.thread_modes import ThreadModes
-from smdistributed.modelparallel.torch.pipeline.transfers import Transfers
 
 _MICROBATCH_DONE = Message(Kind.FINISHED, -1, -1, -1, None, None, [])
 Hop = tuple[int, tuple[str, ...]]
@@ -54,9 +53,7 @@ class Stage:
     ) -> None:
         self._peers, self._module, self._seconds = Peers(transport, ranks, rank), module, seconds
         self.ranks, self.index = self._peers.ranks, self._peers.index
-        self.failures = Failures(self._peers, self._stop)
-        self.transfers: Transfers | None = None
-        """Sends large tensors from device to device, if the job asks for it. Set after construction."""
+        self.failures = Failures(self._peers, lambda: self._scheduler.wake_all())
         self._observer = Observer(
             f"stage {self.index} (rank {rank})", seconds, self._fail_by_timeout, self._report_working
         )
@@ -93,8 +90,6 @@ class Stage:
             self._scheduler.begin_step(step)
             self._is_in_step = True
             early, self._early = self._early, []
-        if self.transfers:
-            self.transfers.begin(self.steps)
         self._observer.step_begins(self.steps)
         for message in early:
             self._handle(message)
@@ -370,17 +365,11 @@ class Stage:
     def _send(self, to: int, *args: Any, **kwargs: Any) -> None:
         """Sends a message to a stage. If that fails, raises the reason, which the other stage may have reported."""
         try:
-            self._peers.send(to, *args, **kwargs, transfers=self.transfers)
+            self._peers.send(to, *args, **kwargs)
         except OSError as error:
             reason = self.failures.explain_send_error(to, error)
             self.failures.raise_if_failed()
             raise reason from error
-
-    def _stop(self) -> None:
-        """Stops transfers and wakes all threads of this stage, because the pipeline has failed."""
-        if self.transfers:
-            self.transfers.stop()
-        self._scheduler.wake_all()
 
     # --- called by the observer's thread
 

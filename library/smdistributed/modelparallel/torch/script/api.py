@@ -23,8 +23,8 @@ def init(config: Mapping[str, Any] | None = None) -> None:
         config: `mp_parameters`. Keys of the launch (SM_HP_MP_PARAMETERS) win over it.
 
     Raises:
-        SMPConfigError: If a key is unknown or its value is not allowed. Also if SMP_VERIFY_STEPS or SMP_STAGE_TRANSFERS
-            is wrong, or smdistributed.dataparallel is imported.
+        SMPConfigError: If a key is unknown or its value is not allowed. Also if SMP_VERIFY_STEPS is wrong, or
+            smdistributed.dataparallel is imported.
         SMPUnsupportedError: If a key is not implemented.
         TimelineError: If the file of SMP_TIMELINE cannot be written.
         LaunchError: If the environment does not say which rank this is.

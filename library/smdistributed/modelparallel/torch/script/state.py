@@ -24,12 +24,10 @@ from smdistributed.modelparallel.backend.ranks import GROUPS, Grid
 from smdistributed.modelparallel.backend.rendezvous import connect_ranks
 from smdistributed.modelparallel.backend.transport import Access, Transport
 from smdistributed.modelparallel.torch.pipeline import devices
-from smdistributed.modelparallel.torch.pipeline.carrier import open_carrier
 from smdistributed.modelparallel.torch.pipeline.messages import Kind, receive
 from smdistributed.modelparallel.torch.pipeline.module_manager import ModuleManager
 from smdistributed.modelparallel.torch.pipeline.objects import open_object_exchange
 from smdistributed.modelparallel.torch.pipeline.stage import Stage
-from smdistributed.modelparallel.torch.pipeline.transfers import Transfers
 from smdistributed.modelparallel.torch.script.master_weights import MasterWeights
 from smdistributed.modelparallel.torch.script.step_gradients import StepGradients
 
@@ -65,7 +63,6 @@ class State(Context):
         """How many steps are run again without stages."""
         self.model: WrappedModel | None = None
         self.optimizer: WrappedOptimizer | None = None
-        self.transfers: Transfers | None = None
         self._process_groups: dict[tuple[int, ...], Any] = {}
 
     @property
@@ -85,8 +82,8 @@ class State(Context):
             argument: `mp_parameters` of the script.
 
         Raises:
-            SMPConfigError: If a key is unknown or its value is not allowed. Also if SMP_VERIFY_STEPS or
-                SMP_STAGE_TRANSFERS is wrong, or smdistributed.dataparallel is imported.
+            SMPConfigError: If a key is unknown or its value is not allowed. Also if SMP_VERIFY_STEPS is
+                wrong, or smdistributed.dataparallel is imported.
             SMPUnsupportedError: If a key is not implemented.
             TimelineError: If the file of SMP_TIMELINE cannot be written.
             LaunchError: If the environment does not say which rank this is.
@@ -109,8 +106,7 @@ class State(Context):
         store = PrefixStore("smp", dist.distributed_c10d._get_default_store())
         master = os.environ.get("MASTER_ADDR", "127.0.0.1")
         is_on_one_host = launch.local_world_size == self.grid.size  # a script may have made a larger group itself
-        transport = connect_ranks(store, self.rank, self.grid.size, master, is_on_one_host, self._open_transport)
-        self._open_transfers(transport, PrefixStore("transfers", store))
+        connect_ranks(store, self.rank, self.grid.size, master, is_on_one_host, self._open_transport)
         start_timeline(self.rank, self.grid.size)
         # AWS's mpirun sets no LOCAL_RANK. If it is set, accelerate takes every rank for a replica with data of its own.
         if "OMPI_COMM_WORLD_LOCAL_RANK" in os.environ:
@@ -159,24 +155,6 @@ class State(Context):
         self.stage = Stage(transport, self.grid.group("PP_GROUP", self.rank), self.rank, self._find_module, seconds)
         return transport
 
-    def _open_transfers(self, transport: Transport, store: PrefixStore) -> None:
-        """Makes large tensors go from device to device, if the job asks for it and all ranks can; every rank calls it.
-
-        It opens and tries the connections, and starts the thread of transfers. Raises the pipeline's failure meanwhile.
-        """
-        seconds, replicas = timeout_seconds(), self.grid.size // self.cfg.partitions
-        carrier = open_carrier(store, self.rank, self.grid.size, replicas, seconds)
-        if carrier is None:
-            return
-        self.transfers = Transfers(carrier, transport, self.rank, self.stage.deliver, self.stage.failures.fail, seconds)
-        self.stage.transfers = self.transfers
-        try:
-            carrier.warm_up(self.rank, self.grid.size, self.stage.failures.occurred, seconds)
-        except InterruptedError:
-            self.stage.failures.raise_if_failed()
-            raise
-        self.transfers.start()
-
     def _find_module(self, name: str) -> nn.Module:
         return self.module_manager.modules[name]
 
@@ -193,7 +171,7 @@ class State(Context):
         if message.kind is Kind.OBJECT:
             self.objects.deliver(source, message.call, message)
         else:
-            (self.transfers.take if self.transfers else self.stage.deliver)(message)
+            self.stage.deliver(message)
 
     def _lose(self, source: int) -> None:
         """Called on a receiving thread when the connection to a rank has ended: its waiters fail."""

@@ -13,7 +13,7 @@ __all__ = ["setBucketSize"]
 
 
 def setBucketSize(size: int) -> None:  # noqa: N802 — the name in published scripts
-    """Check the size, and warn that it has no effect: these scripts reduce each tensor alone.
+    """Checks the size, and warns that it has no effect: these scripts reduce each tensor alone.
 
     Gradients travel in buckets of `bucket_cap_mb`, an argument of DistributedDataParallel and DistributedOptimizer.
 

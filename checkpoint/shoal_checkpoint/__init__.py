@@ -33,12 +33,12 @@ class Restart(NamedTuple):
 
 
 def restart() -> Restart:
-    """Return how often the job has been restarted, and why the last time (`SHOAL_RESTART`, `SHOAL_RESTART_REASON`)."""
+    """Returns how often the job has been restarted, and why the last time (`SHOAL_RESTART`, `SHOAL_RESTART_REASON`)."""
     return Restart(int(os.environ.get("SHOAL_RESTART", "0")), os.environ.get("SHOAL_RESTART_REASON", ""))
 
 
 def directory() -> str | None:
-    """Return the directory for checkpoints, which the platform provides: /opt/ml/checkpoints in SageMaker's contract.
+    """Returns the directory for checkpoints, which the platform provides: /opt/ml/checkpoints in SageMaker's contract.
 
     Returns:
         Its path. None if it is not there, or if `train` has not started this script. On a machine of yours, a directory
@@ -59,7 +59,7 @@ class _Stop:
 
 
 def seconds_left() -> float | None:
-    """Return how many seconds a stopped job has until SIGKILL.
+    """Returns how many seconds a stopped job has until SIGKILL.
 
     The first call installs a handler, so that SIGTERM no longer ends the process. Call it once before the training, and
     after each step. End the process when you have saved: `sys.exit(STOPPED)`.
@@ -80,7 +80,7 @@ def seconds_left() -> float | None:
 
 
 def _note_stop(number: int, frame: Any) -> None:
-    """Handle SIGTERM: note the time of the first, and call the handler that was there before."""
+    """Handles SIGTERM: notes the time of the first, and calls the handler that was there before."""
     if _Stop.received is None:
         _Stop.received = time.monotonic()
     if callable(_Stop.before):

@@ -44,7 +44,7 @@ class CheckpointDirectory:
         self._lock: int | None = None
 
     def lock(self) -> None:
-        """Make the directory, and lock it until this process ends.
+        """Makes the directory, and locks it until this process ends.
 
         Raises:
             CheckpointError: If it cannot be made, or another process holds the lock.
@@ -86,25 +86,25 @@ class CheckpointDirectory:
         return True
 
     def steps(self) -> list[int]:
-        """Return the steps of the complete checkpoints, in ascending order."""
+        """Returns the steps of the complete checkpoints, in ascending order."""
         if not self.path.is_dir():
             return []
         found = (re.fullmatch("step-([0-9]{8,18})", entry.name) for entry in self.path.iterdir())
         return sorted(step for step in {int(each[1]) for each in found if each} if self.path_of(step).exists())
 
     def path_of(self, step: int) -> Path:
-        """Return the path of the complete checkpoint of a step."""
+        """Returns the path of the complete checkpoint of a step."""
         return self.path / f"step-{step:08}"
 
     def begin(self, step: int) -> Path:
-        """Remove the remains of interrupted saves, and return the path at which to write the checkpoint of a step."""
+        """Removes the remains of interrupted saves, and returns the path at which to write the checkpoint of a step."""
         for entry in [*self.path.iterdir()]:
             if entry.name.endswith(PARTIAL) and entry.name.startswith("step-"):
                 _remove(entry)
         return self.path / f"step-{step:08}{PARTIAL}"
 
     def publish(self, step: int) -> None:
-        """Make a checkpoint that is completely written visible under its name, and remove those that are too old.
+        """Makes a checkpoint that is completely written visible under its name, and removes those that are too old.
 
         Raises:
             CheckpointError: If there already is a checkpoint of that step.
@@ -126,7 +126,7 @@ class CheckpointDirectory:
             _remove(removed)
 
     def advice(self, step: int) -> str:
-        """Return what to do if the newest checkpoint cannot be used."""
+        """Returns what to do if the newest checkpoint cannot be used."""
         older = [each for each in self.steps() if each < step]
         aside = f"move {self.path_of(step)} away"
         if older:
@@ -135,7 +135,7 @@ class CheckpointDirectory:
 
 
 def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
-    """Return a file descriptor. Raise OSError for a pipe, which is not waited for, and for anything but a file.
+    """Returns a file descriptor. Raises OSError for a pipe, which is not waited for, and for anything but a file.
 
     Others may have put anything into a directory of checkpoints.
     """
@@ -147,14 +147,14 @@ def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
 
 
 def _hide_from_readers(lock: int) -> None:
-    """Keep who cannot write to a lock file from reading it too: a reader can lock it, and stop the job's saves."""
+    """Keeps who cannot write to a lock file from reading it too: a reader can lock it, and stop the job's saves."""
     mode = stat.S_IMODE(os.fstat(lock).st_mode)
     with contextlib.suppress(OSError):  # of another user
         os.fchmod(lock, mode & ~((~mode & 0o222) << 1))
 
 
 def _remove(path: Path) -> None:
-    """Remove a directory, or a file or link in its place."""
+    """Removes a directory, or a file or link in its place."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -162,7 +162,7 @@ def _remove(path: Path) -> None:
 
 
 def _sync(path: Path) -> None:
-    """Write a directory's entries to the disk."""
+    """Writes a directory's entries to the disk."""
     opened = os.open(path, os.O_RDONLY)
     try:
         os.fsync(opened)

@@ -14,7 +14,7 @@ _NUMPY_WORDS = 624  # of the state of its generator
 
 
 def check_place(saved: Any) -> None:
-    """Raise CheckpointError unless a checkpoint's position has whole numbers, none of them negative."""
+    """Raises CheckpointError unless a checkpoint's position has whole numbers, none of them negative."""
     needed, optional = ("epoch", "step", "batches"), ("unit", "samples")
     values = [saved.get(name, "") for name in needed] + [saved.get(name) or 0 for name in optional]
     if not all(type(value) is int and value >= 0 for value in values):
@@ -22,13 +22,13 @@ def check_place(saved: Any) -> None:
 
 
 def check_numpy_state(state: Any) -> None:
-    """Raise CheckpointError for a state with which NumPy would read beyond its memory. NumPy does not look."""
+    """Raises CheckpointError for a state with which NumPy would read beyond its memory. NumPy does not look."""
     if not 0 <= int(state[2]) <= _NUMPY_WORDS:
         raise CheckpointError(f"its state of NumPy's random numbers is at place {state[2]} of {_NUMPY_WORDS}.")
 
 
 def batches_to_skip(saved: Mapping[str, Any], unit: int | None, world_size: int, length: int | None) -> int:
-    """Return how many batches of an epoch a rank skips, so that each sample is trained once.
+    """Returns how many batches of an epoch a rank skips, so that each sample is trained once.
 
     A DistributedSampler gives the ranks the samples of one order in turn. So after a number of batches, all ranks
     together have trained the beginning of that order. Its length counts, with any number of ranks.
@@ -67,7 +67,6 @@ def batches_to_skip(saved: Mapping[str, Any], unit: int | None, world_size: int,
 
 
 def _fitting(samples: int, batch_size: int, world_size: int) -> int | str:
-    """Return the greatest batch size up to this one that fits, if there is any."""
     fitting = (size for size in range(batch_size, 0, -1) if samples % (size * world_size) == 0)
     return next(fitting, "none: start a number of ranks that divides it")
 
@@ -106,7 +105,7 @@ class Split:
     most: int | None = None
 
     def __iter__(self) -> Iterator[Part]:
-        """Yield the batches.
+        """Yields the batches.
 
         A batch's weight is for its mean loss. The mean over ranks of the sums of weighted gradients is then the mean
         gradient of the step's samples.
@@ -123,13 +122,13 @@ class Split:
 
 
 def _share(count: int, parts: int, number: int) -> tuple[int, int]:
-    """Return the size of a part of `count` things, and how many are before it. Sizes differ by one at most."""
+    """Returns the size of a part of `count` things, and how many are before it. Sizes differ by one at most."""
     size, more = divmod(count, parts)
     return size + (number < more), number * size + min(number, more)
 
 
 def samples_to_skip(saved: Mapping[str, Any]) -> int:
-    """Return how many samples of an epoch all ranks have trained, for a constant global batch.
+    """Returns how many samples of an epoch all ranks have trained, for a constant global batch.
 
     Raises:
         CheckpointError: If the training before had another order of samples.
@@ -143,7 +142,7 @@ def samples_to_skip(saved: Mapping[str, Any]) -> int:
 
 
 def warn_if_nothing_is_left(epoch: int, count: int) -> None:
-    """Print a warning if a training of `count` epochs that goes on at `epoch` has ended before."""
+    """Prints a warning if a training of `count` epochs that goes on at `epoch` has ended before."""
     if 0 < count <= epoch:
         print(
             f"shoal: warning: the checkpoint is after epoch {epoch} of {count}, so nothing is left to train. To train "
@@ -154,7 +153,7 @@ def warn_if_nothing_is_left(epoch: int, count: int) -> None:
 
 
 def check_global_batch(global_batch: int) -> None:
-    """Raise ValueError unless the number of samples of a step is positive."""
+    """Raises ValueError unless the number of samples of a step is positive."""
     if global_batch < 1:
         raise ValueError(
             f"global_batch={global_batch}: the number of samples in a step of all ranks. Allowed: 1 or more"

@@ -40,7 +40,7 @@ class EngineHook(BuildHookInterface):  # type: ignore[type-arg]
 
 
 def compile_engine() -> None:
-    """Compile what has changed. Raises SystemExit if there is no compiler, or it fails."""
+    """Compiles what has changed. Raises SystemExit if there is no compiler, or it fails."""
     command = [*shlex.split(os.environ.get("CC") or "cc"), *OPTIONS.read_text().split()]
     digest = hashlib.sha256(repr(command).encode())
     for path in sorted(HERE.glob("*.[ch]")):

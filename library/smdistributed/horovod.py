@@ -18,7 +18,7 @@ _REPLACEMENTS = {
 
 
 def find_replacement(module: str) -> str | None:
-    """Return the name of the module that replaces one of Horovod's, or None if there is none.
+    """Returns the name of the module that replaces one of Horovod's, or None if there is none.
 
     Args:
         module: The name that the script imports, such as `horovod.tensorflow`.

@@ -53,7 +53,7 @@ class ReplacementFinder(Loader):
 
 
 def _look_up(module: str) -> Callable[[str], Any]:
-    """Return a module's `__getattr__`: it chooses the replacement when the script uses a name, after its imports.
+    """Returns a module's `__getattr__`: it chooses the replacement when the script uses a name, after its imports.
 
     It raises AttributeError for a name that the replacement lacks.
     """
@@ -81,6 +81,6 @@ def _find_replacement(module: str) -> str | None:
 
 @functools.cache
 def _declared() -> dict[str, EntryPoint]:
-    """Return the entry points of all installed packages in this group, by name."""
+    """Returns the entry points of all installed packages in this group, by name."""
     points = (point for installed in distributions() for point in installed.entry_points if point.group == GROUP)
     return {point.name: point for point in points}

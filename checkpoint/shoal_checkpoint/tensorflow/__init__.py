@@ -89,7 +89,7 @@ class Checkpoint:
             self._load(self._directory)
 
     def epochs(self, count: int) -> Iterator[int]:
-        """Yield the numbers of the epochs that are still to be trained, from the current one to count - 1.
+        """Yields the numbers of the epochs that are still to be trained, from the current one to count - 1.
 
         Saves at the end of the training, and after each epoch if `every` is None.
         """
@@ -106,7 +106,7 @@ class Checkpoint:
             self.save_if_due()
 
     def batches(self, dataset: Any, batch_size: int | None = None, global_batch: int | None = None) -> Iterator[Any]:
-        """Yield this epoch's batches that are still to be trained. Saves between two batches.
+        """Yields this epoch's batches that are still to be trained. Saves between two batches.
 
         Args:
             dataset: A tf.data.Dataset of the epoch's batches. Its order must follow from the epoch: shuffle it with
@@ -142,7 +142,7 @@ class Checkpoint:
         return global_batch
 
     def _rest_of(self, dataset: Any, unit: int | None) -> Any:
-        """Return the batches that are still to be trained, of all batches of an epoch.
+        """Returns the batches that are still to be trained, of all batches of an epoch.
 
         Args:
             dataset: The batches.
@@ -164,7 +164,7 @@ class Checkpoint:
         global_batch: int | None = None,
         **given: Any,
     ) -> Any:
-        """Call `Model.fit` for the rest of this epoch, and save in it.
+        """Calls `Model.fit` for the rest of this epoch, and saves in it.
 
         Callbacks get the numbers of epochs and batches, and the epoch's metrics, as in an uninterrupted run.
 
@@ -195,7 +195,7 @@ class Checkpoint:
         return self._model.fit(rest, callbacks=[*callbacks, saving], **epochs, **given)
 
     def end_step(self, batches: int) -> None:
-        """Note that a step has ended, after a number of batches of this epoch."""
+        """Notes that a step has ended, after a number of batches of this epoch."""
         self.step += batches - self._batches
         self._batches = batches
         if self._every is not None and self.step % self._every == 0:
@@ -204,12 +204,12 @@ class Checkpoint:
             self._agree_to_stop()
 
     def _agree_to_stop(self) -> None:
-        """Find out whether any rank has received SIGTERM. A collective call."""
+        """Finds out whether any rank has received SIGTERM. A collective call."""
         if self._directory is not None and self._ranks.any(seconds_left() is not None):
             self._due = self._stopping = True
 
     def save_if_due(self) -> None:
-        """Save if it is time, and end the process if it must stop. A collective call if it is time."""
+        """Saves if it is time, and ends the process if it must stop. A collective call if it is time."""
         if not self._due:
             return
         self._due = False
@@ -219,7 +219,7 @@ class Checkpoint:
             raise SystemExit(STOPPED)
 
     def save(self) -> None:
-        """Save, unless this step is saved already. A collective call, between two steps.
+        """Saves, unless this step is saved already. A collective call, between two steps.
 
         Raises:
             CheckpointError: On rank 0, if the checkpoint cannot be written. Older ones are intact.

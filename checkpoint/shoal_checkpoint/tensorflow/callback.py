@@ -23,7 +23,7 @@ class SavingCallback(tf.keras.callbacks.Callback):  # type: ignore[misc]
         self._checkpoint, self._skipped, self._metrics = checkpoint, skipped, metrics
 
     def make_metrics(self, model: Any, dataset: Any) -> None:
-        """Make the variables of the compiled metrics, which they have only after a batch: here one of zeros.
+        """Makes the variables of the compiled metrics, which they have only after a batch: here one of zeros.
 
         Reading the dataset would change its order: `shuffle` has another one each time that it is read.
         """
@@ -36,28 +36,28 @@ class SavingCallback(tf.keras.callbacks.Callback):  # type: ignore[misc]
         model.reset_metrics()
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Have `fit` ask this object where it begins. It asks BackupAndRestore in the same way."""
+        """Has `fit` ask this object where it begins. It asks BackupAndRestore in the same way."""
         if self._skipped:
             self.model._training_state = self
 
     def maybe_load_initial_counters_from_ckpt(self, steps_per_epoch: Any, epoch: int, mode: Any) -> tuple[int, int]:
-        """Return the epoch and the number of its first batch, for Keras."""
+        """Returns the epoch and the number of its first batch, for Keras."""
         return epoch, self._skipped
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Set the metrics, which Keras has just reset."""
+        """Sets the metrics, which Keras has just reset."""
         if self._skipped:
             storage.set_metrics(self.model, self._metrics)
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Save before the next batch, not after the last one."""
+        """Saves before the next batch, not after the last one."""
         self._checkpoint.save_if_due()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Count."""
+        """Counts."""
         self._checkpoint.end_step(batch + 1)
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Undo `on_train_begin`."""
+        """Undoes `on_train_begin`."""
         if self._skipped:
             self.model._training_state = None

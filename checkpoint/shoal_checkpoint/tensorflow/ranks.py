@@ -19,7 +19,7 @@ class Ranks:
         self.size = 1 if module is None else int(module.size())
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the values of all ranks, in the order of ranks. They are of JSON's types. A collective call."""
+        """Returns the values of all ranks, in the order of ranks. They are of JSON's types. A collective call."""
         if self.size == 1:
             return [value]
         data = tf.io.decode_raw(json.dumps(value), tf.uint8)
@@ -29,13 +29,13 @@ class Ranks:
         return [json.loads(joined[end - length : end]) for end, length in zip(ends, lengths)]
 
     def any(self, value: bool) -> bool:
-        """Return whether the value is true on any rank. A collective call."""
+        """Returns whether the value is true on any rank. A collective call."""
         if self.size == 1:
             return value
         return bool(tf.reduce_any(self._module.allgather(tf.constant([int(value)])) > 0))
 
     def from_first(self, function: Callable[[], Any]) -> Any:
-        """Return on each rank what a function returns on rank 0, or raise its CheckpointError. A collective call."""
+        """Returns on each rank what a function returns on rank 0, or raises its CheckpointError. A collective call."""
         if self.size == 1:
             return function()
         answer = None, None
@@ -50,10 +50,10 @@ class Ranks:
         return value
 
     def broadcast_variables(self, variables: Any) -> None:
-        """Set variables to the values of rank 0. A collective call."""
+        """Sets variables to the values of rank 0. A collective call."""
         if self.size > 1:
             self._module.broadcast_variables(variables, root_rank=0)
 
     def barrier(self) -> None:
-        """Wait for all ranks."""
+        """Waits for all ranks."""
         self.any(False)

@@ -8,7 +8,7 @@ import tensorflow as tf
 
 
 def share(dataset: Any, global_batch: int, rank: int, size: int) -> Any:
-    """Return a rank's batches, each with the factor for its mean loss.
+    """Returns a rank's batches, each with the factor for its mean loss.
 
     The mean over ranks of the weighted gradients is the mean gradient of the step's samples. A rank without a sample in
     the last step of an epoch gets one of another rank, with the factor 0.
@@ -34,7 +34,7 @@ def share(dataset: Any, global_batch: int, rank: int, size: int) -> Any:
 
 
 def weigh_samples(batch: Any, weight: Any) -> tuple[Any, Any, Any]:
-    """Return inputs, targets and sample weights for Keras, of a batch of `share`."""
+    """Returns inputs, targets and sample weights for Keras, of a batch of `share`."""
     inputs, targets, *weights = batch
     factors = tf.fill(tf.shape(tf.nest.flatten(targets)[0])[:1], weight)
     return inputs, targets, factors * tf.cast(weights[0], factors.dtype) if weights else factors

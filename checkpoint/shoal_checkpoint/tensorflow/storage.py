@@ -23,7 +23,7 @@ FORMAT = 1
 
 
 def layout(objects: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the names and shapes of the model's variables, and the class of each other object."""
+    """Returns the names and shapes of the model's variables, and the class of each other object."""
     shapes = [[each.name, each.dtype.name, list(each.shape)] for each in objects["model"].variables]
     return {"model": shapes, **{name: _kind(each) for name, each in objects.items() if name != "model"}}
 
@@ -33,7 +33,7 @@ def _kind(value: Any) -> str:
 
 
 def variables(objects: Mapping[str, Any]) -> Iterator[list[Any]]:
-    """Yield the variables of each object that has some."""
+    """Yields the variables of each object that has some."""
     for each in objects.values():
         if isinstance(each, tf.Variable):
             yield [each]
@@ -47,18 +47,18 @@ def _variables_of(value: Any) -> list[Any]:
 
 
 def read_metrics(model: Any) -> list[Any]:
-    """Return the values of the metrics' variables, which are sums over this epoch."""
+    """Returns the values of the metrics' variables, which are sums over this epoch."""
     return [each.numpy().tolist() for metric in model.metrics for each in metric.variables]
 
 
 def set_metrics(model: Any, values: list[Any]) -> None:
-    """Set the metrics' variables."""
+    """Sets the metrics' variables."""
     for each, value in zip([each for metric in model.metrics for each in metric.variables], values):
         each.assign(tf.constant(value, dtype=each.dtype))
 
 
 def write(objects: Mapping[str, Any], training: dict[str, Any], path: Path) -> None:
-    """Write everything into a new directory, and wait until it is on the disk."""
+    """Writes everything into a new directory, and waits until it is on the disk."""
     path.mkdir()
     prefix = tf.train.Checkpoint(**objects).write(str(path / _PREFIX))
     sizes = {file.name: file.stat().st_size for file in path.glob(f"{Path(prefix).name}.*")}
@@ -69,7 +69,7 @@ def write(objects: Mapping[str, Any], training: dict[str, Any], path: Path) -> N
 
 
 def read(objects: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """Set the objects to the state of a checkpoint, if it fits.
+    """Sets the objects to the state of a checkpoint, if it fits.
 
     Returns:
         The rest of it: `position`, and of each of the `ranks` its `random` states and `metrics`.
@@ -105,7 +105,7 @@ def read(objects: Mapping[str, Any], path: Path) -> dict[str, Any]:
 
 
 def build(objects: Mapping[str, Any]) -> None:
-    """Make the variables of optimizers, which they have only after their first step."""
+    """Makes the variables of optimizers, which they have only after their first step."""
     for each in objects.values():
         if isinstance(each, tf.keras.optimizers.Optimizer) and hasattr(each, "build"):
             each.build(objects["model"].trainable_variables)
@@ -122,7 +122,7 @@ def _compare(own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
 
 
 def _differences(own: list[Any], saved: list[Any]) -> Iterator[str]:
-    """Yield in words where the variables of two models differ. Their names are not compared: Keras numbers them."""
+    """Yields in words where the variables of two models differ. Their names are not compared: Keras numbers them."""
     if len(own) != len(saved):
         yield f"it has {len(saved)} variables instead of {len(own)}"
     for (name, *kind), (_, *saved_kind) in zip(own, saved):

@@ -98,7 +98,7 @@ class Checkpoint:
             self._load(self._directory)
 
     def epochs(self, count: int) -> Iterator[int]:
-        """Yield the numbers of the epochs that are still to be trained, from the current one to count - 1.
+        """Yields the numbers of the epochs that are still to be trained, from the current one to count - 1.
 
         Saves at the end of the training, and after each epoch if `every` is None.
         """
@@ -115,7 +115,7 @@ class Checkpoint:
         self._wait()
 
     def batches(self, loader: Any, accumulate: int = 1, global_batch: int | None = None) -> Iterator[Any]:
-        """Yield this epoch's batches that are still to be trained. Saves between two batches.
+        """Yields this epoch's batches that are still to be trained. Saves between two batches.
 
         Sets the epoch of samplers that have one, such as DistributedSampler. In workers of the loader, random numbers
         follow from a seed for each batch, and with `global_batch` for each sample.
@@ -173,7 +173,7 @@ class Checkpoint:
     def _start_batches(
         self, loader: ExactLoader, split: position.Split | None, resumed: dict[str, Any] | None
     ) -> Iterator[Any]:
-        """Start the loader at the beginning of the epoch, or at the place at which a checkpoint was saved in it."""
+        """Starts the loader at the beginning of the epoch, or at the place at which a checkpoint was saved in it."""
         self._unit = loader.samples_per_batch(ranks.world_size()) if split is None else None
         if resumed is None:
             self._began = self._read_random_states()
@@ -187,7 +187,7 @@ class Checkpoint:
         return batches
 
     def _count(self, batches: Iterator[Any], accumulate: int) -> Iterator[Any]:
-        """Yield the batches. The code after a yield runs when the script asks for the next batch."""
+        """Yields the batches. The code after a yield runs when the script asks for the next batch."""
         open_batches = 0  # of a step that has not ended
         for batch in self._save_between(batches):
             yield batch
@@ -199,7 +199,6 @@ class Checkpoint:
             self._end_step()
 
     def _count_parts(self, batches: Iterator[Any], split: position.Split) -> Iterator[Any]:
-        """Yield the batches of a split."""
         for batch, part in zip(self._save_between(batches), split):
             self._part = part
             with ExitStack() as local:
@@ -213,7 +212,7 @@ class Checkpoint:
         self._part = None
 
     def _save_between(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yield the batches, and save if it is due.
+        """Yields the batches, and saves if it is due.
 
         A save waits until there is a next batch, so that no checkpoint is between the last batch and the epoch's end.
         """
@@ -232,7 +231,6 @@ class Checkpoint:
         self._due = self._stopping or (self._every is not None and self.step % self._every == 0)
 
     def _save_if_due(self, random_states: dict[str, Any] | None = None) -> None:
-        """Save, and end the process if it must stop."""
         if self._due:
             self._due = False
             self.save(random_states)
@@ -241,12 +239,12 @@ class Checkpoint:
                 raise SystemExit(STOPPED)
 
     def _wait(self) -> None:
-        """Wait until the checkpoint is on the disk. On all ranks: mpirun ends the others if one ends."""
+        """Waits until the checkpoint is on the disk. On all ranks: mpirun ends the others if one ends."""
         if self._directory is not None:
             ranks.from_first_rank(self._writer.wait)
 
     def save(self, random_states: dict[str, Any] | None = None) -> None:
-        """Save, unless this step is saved already. A collective call, between two steps.
+        """Saves, unless this step is saved already. A collective call, between two steps.
 
         Args:
             random_states: For the helper itself.
@@ -320,7 +318,7 @@ class Checkpoint:
             ) from error
 
     def _take(self, shared: dict[str, Any], path: Path) -> None:
-        """Continue at the position, and with the dicts and random states, of a checkpoint."""
+        """Continues at the position, and with the dicts and random states, of a checkpoint."""
         saved, rank, world_size = shared["ranks"], ranks.rank(), ranks.world_size()
         self.epoch, self.step, self._batches = (shared["position"][name] for name in ("epoch", "step", "batches"))
         self._saved_step = self.step
@@ -339,7 +337,7 @@ class Checkpoint:
 
 
 def _derive(saved: dict[str, Any], rank: int) -> dict[str, Any]:
-    """Return random states for a rank that was not there when the checkpoint was saved."""
+    """Returns random states for a rank that was not there when the checkpoint was saved."""
     derived = {}
     for name in ("began", "now"):
         states = saved[name]
@@ -348,7 +346,7 @@ def _derive(saved: dict[str, Any], rank: int) -> dict[str, Any]:
 
 
 def _write(directory: CheckpointDirectory, step: int, tensors: dict[str, torch.Tensor]) -> None:
-    """Write a checkpoint completely, and then make it visible."""
+    """Writes a checkpoint completely, and then makes it visible."""
     try:
         storage.write(tensors, directory.begin(step))
         directory.publish(step)

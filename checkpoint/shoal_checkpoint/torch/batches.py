@@ -39,8 +39,6 @@ class SeededIndices(list):  # type: ignore[type-arg]
 
 
 class _Share(list):  # type: ignore[type-arg]
-    """The indices of a batch, and the place of the first in the order of all ranks."""
-
     place = 0
 
 
@@ -89,7 +87,7 @@ class _Indices:
         return SeededIndices(indices, self._seed + number, each=False)
 
     def _enter(self) -> None:
-        """Set the random states of the sampler. The first time, draw the indices that are skipped."""
+        """Sets the random states of the sampler. The first time, draws the indices that are skipped."""
         if self._begin is None:
             set_random_states(self._states)
             return
@@ -136,7 +134,7 @@ class ExactLoader:
         self.is_iterable = isinstance(loader.dataset, torch.utils.data.IterableDataset)
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of all samplers that have one, such as DistributedSampler."""
+        """Sets the epoch of all samplers that have one, such as DistributedSampler."""
         for sampler in self._samplers():
             if hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(epoch)
@@ -147,11 +145,11 @@ class ExactLoader:
         return len(self.loader.dataset) if hasattr(self.loader.dataset, "__len__") else None
 
     def samples_per_batch(self, world_size: int) -> int | None:
-        """Return the number of samples in a batch of all ranks. None if the loader has batches of its own making."""
+        """Returns the number of samples in a batch of all ranks. None if the loader has batches of its own making."""
         return None if self.loader.batch_size is None else self.loader.batch_size * world_size
 
     def split(self, first: int, global_batch: int) -> Split:
-        """Return this rank's batches, of which all ranks together have a global batch in each step.
+        """Returns this rank's batches, of which all ranks together have a global batch in each step.
 
         Raises:
             TypeError: If the loader's samples cannot be shared by the ranks.
@@ -170,11 +168,11 @@ class ExactLoader:
         return Split(first, count, global_batch, ranks.rank(), ranks.world_size(), size)
 
     def read_generators(self) -> list[torch.Tensor]:
-        """Return the states of the random number generators that the loader and its samplers have for themselves."""
+        """Returns the states of the random number generators that the loader and its samplers have for themselves."""
         return [each.get_state() for each in self._generators()]
 
     def set_generators(self, states: list[torch.Tensor]) -> None:
-        """Set the states of these generators."""
+        """Sets the states of these generators."""
         for generator, state in zip(self._generators(), states):
             generator.set_state(state)
 
@@ -188,7 +186,7 @@ class ExactLoader:
         return [each for each in found if each is not None]
 
     def start(self, skip: int, split: Split | None = None) -> Iterator[Any]:
-        """Return an iterator over an epoch's batches without the first `skip`, or over the batches of a split.
+        """Returns an iterator over an epoch's batches without the first `skip`, or over the batches of a split.
 
         Draws one seed from torch's generator and each of the loader's, however many the loader draws. The samples of
         the skipped batches are not loaded, unless the dataset is an IterableDataset. With a split, it is a collective

@@ -18,7 +18,7 @@ _MOST_DIFFERENCES = 3
 
 
 def check(parts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the objects without the wrappers of data parallelism and torch.compile, so that both load each other's.
+    """Returns the objects without the wrappers of data parallelism and torch.compile, so that both load each other's.
 
     Raises:
         TypeError: If one has no state.
@@ -48,24 +48,24 @@ def _unwrap(part: Any) -> Any:
 
 
 def read_shared(parts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state of each object but dicts. The tensors are those that the training changes."""
+    """Returns the state of each object but dicts. The tensors are those that the training changes."""
     return {name: part.state_dict() for name, part in parts.items() if not isinstance(part, dict)}
 
 
 def read_dicts(parts: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the dicts of this rank."""
+    """Returns the dicts of this rank."""
     return {name: dict(part) for name, part in parts.items() if isinstance(part, dict)}
 
 
 def kinds(parts: Mapping[str, Any]) -> dict[str, str]:
-    """Return the class of each object that is not a module: the state of one optimizer does not fit another."""
+    """Returns the class of each object that is not a module: the state of one optimizer does not fit another."""
     return {
         name: "module" if isinstance(part, torch.nn.Module) else type(part).__qualname__ for name, part in parts.items()
     }
 
 
 def load(parts: Mapping[str, Any], saved: Mapping[str, Any], saved_kinds: Mapping[str, str]) -> None:
-    """Set the state of each object but dicts, if all of it fits; else nothing is changed.
+    """Sets the state of each object but dicts, if all of it fits; else nothing is changed.
 
     Args:
         parts: The objects.
@@ -90,7 +90,7 @@ def load(parts: Mapping[str, Any], saved: Mapping[str, Any], saved_kinds: Mappin
 
 
 def load_dicts(parts: Mapping[str, Any], saved: Mapping[str, dict[str, Any]]) -> None:
-    """Set the dicts, in place. Tensors go to the devices of those that they replace."""
+    """Sets the dicts, in place. Tensors go to the devices of those that they replace."""
     for name, values in saved.items():
         part = parts[name]
         devices = {key: value.device for key, value in part.items() if isinstance(value, torch.Tensor)}
@@ -99,7 +99,7 @@ def load_dicts(parts: Mapping[str, Any], saved: Mapping[str, dict[str, Any]]) ->
 
 
 def add_dicts(parts: Mapping[str, Any], gone: Mapping[str, dict[str, Any]]) -> None:
-    """Add the numbers and tensors in the dicts of a rank that is gone: they are running sums."""
+    """Adds the numbers and tensors in the dicts of a rank that is gone: they are running sums."""
     for name, values in gone.items():
         part = parts[name]
         for key, value in values.items():

@@ -93,7 +93,6 @@ class _Data:
     """Whether the unpickler checks the states of numpy's dtypes."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return a class or function of data."""
         if (module, name) == ("torch.storage", "_load_from_bytes"):
             return _load_storage  # torch's own one loads any object
         if (module, name) == ("builtins", "getattr"):
@@ -123,7 +122,7 @@ class _CheckedUnpickler(_Data, pickle._Unpickler):
     dispatch: ClassVar[dict[int, Any]] = {**pickle._Unpickler.dispatch}
 
     def load_build(self) -> None:
-        """Set the state of the last object. numpy does not check a dtype's, and makes objects out of bytes by it."""
+        """Sets the state of the last object. numpy does not check a dtype's, and makes objects out of bytes by it."""
         import numpy  # torch does not need it
 
         if isinstance(self.stack[-2], numpy.dtype):
@@ -138,7 +137,7 @@ def _load_storage(data: bytes) -> Any:
 
 
 def _make_array(kind: object, _shape: object, _type: object) -> Any:
-    """Return an array that gets its shape and data from the state that follows in the pickle."""
+    """Returns an array that gets its shape and data from the state that follows in the pickle."""
     if kind is not _ARRAY:
         raise UntrustedError("an array of another class than numpy's own")
     import numpy  # torch does not need it
@@ -147,7 +146,7 @@ def _make_array(kind: object, _shape: object, _type: object) -> Any:
 
 
 def _check_dtype(found: Any, state: Any) -> None:
-    """Raise UntrustedError unless numpy writes this state for such a dtype, in some order of bytes.
+    """Raises UntrustedError unless numpy writes this state for such a dtype, in some order of bytes.
 
     Dtypes with fields are refused: an array could get other fields after its data, and objects among them.
     """
@@ -158,14 +157,14 @@ def _check_dtype(found: Any, state: Any) -> None:
 
 
 def _get_member(enumeration: Any, name: str) -> Any:
-    """Return a member of an enumeration. Raises UntrustedError for an attribute of anything else."""
+    """Returns a member of an enumeration. Raises UntrustedError for an attribute of anything else."""
     if not isinstance(enumeration, enum.EnumMeta):
         raise UntrustedError(f"an attribute of {enumeration!r}")
     return enumeration[name]
 
 
 def load(file: IO[bytes], weights_only: bool | None = None) -> Any:
-    """Return the object of a pickle.
+    """Returns the object of a pickle.
 
     Args:
         file: The pickle.

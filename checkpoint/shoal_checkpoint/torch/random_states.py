@@ -14,7 +14,7 @@ from shoal_checkpoint.position import check_numpy_state
 
 
 def read_random_states() -> dict[str, Any]:
-    """Return the states of this process. NumPy's only if it is imported, CUDA's only if torch has initialised it."""
+    """Returns the states of this process. NumPy's only if it is imported, CUDA's only if torch has initialised it."""
     states: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
     if numpy := sys.modules.get("numpy"):
         states["numpy"] = numpy.random.get_state()
@@ -24,7 +24,7 @@ def read_random_states() -> dict[str, Any]:
 
 
 def set_random_states(states: Mapping[str, Any]) -> None:
-    """Set the states of this process."""
+    """Sets the states of this process."""
     random.setstate(states["python"])
     torch.set_rng_state(states["torch"])
     if "numpy" in states:
@@ -37,7 +37,7 @@ def set_random_states(states: Mapping[str, Any]) -> None:
 
 
 def seed_all(seed: int) -> None:
-    """Seed Python's, NumPy's and torch's generators, also of CUDA devices."""
+    """Seeds Python's, NumPy's and torch's generators, also of CUDA devices."""
     random.seed(seed)
     torch.manual_seed(seed)  # also of CUDA devices
     if numpy := sys.modules.get("numpy"):
@@ -45,7 +45,7 @@ def seed_all(seed: int) -> None:
 
 
 def derive_random_states(states: Mapping[str, Any], rank: int) -> dict[str, Any]:
-    """Return states for a rank that was not there when these of another rank were saved: the same ones each time."""
+    """Returns states for a rank that was not there when these of another rank were saved: the same ones each time."""
     seed = hashlib.sha256(states["torch"].numpy().tobytes() + str(rank).encode()).digest()
     before = read_random_states()
     seed_all(int.from_bytes(seed[:7], "big"))

@@ -24,17 +24,17 @@ def _joined() -> bool:
 
 
 def rank() -> int:
-    """Return the rank of this process."""
+    """Returns the rank of this process."""
     return dist.get_rank() if _joined() else 0
 
 
 def world_size() -> int:
-    """Return the number of ranks."""
+    """Returns the number of ranks."""
     return dist.get_world_size() if _joined() else 1
 
 
 def gather(value: T) -> list[T]:
-    """Return the values of all ranks, in the order of ranks. A collective call.
+    """Returns the values of all ranks, in the order of ranks. A collective call.
 
     Raises:
         CheckpointError: If a value was not sent by a rank of this job. It is not unpickled then.
@@ -45,7 +45,7 @@ def gather(value: T) -> list[T]:
 
 
 def from_first_rank(function: Callable[[], T]) -> T:
-    """Return on each rank what a function returns on rank 0. A collective call.
+    """Returns on each rank what a function returns on rank 0. A collective call.
 
     Raises:
         CheckpointError: On all ranks, if the function raises one on rank 0. Also as in `gather`.
@@ -68,7 +68,7 @@ def from_first_rank(function: Callable[[], T]) -> T:
 
 
 def _tag(pickled: bytes) -> bytes:
-    """Return a tag that only a rank of this job can compute; nothing if the job has no secret."""
+    """Returns a tag that only a rank of this job can compute; nothing if the job has no secret."""
     secret = os.environ.get("SMDDP_JOB_SECRET")
     return hmac.digest(secret.encode(), b"checkpoint " + pickled, "sha256") if secret else b""
 
@@ -79,7 +79,7 @@ def _pack(value: object) -> bytes:
 
 
 def _unpack(data: bytes) -> Any:
-    """Return a value that a rank has packed. Raises CheckpointError, before it unpickles, if the tag is wrong."""
+    """Returns a value that a rank has packed. Raises CheckpointError, before it unpickles, if the tag is wrong."""
     size = len(_tag(b""))
     tag, pickled = data[:size], data[size:]
     if not hmac.compare_digest(tag, _tag(pickled)):
@@ -91,7 +91,7 @@ def _unpack(data: bytes) -> Any:
 
 
 def _gather_bytes(data: bytes) -> list[bytes]:
-    """Return the bytes of all ranks. A collective call."""
+    """Returns the bytes of all ranks. A collective call."""
     device = _device()
     size = torch.tensor([len(data)], device=device)
     sizes = [torch.zeros_like(size) for _ in range(world_size())]
@@ -104,12 +104,11 @@ def _gather_bytes(data: bytes) -> list[bytes]:
 
 
 def _device() -> torch.device:
-    """Return where tensors must be for the backend of the ranks."""
     return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
 
 
 def broadcast_tensors(tensors: dict[str, torch.Tensor] | None) -> dict[str, torch.Tensor]:
-    """Return the tensors of rank 0 on each rank, on the CPU. A collective call. The others give None."""
+    """Returns the tensors of rank 0 on each rank, on the CPU. A collective call. The others give None."""
     if world_size() == 1:
         return tensors or {}
     layout = from_first_rank(lambda: [(name, t.shape, t.dtype) for name, t in (tensors or {}).items()])
@@ -137,7 +136,7 @@ class StopAgreement:
         self._keys = [f"shoal-checkpoint/{attempt}/{name}" for name in ("stopped-ranks", "last-step")]
 
     def is_last(self, step: int) -> bool:
-        """Return whether the training must stop after this step, which has just ended.
+        """Returns whether the training must stop after this step, which has just ended.
 
         The first call installs `seconds_left`'s handler of SIGTERM. Call it on all ranks, after each step.
 

@@ -34,7 +34,7 @@ class _Name(NamedTuple):
 
 
 def flatten(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Return the tensors of nested dicts, lists and tuples by their names, and the rest as `structure`.
+    """Returns the tensors of nested dicts, lists and tuples by their names, and the rest as `structure`.
 
     Raises:
         CheckpointError: If a tensor is sharded over ranks.
@@ -46,7 +46,7 @@ def flatten(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def find_objects(tensors: Mapping[str, torch.Tensor]) -> str:
-    """Return the error of loading the tensors of `flatten` without trust; empty if there is none."""
+    """Returns the error of loading the tensors of `flatten` without trust; empty if there is none."""
     try:
         unflatten(tensors, weights_only=True)
     except pickles.UntrustedError as error:
@@ -73,7 +73,7 @@ def _take_tensors(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> An
 
 
 def unflatten(tensors: Mapping[str, torch.Tensor], weights_only: bool | None = None) -> dict[str, Any]:
-    """Return the state of which `flatten` made these tensors.
+    """Returns the state of which `flatten` made these tensors.
 
     Args:
         tensors: The tensors.
@@ -109,7 +109,7 @@ def _to_tensor(value: Any) -> torch.Tensor:
 
 
 def write(tensors: dict[str, torch.Tensor], path: Path) -> None:
-    """Write tensors into a new directory, and wait until they are on the disk.
+    """Writes tensors into a new directory, and waits until they are on the disk.
 
     Raises:
         OSError: If they cannot be written.
@@ -118,7 +118,7 @@ def write(tensors: dict[str, torch.Tensor], path: Path) -> None:
 
 
 def read(path: Path) -> dict[str, torch.Tensor]:
-    """Return all tensors of a checkpoint, on the CPU. Nothing in its files is run.
+    """Returns all tensors of a checkpoint, on the CPU. Nothing in its files is run.
 
     torch's own reader loads pickles of any object, in torch 2.0 also for tensors.
 
@@ -154,14 +154,14 @@ def read(path: Path) -> dict[str, torch.Tensor]:
 
 
 def _file_in(path: Path, name: str) -> Path:
-    """Return a file of a checkpoint. Raises ValueError if it is not in its directory."""
+    """Returns a file of a checkpoint. Raises ValueError if it is not in its directory."""
     if Path(name).name != name:
         raise ValueError(f"{name} is not in the checkpoint")
     return path / name
 
 
 def _read_tensor(file: Path, offset: int, length: int) -> torch.Tensor:
-    """Return the tensor that torch.save has written into a part of a file."""
+    """Returns the tensor that torch.save has written into a part of a file."""
     with os.fdopen(open_regular(file), "rb") as source:
         source.seek(offset)
         tensor = torch.load(io.BytesIO(source.read(length)), map_location="cpu", weights_only=True)
@@ -171,7 +171,7 @@ def _read_tensor(file: Path, offset: int, length: int) -> torch.Tensor:
 
 
 def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:
-    """Call torch.distributed.checkpoint for this process alone. Before torch 2.2 its function has another name.
+    """Calls torch.distributed.checkpoint for this process alone. Before torch 2.2 its function has another name.
 
     Raises:
         Exception: The first one that torch wraps into its CheckpointException.
@@ -187,7 +187,7 @@ def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:
 
 
 def _check_sizes(placed: list[tuple[Path, int]]) -> None:
-    """Compare the size of each file with the last byte that the metadata places in it."""
+    """Compares the size of each file with the last byte that the metadata places in it."""
     for file, end in sorted(placed, reverse=True):
         if not file.is_file():
             raise CheckpointError(f"{file} is missing: the checkpoint is incomplete.")

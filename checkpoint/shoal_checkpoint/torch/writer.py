@@ -22,7 +22,7 @@ class Writer:
         self._copies: Tensors = {}
 
     def write(self, tensors: Tensors, function: Callable[[Tensors], None]) -> None:
-        """Call the function; in the background, return when the tensors are copied. Waits for the call before.
+        """Calls the function; in the background, returns when the tensors are copied. Waits for the call before.
 
         Raises:
             Exception: The error of this call, or of the one before in the background.
@@ -43,7 +43,7 @@ class Writer:
         return copy.copy_(tensor, non_blocking=True)
 
     def wait(self) -> None:
-        """Wait until nothing is written.
+        """Waits until nothing is written.
 
         Raises:
             Exception: The error of the call in the background.

@@ -145,7 +145,6 @@ def _set_local_rank(parser: argparse.ArgumentParser) -> None:
 
 
 def _refuse(parser: argparse.ArgumentParser, problem: str) -> NoReturn:
-    """Prints the problem and exits with 2."""
     print(f"{parser.prog}: {problem}", file=sys.stderr)
     sys.exit(_USAGE)
 

@@ -95,7 +95,6 @@ def requested_engine(choices: Sequence[str] = CHOICES) -> str:
 
 
 def _group_by_host(members: Sequence[Member]) -> list[list[int]]:
-    """Returns the ranks of each host; hosts are in the order of their first ranks."""
     found: dict[str, list[int]] = {}
     for rank, member in enumerate(members):
         found.setdefault(member.process.host, []).append(rank)

@@ -72,7 +72,6 @@ def _memory() -> tuple[str, str]:
 
 
 def _local_ranks() -> int:
-    """Returns the number of ranks of this host; 1 if it is not known."""
     try:
         return read_launch().local_world_size or 1
     except LaunchError:
@@ -80,7 +79,6 @@ def _local_ranks() -> int:
 
 
 def _hosts() -> tuple[str, str]:
-    """Returns the name and the fact by which ranks find out that they share a host."""
     return "this host", segment.this_process().host
 
 

@@ -192,7 +192,6 @@ class GroupMonitor:
             self._wakeup.clear()
 
     def _describe_lost_store(self, problem: str) -> str:
-        """Returns the sentence for a lost store of the job, which names the rank or launcher that has served it."""
         # a rank 0 of the job is always the first of its group
         first = self._describe_ranks([0]) if self._members[0].number == 0 else "rank 0"
         return f"The job's store {problem}: {first} has ended or stopped, or the launcher that serves it."
@@ -312,7 +311,6 @@ class GroupMonitor:
         return f"{self._describe_wait(self.call, reports, '.')}\n{failure.error}"
 
     def _describe_abort(self) -> str:
-        """Says which rank has ended the group, why, and in which collective this rank was."""
         rank, text = self._aborted or (self._rank, "")
         report = f"rank {self._members[rank].number}: {text}"
         return diagnostics.peer_aborted(self._members[self._rank].number, str(self.call), report)

@@ -249,7 +249,6 @@ def _rank_and_size(env: Mapping[str, str], names: tuple[str, str]) -> tuple[int,
 
 
 def _is_pair_set(env: Mapping[str, str], names: tuple[str, str]) -> bool:
-    """Whether both variables are set. Raises LaunchError if only one is."""
     for present, other in (names, names[::-1]):
         if present in env and other not in env:
             raise LaunchError(f"{present}={env[present]} is set, but {other} is not: set both or neither.")
@@ -257,7 +256,6 @@ def _is_pair_set(env: Mapping[str, str], names: tuple[str, str]) -> bool:
 
 
 def _read_integer(env: Mapping[str, str], name: str, lowest: int, highest: int | None) -> int:
-    """Returns the value of a variable. Raises LaunchError if it is not an integer, or out of range."""
     allowed = f"{lowest} or more" if highest is None else f"from {lowest} to {highest}"
     try:
         value = int(env[name])
@@ -269,7 +267,6 @@ def _read_integer(env: Mapping[str, str], name: str, lowest: int, highest: int |
 
 
 def _read_first_integer(env: Mapping[str, str], names: Iterable[str], lowest: int, highest: int) -> int | None:
-    """Returns the value of the first of these variables that is set; None: none is. Raises LaunchError out of range."""
     present = next((name for name in names if name in env), None)
     return None if present is None else _read_integer(env, present, lowest, highest)
 

@@ -154,7 +154,6 @@ class NetworkEngine(Engine):
         self._wait(*messages)
 
     def _wait(self, *requests: Request) -> None:
-        """Waits for messages. Raises UnexplainedError with the error of gloo or MPI."""
         with _Unexplained():
             for request in requests:
                 request.wait()

@@ -275,7 +275,6 @@ class ShmEngine(Engine):
         return [rank for rank in range(self.size) if rank != self.rank]
 
     def _last_collective(self, rank: int) -> CollectiveDesc:
-        """Returns the description of the collective that a rank began last, read from shared memory."""
         found = CollectiveDesc()
         self._native.engine_last_collective(self._engine, rank, ctypes.byref(found))
         return found
@@ -348,7 +347,6 @@ def _map(store: Store, rank: int, size: int) -> tuple[mmap.mmap | None, int, str
 
 
 def _length(size: int, slot_bytes: int) -> int:
-    """Returns the bytes of shared memory that `size` ranks with such slots need."""
     return int(native.load().engine_bytes(size, slot_bytes))
 
 
@@ -372,6 +370,5 @@ def _pointers(flats: Flats) -> ctypes.Array[ctypes.c_void_p]:
 
 
 def _describe(desc: CollectiveDesc) -> str:
-    """Names a collective of the C engine for people."""
     name, dtype, op = native.COLLECTIVES[desc.collective], native.DTYPES[desc.dtype], native.OPS[desc.op]
     return diagnostics.describe_collective(desc.number, name, dtype, op, desc.root, desc.bytes)

@@ -267,7 +267,6 @@ class _Service:
                 _send(connection, self._answer(*parse_request(_receive(connection))))
 
     def _answer(self, command: str, key: str, value: Any) -> Any:
-        """Carries out a request and returns its answer. `get` waits for its value; None if none came in time."""
         if command == "set":
             return self._values.set(key, value)
         return self._values.wait(key, value) if command == "get" else self._values.add(key, value)

@@ -95,12 +95,10 @@ def _recommend(plans: Sequence[Any], best: Any, options: argparse.Namespace) -> 
 
 
 def _decided(found: Any) -> dict[str, int]:
-    """Returns the keys of mp_parameters that a plan decides."""
     return {name: getattr(found.config, name) for name in _DECIDED}
 
 
 def _document(plans: Sequence[Any], best: Any, memory: int | None, given: dict[str, Any]) -> Estimate:
-    """Returns the document of all plans and the best one; None: nothing fits."""
     documents = [
         PlanEstimate(**_decided(found), idle=found.idle, stage_bytes=found.stage_bytes, fits=_fits(found, memory))
         for found in plans
@@ -109,7 +107,6 @@ def _document(plans: Sequence[Any], best: Any, memory: int | None, given: dict[s
 
 
 def _fits(found: Any, memory: int | None) -> bool:
-    """Returns whether each stage of a plan fits in a device's memory; None is unlimited."""
     return memory is None or bool(found.largest <= memory)
 
 
@@ -125,7 +122,6 @@ def _show(plans: Sequence[Any], memory: int | None) -> None:
 
 
 def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
-    """Parses the command line; prints usage and exits with 2 if it is wrong."""
     parser = argparse.ArgumentParser("smdistributed.modelparallel", allow_abbrev=False)
     plan = parser.add_subparsers(required=True).add_parser(
         "plan", help="Estimate memory and idle time of configurations for a model"

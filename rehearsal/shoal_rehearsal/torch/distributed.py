@@ -218,8 +218,6 @@ def _is_flattened(group: Any, output: Any, source: Any) -> bool:
 
 
 class _Done:
-    """The handle of a collective that has ended."""
-
     def wait(self, *_: Any) -> bool:
         return True
 

@@ -119,7 +119,6 @@ class _AutogradEngine:
 
 
 def _is_entered() -> bool:
-    """Whether the mode is active in this thread."""
     stack = range(torch._C._len_torch_function_stack())
     return any(isinstance(torch._C._get_function_stack_at(index), EmulationMode) for index in stack)
 

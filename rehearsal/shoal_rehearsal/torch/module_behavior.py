@@ -59,7 +59,6 @@ def _synchronized_forward(self: nn.SyncBatchNorm, input: torch.Tensor) -> torch.
 
 
 def _update_running_statistics(norm: nn.SyncBatchNorm, mean: torch.Tensor, variance: torch.Tensor) -> None:
-    """Updates the running statistics as torch does."""
     assert norm.running_mean is not None and norm.running_var is not None and norm.num_batches_tracked is not None
     norm.num_batches_tracked.add_(1)
     share = 1.0 / float(norm.num_batches_tracked) if norm.momentum is None else norm.momentum

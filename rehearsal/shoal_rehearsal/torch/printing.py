@@ -38,8 +38,6 @@ def patch(_: int) -> None:
 
 
 def _with_placement(function: Callable[..., str]) -> Callable[..., str]:
-    """Wraps a function that prints a tensor: the text has the emulated device."""
-
     @functools.wraps(function)
     def text(_: object, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> str:
         with _printing(placement_of(tensor)):

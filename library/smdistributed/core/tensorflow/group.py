@@ -92,7 +92,6 @@ class Group:
         return Pair(packed, packed)
 
     def _unpack(self, pairs: Iterable[Pair]) -> None:
-        """Copies the scratch memory into the results of these tensors."""
         at = 0
         for _, result in pairs:
             result.copy_from(self._scratch.cut(at, at + result.bytes))

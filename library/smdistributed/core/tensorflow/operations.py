@@ -208,7 +208,6 @@ def _eager_resource() -> Any:
 
 
 def _new_resource() -> Any:
-    """Makes the resource that orders collectives; it has no value."""
     return tf.raw_ops.VarHandleOp(dtype=tf.float32, shape=[], shared_name=_ORDER)
 
 

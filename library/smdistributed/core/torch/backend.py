@@ -103,7 +103,6 @@ def other_backends(requested: str) -> dict[str, str]:
 
 
 def _by_device_type(requested: str) -> dict[str, str]:
-    """Returns the backend of each device type in a request; a lone "smddp" is both, any other name alone is dropped."""
     if requested.lower() == BACKEND:
         return {"cpu": BACKEND, "cuda": BACKEND}
     pairs = [pair.partition(":") for pair in requested.lower().split(",") if ":" in pair]

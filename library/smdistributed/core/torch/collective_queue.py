@@ -127,7 +127,6 @@ class CollectiveQueue:
         return self._unfinished <= 1
 
     def _start_thread(self) -> None:
-        """Starts the queue's thread if it does not run."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run_tasks, name=self._name, daemon=True)
             self._thread.start()

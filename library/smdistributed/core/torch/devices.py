@@ -229,7 +229,6 @@ class _Message(Work):
 
 
 def _copy_back(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Fills each tensor from its copy."""
     for tensor, copy in pairs:
         tensor.copy_(copy)
 

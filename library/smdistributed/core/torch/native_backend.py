@@ -46,8 +46,6 @@ def _join(works: Sequence[Any]) -> Any:
 
 
 class _JoinedWork(Work):
-    """One handle for several collectives."""
-
     def __init__(self, works: Sequence[Any]) -> None:
         super().__init__()
         self._works = works

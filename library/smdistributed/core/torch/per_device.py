@@ -135,7 +135,6 @@ def _kernel(operator: str, method: str, options: type) -> Callable[..., Any]:
 
 
 def _our_options(named: dict[str, Any]) -> _Options:
-    """Returns an operator's arguments as `ProcessGroup` reads them."""
     return _Options(
         reduceOp=_reduction(named["reduce_op"]) if "reduce_op" in named else None,
         rootRank=named.get("root_rank", -1),
@@ -144,7 +143,6 @@ def _our_options(named: dict[str, Any]) -> _Options:
 
 
 def _torchs_options(options: Any, named: dict[str, Any]) -> Any:
-    """Fills torch's options with an operator's arguments, and returns them."""
     for name, field in _FIELDS.items():
         if name not in named or not hasattr(options, field):
             continue

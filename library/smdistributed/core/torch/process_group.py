@@ -227,7 +227,6 @@ class ProcessGroup(_Base):  # type: ignore[misc]
                 self._engine.broadcast(flat_of(flat), rank)
 
     def _allgather_base(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> _Work:
-        """See torch.distributed.all_gather_into_tensor."""
         return self.allgather_into_tensor_coalesced([output], [tensor], opts)
 
     def allgather_into_tensor_coalesced(self, outputs: _Tensors, inputs: _Tensors, opts: Any = None) -> _Work:
@@ -324,7 +323,6 @@ class ProcessGroup(_Base):  # type: ignore[misc]
                 output.copy_(reduced)
 
     def _reduce_scatter_base(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> _Work:
-        """See torch.distributed.reduce_scatter_tensor."""
         return self.reduce_scatter_tensor_coalesced([output], [tensor], opts)
 
     def reduce_scatter_tensor_coalesced(self, outputs: _Tensors, inputs: _Tensors, opts: Any = None) -> _Work:
@@ -512,7 +510,6 @@ _BETWEEN = (__name__, untraced.__module__)  # modules that have frames between a
 
 @cache
 def _find_operation(dtype: torch.dtype, kind: Any) -> str:
-    """Returns the name of a reduction. Raises SMDDPError if it is not supported for the dtype."""
     op = "sum" if kind == dist.ReduceOp.PREMUL_SUM else OPS.get(kind, str(kind))
     by_parts = op in ("sum", "avg") or not dtype.is_complex  # the real and the imaginary parts
     real = torch.view_as_real(torch.empty(0, dtype=dtype)).dtype if dtype.is_complex else dtype
@@ -531,7 +528,6 @@ def _operation(dtype: torch.dtype, operation: Any) -> tuple[str, Any]:
 
 
 def _on_cuda(tensors: _Tensors) -> bool:
-    """Whether any of these tensors is on a CUDA device."""
     return tensors[0].is_cuda if len(tensors) == 1 else any(tensor.is_cuda for tensor in tensors)
 
 

@@ -53,5 +53,4 @@ def connect_again(store: Store) -> Store:
 
 @cache
 def _connection(host: str, port: int) -> Store:
-    """Connects to a TCPStore as a client, once for each address."""
     return TCPStore(host, port, is_master=False, timeout=_CONNECT, wait_for_workers=False)

@@ -183,7 +183,6 @@ def _choose_reduce_op(op: ReduceOp | str | None, average: bool | None) -> Reduce
 
 
 def _as_dense(tensor: Any) -> Any:
-    """Returns a dense tensor of numbers. Raises SMDDPError for booleans."""
     dense = tf.convert_to_tensor(tensor)
     if dense.dtype == tf.bool:
         raise SMDDPError("Truth values are not reduced: cast them, to tf.int32 for MIN (all) and MAX (any).")

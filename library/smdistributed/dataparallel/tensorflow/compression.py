@@ -8,8 +8,6 @@ import tensorflow as tf
 
 
 class _None:
-    """Sends tensors unchanged."""
-
     @staticmethod
     def compress(tensor: Any) -> tuple[Any, Any]:
         return tensor, None

@@ -85,7 +85,6 @@ def require_size() -> int:
 
 
 def _launch() -> Launch:
-    """Returns this process's place in its job. Raises SMDDPError before `init`."""
     if _joined is None:
         raise SMDDPError("smdistributed.dataparallel.tensorflow.init() has not been called: call it first.")
     return _joined[0]

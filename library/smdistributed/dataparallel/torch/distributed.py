@@ -270,7 +270,6 @@ def require_init() -> None:
 
 
 def _torch_op(op: ReduceOp, tensor: torch.Tensor) -> torch.distributed.ReduceOp.RedOpType:
-    """Returns torch's reduction. Raises TypeError for another library's, and for averages of integers."""
     if not isinstance(op, ReduceOp):
         raise TypeError(f"op={op!r} is not a reduction of this library: use one of {', '.join(map(str, ReduceOp))}.")
     if op is ReduceOp.AVERAGE and not (tensor.is_floating_point() or tensor.is_complex()):

@@ -91,7 +91,6 @@ class StepRecorder:
         self._module, self._module_began = id(module), self._begin_pass()
 
     def _forward_ends(self, module: torch.nn.Module, *_: Any) -> None:
-        """Hook: called after each module's forward, unless it raises an error."""
         if _is_compiling() or self._module != id(module) or self._in_backward or self._is_elsewhere():
             return
         self._module = 0
@@ -131,7 +130,6 @@ class StepRecorder:
         self._step_began = self._step_began or self._optimizer_began
 
     def _optimizer_ends(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Hook: called after each optimizer's step."""
         if _is_compiling() or self._optimizer != id(optimizer) or self._in_backward or self._is_elsewhere():
             return
         self._optimizer, self._gap = 0, ("", 0)

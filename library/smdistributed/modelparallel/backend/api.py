@@ -248,7 +248,6 @@ def rdp_barrier() -> None:
 
 
 def _world_rank(number: int, rank_type: RankType) -> int:
-    """Returns the rank in the job of a number in a group. Raises ValueError if there is no such rank."""
     ranks = current_context().group(rank_type.value)
     if not 0 <= number < len(ranks):
         raise ValueError(f"{rank_type.name} {number} does not exist: they count from 0 to {len(ranks) - 1}.")

@@ -197,7 +197,6 @@ def check(given: dict[str, Any]) -> Config:
 
 
 def _check_names(given: Mapping[str, Any]) -> None:
-    """Raises SMPConfigError for an unknown key."""
     known = {*_KEYS, *_WITHOUT_EFFECT}
     for name in given:
         if name not in known:
@@ -232,7 +231,6 @@ def _typed(name: str, value: Any) -> Any:
 
 
 def _boolean(name: str, value: Any) -> bool:
-    """Returns a bool; the texts true and false count as one, in any case. Raises SMPConfigError for others."""
     if isinstance(value, bool):
         return value
     if isinstance(value, str) and value.lower() in ("true", "false"):

@@ -129,7 +129,6 @@ class Reader:
 
 
 def _tag(key: bytes, number: int, head_bytes: int, bodies: int, rest: bytes | bytearray) -> bytes:
-    """Returns the tag of a message; zeros without a key."""
     if not key:
         return _NO_TAG
     mac = hashlib.blake2b(_COUNTED.pack(number, head_bytes, bodies), key=key, digest_size=_TAG_BYTES)

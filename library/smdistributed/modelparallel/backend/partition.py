@@ -167,7 +167,6 @@ def largest_of(costs: Sequence[float], begins: Sequence[int]) -> float:
 
 
 def _segments(items: Sequence[float] | Sequence[int], begins: Sequence[int]) -> list[Sequence[float]]:
-    """Returns the consecutive parts of `items` that begin at these places."""
     return [items[begin:end] for begin, end in zip(begins, [*begins[1:], len(items)])]
 
 
@@ -231,6 +230,5 @@ def _possible_begins(before: Sequence[float], end: int, limit: float) -> list[in
 
 
 def _common_depth(one: str, other: str) -> int:
-    """The depth of the smallest container of both."""
     pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one.split("."), other.split(".")))
     return sum(1 for _ in pairs)

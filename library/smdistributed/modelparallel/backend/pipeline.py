@@ -41,7 +41,6 @@ class _Work(NamedTuple):
 
     @property
     def waits_for(self) -> str | None:
-        """The label of the message that it needs to begin."""
         return next((event.label for _, event in self.events if event.kind == "receive"), None)
 
 

@@ -84,7 +84,6 @@ class Splitter(ABC):
         return [1 / len(parts)] * len(parts)
 
     def _names(self, count: int) -> list[str]:
-        """Returns the names of `count` positional arguments; all of `*args` have its name."""
         names: list[str] = []
         for parameter in self._signature.parameters.values():
             if parameter.kind is parameter.VAR_POSITIONAL:

@@ -243,7 +243,6 @@ class Transport:
             self._drop_oldest_unauthenticated()
 
     def _drop_oldest_unauthenticated(self) -> None:
-        """Closes the oldest connection that is not authenticated, if there is one."""
         oldest = next(iter(self._unauthenticated.values()), None)
         if oldest is not None:
             self._close_incoming(oldest)
@@ -328,7 +327,6 @@ class Transport:
         incoming.sock.close()
 
     def _interrupt_poll(self) -> None:
-        """Lets `_poll` return on the thread that receives."""
         with suppress(BlockingIOError):  # the pipe is full: it returns anyway
             os.write(self._wakeup_writer, b"!")
 
@@ -406,7 +404,6 @@ class _Outgoing:
             self.sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Shuts it down, and closes the socket."""
         self.end()
         self.sock.close()
 
@@ -441,7 +438,6 @@ class _Incoming:
             self._low_water_bytes = low
 
     def close(self) -> None:
-        """Shuts it down, and closes the socket."""
         with suppress(OSError):  # has ended already
             self.sock.shutdown(socket.SHUT_RDWR)
         self.sock.close()

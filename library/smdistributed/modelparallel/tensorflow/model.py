@@ -156,7 +156,6 @@ def plan_call(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tran
 
 
 def _stage_assignment(model: Any) -> StageAssignment:
-    """Returns the model's assignment of layers to stages; the first call makes an empty one."""
     stages: StageAssignment | None = getattr(model, "_smp_stages", None)
     if stages is None:
         stages = StageAssignment(state.cfg)
@@ -194,5 +193,4 @@ def _losses_of_this_stage(model: Any) -> list[Any]:
 
 
 def _on_this_stage(variables: list[Any]) -> list[Any]:
-    """Returns the variables that have a value on this rank's stage."""
     return [variable for variable in variables if is_on_this_stage(variable)]

@@ -194,5 +194,4 @@ def _sum_over_stages(scalar: Any) -> Any:
 
 
 def _control_inputs(found: Any) -> list[Any]:
-    """Returns control inputs for an operation; eager code needs none."""
     return [] if tf.executing_eagerly() else [found]

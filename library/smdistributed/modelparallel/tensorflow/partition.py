@@ -27,8 +27,6 @@ from smdistributed.modelparallel.tensorflow.stage_variables import unwrap
 
 @dataclass
 class _WholeLayer:
-    """A layer that is on one stage."""
-
     layer: Any
     name: str
     requested_stage: int | None
@@ -199,7 +197,6 @@ def _add_containers(stages: dict[str, int]) -> dict[str, int]:
 
 
 def _reject_separated(layers: Sequence[_WholeLayer], stages: Sequence[int], groups: list[list[int]]) -> None:
-    """Raises SMPConfigError if layers of one group are on different stages."""
     for group in groups:
         if len({stages[place] for place in group}) > 1:
             names = ", ".join(f"{layers[place].name!r} on stage {stages[place]}" for place in group)

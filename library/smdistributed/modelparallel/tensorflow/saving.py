@@ -72,5 +72,4 @@ def note_dtypes(model: Any, args: tuple[Any, ...]) -> None:
 
 
 def _signature_spec(model: Any, spec: tf.TensorSpec) -> tf.TensorSpec:
-    """Returns the spec with the dtype that the script called the model with."""
     return tf.TensorSpec(spec.shape, model._smp_dtypes[0] if model._smp_dtypes else spec.dtype, spec.name)

@@ -101,7 +101,6 @@ def merge(results: Sequence[Any]) -> Any:
 
 
 def _scaled(tensor: Any, factor: float) -> Any:
-    """Returns a tensor times a factor; float32 if its dtype is an integer."""
     if isinstance(tensor, tf.IndexedSlices):
         return tf.IndexedSlices(_scaled(tensor.values, factor), tensor.indices, tensor.dense_shape)
     return tensor * tf.cast(factor, tensor.dtype) if tensor.dtype.is_floating else tf.cast(tensor, tf.float32) * factor

@@ -48,7 +48,6 @@ class StageVariable(UninitializedVariable):  # type: ignore[misc]
         tf.raw_ops.AssignVariableOp(resource=self.handle, value=tf.zeros([0], self.dtype), validate_shape=False)
 
     def _initialize(self, initial: Callable[[], Any]) -> None:
-        """Computes the initial value and assigns it."""
         value = initial()
         self.assign(getattr(value, "wrapped_value", value))  # a checkpoint wraps its value
 

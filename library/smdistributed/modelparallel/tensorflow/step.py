@@ -102,7 +102,6 @@ def _decorate(
 
 
 def _stage_context() -> StageContext:
-    """Returns the parts of `state` that a step's graph needs."""
     return StageContext(
         stage=state.stage,
         ranks=state.group("PP_GROUP"),

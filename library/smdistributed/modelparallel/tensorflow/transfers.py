@@ -94,7 +94,6 @@ def _calls_with_stages(calls: Iterable[LayerCall], stages: StageAssignment) -> I
 
 
 def _split_layers(calls: Iterable[LayerCall], stages: StageAssignment) -> Iterator[Any]:
-    """Yields the layers that are on several stages."""
     for call in calls:
         if stages.stage_of(call) is None:
             yield call.layer
@@ -102,7 +101,6 @@ def _split_layers(calls: Iterable[LayerCall], stages: StageAssignment) -> Iterat
 
 
 def _reject_losses(layers: Iterable[Any]) -> None:
-    """Raises SMPUnsupportedError if a layer has added a loss."""
     for layer in layers:
         if layer._eager_losses or layer._losses:
             raise SMPUnsupportedError(
@@ -169,7 +167,6 @@ class _NeededOutputs:
         return found
 
     def _reject(self, handle: Any) -> None:
-        """Raises SMPUnsupportedError for a variable that is used outside of its layer."""
         name = next((variable.name for variable in variables_of([handle])), "a variable").partition(":")[0]
         raise SMPUnsupportedError(
             f"The model's call() uses the variable {name} outside of the layer that has it, so that it is on no stage. "

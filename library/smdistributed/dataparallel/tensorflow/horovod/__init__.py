@@ -122,16 +122,9 @@ def DistributedOptimizer(  # noqa: N802 (the published name)
     Arguments and errors are as in `smdistributed.dataparallel.tensorflow.DistributedOptimizer`, except for
     `sparse_as_dense`: both values give dense gradients.
     """
-    return sdp.DistributedOptimizer(
-        optimizer,
-        name=name,
-        use_locking=use_locking,
-        device_dense=device_dense,
-        device_sparse=device_sparse,
-        compression=compression,
-        backward_passes_per_step=backward_passes_per_step,
-        op=op,
-    )
+    given = locals()
+    del given["sparse_as_dense"]
+    return sdp.DistributedOptimizer(**given)
 
 
 class BroadcastGlobalVariablesHook(_BroadcastGlobalVariablesHook):

@@ -47,15 +47,8 @@ def allreduce(
     compression: Any = Compression.none,
 ) -> Any:
     """Returns a tensor: the value reduced over the ranks. Arguments and errors are as in `horovod.allreduce`."""
-    return horovod.allreduce(
-        value,
-        average=average,
-        compression=compression,
-        op=op,
-        prescale_factor=prescale_factor,
-        postscale_factor=postscale_factor,
-        name=name,
-    )
+    given = locals()
+    return horovod.allreduce(given.pop("value"), **given)
 
 
 @only_known
@@ -75,13 +68,6 @@ def DistributedOptimizer(  # noqa: N802 (the published name)
     Arguments and errors are as in `horovod.DistributedOptimizer`. `average_aggregated_gradients` has no effect:
     every step has one backward pass.
     """
-    return horovod.DistributedOptimizer(
-        optimizer,
-        name=name,
-        device_dense=device_dense,
-        device_sparse=device_sparse,
-        compression=compression,
-        sparse_as_dense=sparse_as_dense,
-        op=op,
-        backward_passes_per_step=backward_passes_per_step,
-    )
+    given = locals()
+    del given["average_aggregated_gradients"]
+    return horovod.DistributedOptimizer(**given)

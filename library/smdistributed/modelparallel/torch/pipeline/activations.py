@@ -97,7 +97,6 @@ def run_sequence(modules: Sequence[nn.Module], value: Any, how: Checkpointing | 
 
 
 def _one_by_one(modules: Sequence[nn.Module], value: Any) -> Any:
-    """Calls modules in sequence, each with the result of the one before, and returns the last result."""
     for module in modules:
         value = module(value)
     return value

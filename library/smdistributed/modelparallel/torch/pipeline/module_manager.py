@@ -158,12 +158,10 @@ class ModuleManager:
         return name
 
     def _spans(self, name: str) -> bool:
-        """Whether a module and its descendants are on several stages."""
         below = {stage for other, stage in self.stages.items() if not name or f"{other}.".startswith(f"{name}.")}
         return len(below) > 1
 
     def _require_step(self, place: Placement) -> None:
-        """Raises StepUsageError outside a step."""
         if current_task() is None:
             raise StepUsageError(
                 f"{place.name or 'The model'} is called outside a step: stages call each other only inside a function "

@@ -119,6 +119,5 @@ class Observer:
 
 
 def _stack(thread: int) -> str:
-    """Returns the last calls of a thread with their source lines, innermost last."""
     frame = sys._current_frames().get(thread)
     return "".join(traceback.format_stack(frame)[-_STACK_CALLS:]).rstrip() if frame else "  (it has ended)"

@@ -152,7 +152,7 @@ class FirstHost(Host):
         self.write_rank_output(stream, rank, self._ranks.host_of.get(rank, "?"), data)
 
     def fail_rank(self, rank: int, result: Result) -> None:
-        if self._launched and not self._growing_since:
+        if self._phase is Phase.RUNNING:
             self._fail(result, rank=rank)
 
     def on_launcher_output(self, stream: int, data: bytes) -> None:

@@ -18,7 +18,7 @@ from rich.console import Console
 from tests.fake_docker import checked
 
 from shoal.docker_client import archive, images, users
-from shoal.errors import ImageError
+from shoal.errors import ImageError, UsageError
 from shoal.jobs.hosts import docker as docker_hosts
 from shoal.jobs.hosts import local
 from shoal.jobs.hosts.docker import DockerHosts
@@ -276,12 +276,19 @@ def test_an_image_without_the_program_is_an_error_of_the_image(
     request_: JobRequest, explanation: str, expected: str
 ) -> None:
     refusal = docker.errors.APIError("400", explanation=RUNC + explanation)
-    found = images.explain_start("image:1", refusal)
+    found = images.explain_start("image:1", refusal, {})
     if expected:
         assert isinstance(found, ImageError)
         assert expected in str(found)
     else:
         assert found is refusal
+
+
+def test_a_path_of_the_user_without_the_program_is_an_error_of_the_option() -> None:
+    refusal = docker.errors.APIError("400", explanation=RUNC + 'exec: "train": executable file not found in $PATH')
+    found = images.explain_start("image:1", refusal, {"PATH": "/nowhere"})
+    assert isinstance(found, UsageError)
+    assert str(found).startswith("--env PATH=/nowhere: no program `train` there in image:1. Fix: leave it out")
 
 
 def test_secret_of_the_user_is_used(request_: JobRequest) -> None:

@@ -292,3 +292,18 @@ def test_a_file_that_is_no_text_is_told(tmp_path: Path) -> None:
 def test_a_missing_file_is_told(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="cannot be read"):
         load(tmp_path / "buildspec.yml")
+
+
+def test_an_image_that_the_axes_leave_out_is_named_as_such(tmp_path: Path) -> None:
+    """A child is easily defined in versions.yml alone."""
+    child = (
+        "children:\n  - {framework: mine, version: 1.0.0, extends: pytorch-training:2.0.1-gpu-*, requirements: [x]}\n"
+    )
+    spec = load_text(tmp_path, versions=VERSIONS + child.replace("[x]", "[x], disk_gib: 1"))
+    assert "mine" not in {image.framework for image in spec.images}
+    left_out = "its axes or exclude leave out mine-training:1.0.0-gpu-py311-cu117-debian12"
+    for word in ("mine", "mine-training:1.0.0-*"):
+        with pytest.raises(UsageError, match=re.escape(left_out)):
+            spec.choose([word])
+    with pytest.raises(UsageError, match=re.escape(left_out)):
+        spec.select("mine")

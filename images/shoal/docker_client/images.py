@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import docker
@@ -10,7 +11,7 @@ import docker.errors
 import docker.models.images
 import requests
 
-from shoal.errors import ImageError, did_you_mean
+from shoal.errors import ImageError, UsageError, did_you_mean
 from shoal.matrix.spec import BuildSpec
 
 SCRIPT_VARIABLES = frozenset({"SAGEMAKER_PROGRAM", "SAGEMAKER_TRAINING_MODULE"})
@@ -79,8 +80,11 @@ def remove_replaced(client: docker.DockerClient, image_id: str) -> None:
             raise
 
 
-def explain_start(image: str, error: docker.errors.APIError) -> Exception:
-    """Returns the error for a container that did not start: an `ImageError` if it has no such program."""
+def explain_start(image: str, error: docker.errors.APIError, environment: Mapping[str, str]) -> Exception:
+    """Returns the error for a container that did not start: an `ImageError` if it has no such program.
+
+    If the user has set PATH in the environment, it is a `UsageError`.
+    """
     if not (match := _NO_PROGRAM.search(str(error.explanation))):
         return error
     program = match["program"]
@@ -88,6 +92,11 @@ def explain_start(image: str, error: docker.errors.APIError) -> Exception:
         return ImageError(
             f"{image}: its ENTRYPOINT {program} cannot be started: {match['problem']}. Fix: correct it in the"
             " Dockerfile, or remove ENTRYPOINT"
+        )
+    if path := environment.get("PATH"):
+        return UsageError(
+            f"--env PATH={path}: no program `train` there in {image}. Fix: leave it out, or add the directories of the"
+            " image's own PATH (docker inspect)"
         )
     return ImageError(
         f"{image}: no program `train` on its PATH that its user can execute, so it is not a training image. Fix: use an"

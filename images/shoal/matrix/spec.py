@@ -286,6 +286,8 @@ class BuildSpec:
     aws: tuple[str, ...]
     defaults: Mapping[str, str]
     images: tuple[ImageSpec, ...]
+    excluded: tuple[str, ...] = ()
+    """The tags of images that versions.yml defines, and the axes or exclusions leave out."""
 
     def choose(self, wanted: Iterable[str] = (), skip: Iterable[str] = ()) -> list[ImageSpec]:
         """Returns the images that match `wanted` (if empty: all images) and not `skip`.
@@ -293,7 +295,7 @@ class BuildSpec:
         Raises `UsageError` if a word matches no image, or no image is left.
         """
         by_tag = {image.tag: image for image in self.images}
-        return [by_tag[tag] for tag in selectors.choose_tags(by_tag, self.defaults, wanted, skip)]
+        return [by_tag[tag] for tag in selectors.choose_tags(by_tag, self.defaults, wanted, skip, self.excluded)]
 
     def systems(self) -> list[System]:
         """Returns the systems of the images, each once."""
@@ -318,7 +320,8 @@ class BuildSpec:
 
     def select(self, word: str) -> ImageSpec:
         """Returns the image that `word` matches. Raises `UsageError` if it matches none or several."""
-        return self.choose([selectors.match_one(word, [image.tag for image in self.images], self.defaults)])[0]
+        tags = [image.tag for image in self.images]
+        return self.choose([selectors.match_one(word, tags, self.defaults, self.excluded)])[0]
 
 
 def load(path: Path) -> BuildSpec:
@@ -335,7 +338,9 @@ def load(path: Path) -> BuildSpec:
     mistakes += [document.locate(*problem) for problem in _problems_of_choice(file, allowed, images)]
     if mistakes:
         raise SpecError("\n".join(mistakes))
-    return BuildSpec(file.indexes, file.mpi, file.aws, file.defaults, images)
+    built = {image.tag for image in images}
+    excluded = tuple(image.tag for image in candidates if image.tag not in built)
+    return BuildSpec(file.indexes, file.mpi, file.aws, file.defaults, images, excluded)
 
 
 def _drop_excluded(allowed: Iterable[ImageSpec], exclude: Iterable[Exclusion]) -> Iterator[ImageSpec]:

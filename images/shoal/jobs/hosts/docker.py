@@ -164,7 +164,7 @@ class DockerHosts:
             try:
                 self.by_name[host].start()
             except docker.errors.APIError as error:
-                raise images.explain_start(self.request.image, error) from error
+                raise images.explain_start(self.request.image, error, self.request.environment) from error
         for host in hosts:
             arguments = (host, str(self.by_name[host].id), self.arrivals)
             threading.Thread(target=report_exit, args=arguments, daemon=True).start()

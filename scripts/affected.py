@@ -6,6 +6,10 @@
 A test file depends on itself, on the conftests above it, and on the modules of this repository that these import,
 directly or indirectly. It also depends on files that tests/affected.toml lists for it. Plugins such as pytest-testmon
 follow imports only. They miss code that runs in other processes, as most of our code does.
+
+In images/, most modules import most others in some way, so the limit is two imports. A test also imports what programs
+in its strings import, and the commands of `shoal` that it names. Tests with containers need minutes. They depend on
+those modules in images/ that tests/affected.toml lists for them. `make test` runs all.
 """
 
 from __future__ import annotations
@@ -22,6 +26,9 @@ from pathlib import Path
 import tomllib
 
 ROOT = Path(__file__).resolve().parents[1]
+WITH_CONTAINERS = ("tests/integration/", "tests/faults/", "tests/conformance/")
+NEAR = 2
+COMMANDS = ROOT / "images" / "shoal" / "commands"
 PACKAGES = ("", "images", "toolkit", "checkpoint", "library", "rehearsal", "benchmarks")
 """The directories from which modules are imported."""
 
@@ -67,6 +74,29 @@ def _names(path: Path) -> Iterator[str]:
             above = ".".join(package[: len(package) - node.level + 1]) if node.level else ""
             stem = ".".join(part for part in (above, node.module) if part)
             yield from (f"{stem}.{alias.name}" for alias in node.names)
+        elif package[0] == "tests" and isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield from re.findall(r"\bshoal(?:\.\w+)+", node.value)
+
+
+def _commands_of(path: Path) -> Iterator[Path]:
+    """Yields the modules of the commands of `shoal` that a test file starts."""
+    tree = ast.parse(path.read_text())
+    texts = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names}
+    if "shoal_command" in names or 'with_name("shoal")' in path.read_text():
+        yield from (COMMANDS.parent / "cli.py", COMMANDS / "application.py")
+        words = {text.split(maxsplit=1)[0] for text in texts if text.strip()}
+        yield from (module for command, module in _commands().items() if command in words)
+
+
+@functools.cache
+def _commands() -> dict[str, Path]:
+    """Returns the module of each command of `shoal`."""
+    return {
+        command: path
+        for path in COMMANDS.glob("*.py")
+        for command in re.findall(r'^@app\.command\("([a-z]+)"', path.read_text(), re.MULTILINE)
+    }
 
 
 def _files(name: str) -> Iterator[Path]:
@@ -96,7 +126,14 @@ def affected(changed: Sequence[str], tests: Sequence[str], rows: Mapping[str, Se
 
 def depends(test: str, name: str, rows: Mapping[str, Sequence[str]]) -> bool:
     """Return whether a test file depends on a file, both by their path from the root."""
-    return any(glob(pattern).fullmatch(name) for pattern in _patterns(test, rows)) or ROOT / name in _imports(test)
+    if any(glob(pattern).fullmatch(name) for pattern in _patterns(test, rows)):
+        return True
+    if test.startswith(WITH_CONTAINERS) and name.startswith("images/"):
+        return False
+    path = ROOT / name
+    if name.startswith("images/"):
+        return (path if path.suffix == ".py" else path.parent / "__init__.py") in _near(test)
+    return path in _imports(test)
 
 
 def _patterns(test: str, rows: Mapping[str, Sequence[str]]) -> list[str]:
@@ -108,6 +145,17 @@ def _imports(test: str) -> frozenset[Path]:
     path = ROOT / test
     conftests = [folder / "conftest.py" for folder in path.parents if (folder / "conftest.py").exists()]
     return frozenset(closure([path, *conftests]))
+
+
+@functools.cache
+def _near(test: str) -> frozenset[Path]:
+    """Returns the files up to `NEAR` imports away from a test, its helpers and the commands that they start."""
+    # Not the conftests: a test that uses what a fixture makes names its type.
+    own = {file for file in closure([ROOT / test]) if ROOT / "tests" in file.parents}
+    found = own | {file for path in own for file in _commands_of(path)}
+    for _ in range(NEAR):
+        found |= {file for path in found for file in imported(path)}
+    return frozenset(found)
 
 
 def test_files() -> list[str]:

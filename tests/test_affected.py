@@ -40,6 +40,11 @@ def chosen(*changed: str) -> set[str]:
         ("dockerfiles/base.j2", "tests/integration/test_structure.py", "tests/toolkit"),
         ("tests/library/ranks/smddp.py", "tests/library/test_smddp.py", "tests/images"),
         ("tests/containers.py", "tests/faults/test_signals.py", "tests/toolkit"),
+        ("images/shoal/jobs/printed_metrics.py", "tests/images/test_printed_metrics.py", "tests/integration"),
+        ("images/shoal/jobs/printed_metrics.py", "tests/images/test_job_report.py", "tests/images/test_bu"),
+        ("images/shoal/builds/graph.py", "tests/images/test_builds.py", "tests/integration"),  # by the command
+        ("images/shoal/builds/builder.py", "tests/integration/test_build.py", "tests/integration/test_run"),
+        ("images/shoal/report/job.html.j2", "tests/images/test_job_report.py", "tests/integration"),
         ("examples/digits/train.py", "tests/integration/test_run.py", "tests/images"),
     ],
 )

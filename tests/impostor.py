@@ -3,7 +3,7 @@
 It connects from the address SOURCE (or any, if SOURCE is empty), proves SECRET, and has the worker start its orted.
 WHEN: `ready` sends START once the worker is ready, as a first host does; `before` and `after` also send it directly
 before and after the proof, without waiting for a welcome. `twice` sends it twice, `unplanned` asks for an orted with a
-parameter of which no plan knows, and `script` for the script instead. It prints as JSON what it heard.
+parameter of which no plan knows, and `script` for the script instead. It prints as JSON what it received.
 
 It runs in containers and network namespaces, which have shoal_toolkit but not the tests' packages. START asks for an
 orted with the option `--mca orte_node_regex SECRET-WHEN`; the tests put a program of this name (`ORTED`) on PATH.
@@ -37,7 +37,7 @@ class Impostor:
     """One connection to the worker's agent."""
 
     def __init__(self, loop: Loop, sock: socket.socket, secret: str, when: str) -> None:
-        self.heard: list[str] = []  # the kinds of the frames, in order
+        self.received: list[str] = []  # the names of the messages, in order
         self.reason = ""  # why the worker refused it, or what it asked for
         self.is_proved = False  # whether the worker proved the secret too
         self.lost = ""  # how the connection ended
@@ -49,7 +49,7 @@ class Impostor:
         self.lost = reason
 
     def _message(self, said: Any) -> None:
-        self.heard.append(messages.encode_message(said)[0].decode())
+        self.received.append(type(said).__name__)
         if isinstance(said, messages.Hello):
             self._answer(said)
         elif isinstance(said, messages.Welcome):
@@ -104,7 +104,7 @@ def main(worker: str, source: str, secret: str, when: str) -> None:
     impostor = Impostor(loop, connect(worker, source), secret, when)
     loop.call_later(LIMIT_S, lambda: impostor._end(f"not within {LIMIT_S} s"))
     loop.run_until(lambda: bool(impostor.lost))
-    names = ("heard", "reason", "is_proved", "lost")
+    names = ("received", "reason", "is_proved", "lost")
     print(json.dumps({name: getattr(impostor, name) for name in names}))
 
 

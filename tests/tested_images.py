@@ -1,10 +1,16 @@
-"""The images of tests that need one image of a kind. A further release in versions.yml changes none of these tests.
+"""The images of tests that need one image of a kind, and a suffix for the names of images that tests make.
+
+A further release in versions.yml changes none of these tests.
 
 Tests of what all images contain select them by globs instead (`each` in tests/integration/image_containers.py).
 """
 
 from __future__ import annotations
 
+import hashlib
+
+CLONE = hashlib.sha256(__file__.encode()).hexdigest()[:8]
+"""In the names of images that tests make and remove, so that tests of two clones can run on one Docker."""
 PYTORCH_CPU = "pytorch-training:2.13.0-cpu-py311-debian12"
 """README's image."""
 PYTORCH_CPU_DEVEL = f"{PYTORCH_CPU}-devel"

@@ -26,21 +26,19 @@ from shoal.matrix.project import LAYERS, Project
 from shoal.sources import packages
 
 from ..repeats import SEED, SOAK, times
-from ..tested_images import PYTORCH_CPU
+from ..tested_images import CLONE, PYTORCH_CPU
 from ..trusting import trust_directories
 
 pytestmark = pytest.mark.xdist_group("build")  # its images have one tag
 SHOAL = Path(sys.executable).with_name("shoal")
-TAG = "probe-training:1.0-cpu-py311-debian12"
-SPEC = """\
-mpi: []
-defaults: {probe: "probe-training:1.0-cpu-py311-debian12"}
-"""
+PROBE = f"probe{CLONE}"
+TAG = f"{PROBE}-training:1.0-cpu-py311-debian12"
+SPEC = f'mpi: []\ndefaults: {{{PROBE}: "{TAG}"}}\n'
 VERSIONS = """\
 systems: {debian12: {suite: bookworm, upstream: "debian:bookworm-slim", sources: sources.list, python: py311}}
 releases:
-  - {framework: probe, version: "1.0", device: cpu, requirements: [x], disk_gib: 1}
-"""
+  - {framework: NAME, version: "1.0", device: cpu, requirements: [x], disk_gib: 1}
+""".replace("NAME", PROBE)
 
 
 @pytest.fixture
@@ -77,7 +75,7 @@ def link_cache(probe: Path, project: Project) -> None:
 
 def template(probe: Path, text: str) -> None:
     """Write the template of an image of which each step has a label, for `leftovers`."""
-    (probe / "dockerfiles" / "probe.j2").write_text(
+    (probe / "dockerfiles" / f"{PROBE}.j2").write_text(
         f"{{% call step('probe') %}}\n{{{{ begin_stage() }}}}\nLABEL test={probe}\n{text}\n{{% endcall %}}\n"
     )
 

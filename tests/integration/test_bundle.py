@@ -18,21 +18,23 @@ from shoal.docker_client.containers import JOB_LABEL
 from shoal.docker_client.images import find_image
 from shoal.matrix.project import LAYERS, Project
 
+from ..tested_images import CLONE
 from ..trusting import trust_directories
 from .test_build import link_cache
 
 pytestmark = pytest.mark.xdist_group("commands")  # their images have one tag
 SHOAL = Path(sys.executable).with_name("shoal")
-TAG = "offline-training:1.0-cpu-py311-debian12"
-TAGS = (TAG, "offline-training:1.0-cpu-py313-debian13")
+OFFLINE = f"offline{CLONE}"
+TAG = f"{OFFLINE}-training:1.0-cpu-py311-debian12"
+TAGS = (TAG, f"{OFFLINE}-training:1.0-cpu-py313-debian13")
 SPEC = "mpi: []\ndefaults: {}\n"
 VERSIONS = """\
 systems:
   debian12: {suite: bookworm, upstream: "debian:bookworm-slim", sources: sources.list, python: py311}
   debian13: {suite: trixie, upstream: "debian:trixie-slim", sources: debian.sources, python: py313}
 releases:
-  - {framework: offline, version: "1.0", device: cpu, requirements: [six], disk_gib: 1}
-"""
+  - {framework: NAME, version: "1.0", device: cpu, requirements: [six], disk_gib: 1}
+""".replace("NAME", OFFLINE)
 TEMPLATE = """\
 {% import "macros.j2" as install with context %}
 {% call step("system") %}
@@ -74,7 +76,7 @@ def write_project(project: Project, directory: Path) -> None:
     templates = directory / "dockerfiles"
     templates.mkdir()
     (templates / "versions.yml").write_text(VERSIONS)
-    (templates / "offline.j2").write_text(TEMPLATE)
+    (templates / f"{OFFLINE}.j2").write_text(TEMPLATE)
     shutil.copy(project.templates / "macros.j2", templates)
     for tag in TAGS:
         locks = templates / "requirements" / tag.replace(":", "-")

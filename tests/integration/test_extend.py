@@ -13,7 +13,7 @@ import pytest
 
 from shoal.matrix.spec import BuildSpec
 
-from ..tested_images import PYTORCH_CPU, TENSORFLOW_CPU
+from ..tested_images import CLONE, PYTORCH_CPU, TENSORFLOW_CPU
 from .conftest import ROOT, StartHost
 
 pytestmark = pytest.mark.xdist_group("extend")
@@ -29,9 +29,9 @@ LINES = (
 
 @pytest.fixture
 def extended(client: docker.DockerClient) -> Iterator[str]:
-    client.images.build(path=str(RECIPE), tag="extended-by-test:latest", rm=True, forcerm=True)
-    yield "extended-by-test:latest"
-    client.images.remove("extended-by-test:latest", force=True)
+    client.images.build(path=str(RECIPE), tag=f"extended-by-test-{CLONE}:latest", rm=True, forcerm=True)
+    yield f"extended-by-test-{CLONE}:latest"
+    client.images.remove(f"extended-by-test-{CLONE}:latest", force=True)
 
 
 def test_the_recipe_is_the_guides(pytorch: str) -> None:
@@ -44,18 +44,18 @@ def test_the_recipe_is_the_guides(pytorch: str) -> None:
 def test_a_new_project_builds_trains_and_passes_its_test(
     client: docker.DockerClient, matrix: BuildSpec, tmp_path: Path, name: str
 ) -> None:
-    project = tmp_path / "new-by-test"
+    project = tmp_path / f"new-by-test-{CLONE}"
     shoal = Path(sys.executable).with_name("shoal")
     subprocess.run([shoal, "new", project, "--image", matrix.select(name).tag], cwd=ROOT, check=True)
     try:
         check(sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "test_train.py", cwd=project)
         hosts = ("--hosts", "2", "--procs-per-host", "1")
-        said = check(shoal, "run", "new-by-test", *hosts, "--", "--epochs", "3", cwd=project)
+        said = check(shoal, "run", f"new-by-test-{CLONE}", *hosts, "--", "--epochs", "3", cwd=project)
         accuracy = re.search(r"test accuracy (0\.\d+)", said)
         assert accuracy is not None, said
         assert float(accuracy[1]) > 0.8, said
     finally:
-        client.images.remove("new-by-test:latest", force=True)
+        client.images.remove(f"new-by-test-{CLONE}:latest", force=True)
 
 
 def check(*command: str | Path, cwd: Path) -> str:

@@ -14,11 +14,11 @@ import pytest
 
 from ..docs.blocks import PAGES, Block, find_blocks
 from ..docs.shell_blocks import copy_repository, directory_of, run_blocks
-from ..tested_images import PYTORCH_CPU
+from ..tested_images import CLONE, PYTORCH_CPU
 from ..trusting import trust_directories
 from .conftest import ROOT
 
-IMAGE, OWN_IMAGE = "my-training", "pages-by-test"
+IMAGE, OWN_IMAGE = "my-training", f"pages-by-test-{CLONE}"
 """The image that pages build, and its name here, so that nobody's own image is replaced."""
 BLOCKS = [block for page in PAGES for block in find_blocks(page) if block.with_docker]
 Record = Callable[[str, object], None]

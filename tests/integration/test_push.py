@@ -22,15 +22,18 @@ from pathlib import Path
 import docker
 import pytest
 
+from ..tested_images import CLONE
+
 pytestmark = pytest.mark.xdist_group("commands")  # their images have one tag
 PASSWORD = "of-this-test-only"
-TAG = "one-training:1.0-cpu-py311-debian12"
-BUILDSPEC = f"mpi: []\ndefaults: {{one: {TAG}}}\n"
+ONE = f"one{CLONE}"
+TAG = f"{ONE}-training:1.0-cpu-py311-debian12"
+BUILDSPEC = f"mpi: []\ndefaults: {{{ONE}: {TAG}}}\n"
 VERSIONS = """\
 systems: {debian12: {suite: bookworm, upstream: "debian:bookworm-slim", sources: sources.list, python: py311}}
 releases:
-  - {framework: one, version: "1.0", device: cpu, requirements: [x], disk_gib: 1}
-"""
+  - {framework: NAME, version: "1.0", device: cpu, requirements: [x], disk_gib: 1}
+""".replace("NAME", ONE)
 CONFIG = """
 version: 0.1
 storage: {{filesystem: {{rootdirectory: {directory}/data}}}}
@@ -147,7 +150,7 @@ def arguments(checkout: Path, way: Way, password: str) -> list[str]:
     """Store the password where `docker login` would, and return the arguments of a push."""
     login = base64.b64encode(f"shoal:{password}".encode()).decode()
     (checkout / "config.json").write_text(json.dumps({"auths": {way.address: {"auth": login}}}))
-    return ["push", "one", "--to", f"{way.address}/team"]
+    return ["push", ONE, "--to", f"{way.address}/team"]
 
 
 @pytest.mark.parametrize("failures", [0, 4])

@@ -23,7 +23,7 @@ from shoal.builds.buildkit import BuildFailed, OutputLine
 from shoal.matrix.spec import BuildSpec
 from shoal.network.settings import read_network_settings
 
-from ..tested_images import PYTORCH_CPU
+from ..tested_images import CLONE, PYTORCH_CPU
 from .conftest import ROOT, StartHost, write_tree
 
 pytestmark = pytest.mark.xdist_group("recipes")
@@ -117,8 +117,8 @@ def on_own_base(
     assert debian is not None
     directory = write_context(tmp_path_factory.mktemp("base"), SOMEBODYS)
     with (
-        built("own-base-by-test:latest", directory, DEBIAN=debian.reference, PYTORCH=pytorch) as own,
-        built("on-own-base-by-test:latest", ROOT, "examples/own-base/Dockerfile", BASE=own) as image,
+        built(f"own-base-by-test-{CLONE}:latest", directory, DEBIAN=debian.reference, PYTORCH=pytorch) as own,
+        built(f"on-own-base-by-test-{CLONE}:latest", ROOT, "examples/own-base/Dockerfile", BASE=own) as image,
     ):
         yield image
 
@@ -133,8 +133,8 @@ def on_bare_base(
     directory = write_context(tmp_path_factory.mktemp("bare"), BARE)
     recipe = "examples/own-base/Dockerfile"
     with (
-        built("bare-by-test:latest", directory, DEBIAN=debian.reference) as bare,
-        built("on-bare-by-test:latest", ROOT, recipe, BASE=bare, FRAMEWORK="") as image,
+        built(f"bare-by-test-{CLONE}:latest", directory, DEBIAN=debian.reference) as bare,
+        built(f"on-bare-by-test-{CLONE}:latest", ROOT, recipe, BASE=bare, FRAMEWORK="") as image,
     ):
         yield image
 
@@ -143,13 +143,13 @@ def on_bare_base(
 def between(pytorch: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """One of our images, which knows how this machine reaches packages."""
     directory = write_context(tmp_path_factory.mktemp("between"), BETWEEN)
-    with built("between-by-test:latest", directory, BASE=pytorch) as image:
+    with built(f"between-by-test-{CLONE}:latest", directory, BASE=pytorch) as image:
         yield image
 
 
 @pytest.fixture(scope="module")
 def baked(between: str) -> Iterator[str]:
-    with built("requirements-by-test:latest", REQUIREMENTS, BASE=between) as image:
+    with built(f"requirements-by-test-{CLONE}:latest", REQUIREMENTS, BASE=between) as image:
         yield image
 
 

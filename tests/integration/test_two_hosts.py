@@ -159,7 +159,7 @@ def claim(container: Container, secret: str, when: str) -> dict[str, Any]:
 def test_the_first_host_is_welcomed_and_starts_a_daemon(guarded: Guarded) -> None:
     """Shows that the impostors below speak the protocol: they differ from this one in secret or name only."""
     said = claim(guarded.container("algo-1"), "right", "ready")
-    assert (said["heard"], said["is_proved"]) == (["H", "W", "c", "r", "e"], True)
+    assert (said["received"], said["is_proved"]) == (["Hello", "Welcome", "Facts", "Ready", "CommandEnded"], True)
     assert guarded.worker.wait().code == 0
     assert guarded.started == [impostor.trace("right", "ready")]
 
@@ -168,7 +168,7 @@ def test_a_start_before_the_proof_starts_nothing(guarded: Guarded) -> None:
     first = guarded.container("algo-1")
     said = claim(first, "wrong", "before")
     assert guarded.started == []
-    assert said["heard"] == ["H"]
+    assert said["received"] == ["Hello"]
     guarded.lets_only_the_first_host_start(first)
 
 
@@ -176,7 +176,7 @@ def test_a_start_after_a_wrong_proof_starts_nothing(guarded: Guarded) -> None:
     first = guarded.container("algo-1")
     said = claim(first, "wrong", "after")
     assert guarded.started == []
-    assert (said["heard"], said["reason"]) == (["H", "R"], "its SHOAL_JOB_SECRET is not this host's")
+    assert (said["received"], said["reason"]) == (["Hello", "Refused"], "its SHOAL_JOB_SECRET is not this host's")
     guarded.lets_only_the_first_host_start(first)
 
 
@@ -185,7 +185,7 @@ def test_the_right_secret_under_another_name_starts_nothing(guarded: Guarded) ->
     first, stranger = guarded.container("algo-1"), guarded.container("stranger")
     said = claim(stranger, "right", "after")
     assert guarded.started == []
-    assert said["heard"] == []
+    assert said["received"] == []
     guarded.lets_only_the_first_host_start(first)
     assert "rejected a connection from" in guarded.worker.wait().output
 

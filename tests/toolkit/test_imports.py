@@ -52,7 +52,8 @@ def test_a_framework_is_imported_without_collections(site: Path) -> None:
     assert run(site, program) == ["torch False", "True True", "torch._dynamo False", "torch.nn True", "True True"]
 
 
-def test_of_two_frameworks_the_outer_one_goes_on(site: Path) -> None:
+def test_a_framework_that_imports_another_ends_without_collections_too(site: Path) -> None:
+    """The end of the inner import does not turn the collector on."""
     assert run(site, f"import tensorflow; {STATE}") == ["tensorflow False", "torch False", "True True"]
 
 

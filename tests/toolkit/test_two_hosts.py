@@ -301,7 +301,7 @@ def guarded(hosts: list[Host]) -> Iterator[subprocess.Popen[bytes]]:
 def test_the_first_host_is_welcomed_and_starts_a_daemon(hosts: list[Host], guarded: subprocess.Popen[bytes]) -> None:
     """Shows that the impostors below speak the protocol: they differ from this one in secret or address only."""
     said = claim_to_be_first(hosts, hosts[0].address, "right", "ready")
-    assert (said["heard"], said["is_proved"]) == (["H", "W", "c", "r", "e"], True)
+    assert (said["received"], said["is_proved"]) == (["Hello", "Welcome", "Facts", "Ready", "CommandEnded"], True)
     assert hosts[1].finished(guarded).code == 0
     assert started(hosts[1]) == [impostor.trace("right", "ready")]
 
@@ -309,14 +309,14 @@ def test_the_first_host_is_welcomed_and_starts_a_daemon(hosts: list[Host], guard
 def test_a_start_before_the_proof_starts_nothing(hosts: list[Host], guarded: subprocess.Popen[bytes]) -> None:
     said = claim_to_be_first(hosts, hosts[0].address, "wrong", "before")
     assert started(hosts[1]) == []
-    assert said["heard"] == ["H"]
+    assert said["received"] == ["Hello"]
     assert_only_the_first_host_starts(hosts, guarded)
 
 
 def test_a_start_after_a_wrong_proof_starts_nothing(hosts: list[Host], guarded: subprocess.Popen[bytes]) -> None:
     said = claim_to_be_first(hosts, hosts[0].address, "wrong", "after")
     assert started(hosts[1]) == []
-    assert (said["heard"], said["reason"]) == (["H", "R"], "its SHOAL_JOB_SECRET is not this host's")
+    assert (said["received"], said["reason"]) == (["Hello", "Refused"], "its SHOAL_JOB_SECRET is not this host's")
     assert_only_the_first_host_starts(hosts, guarded)
 
 
@@ -326,7 +326,7 @@ def test_the_right_secret_from_another_address_starts_nothing(
     with stranger(hosts[0]) as address:
         said = claim_to_be_first(hosts, address, "right", "after")
     assert started(hosts[1]) == []
-    assert said["heard"] == []
+    assert said["received"] == []
     assert_only_the_first_host_starts(hosts, guarded)
     assert f"rejected a connection from {address}" in hosts[1].file("err").read_text()
 
@@ -338,7 +338,7 @@ def test_a_daemon_with_a_parameter_of_no_plan_is_not_started(
     said = claim_to_be_first(hosts, hosts[0].address, "right", "unplanned")
     assert hosts[1].finished(guarded).code == 1
     assert started(hosts[1]) == []
-    assert said["heard"] == ["H", "W", "c", "r", "f"]
+    assert said["received"] == ["Hello", "Welcome", "Facts", "Ready", "HostFailed"]
     assert "the MCA parameter 'mca_base_component_path' = '/tmp', which is not in this host's plan" in said["reason"]
 
 

@@ -8,6 +8,7 @@ import select
 import socket
 import struct
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -263,12 +264,14 @@ def test_nobody_between_the_hosts_changes_what_one_says(loop: Loop, how: str) ->
     pair.close()
 
 
-def test_a_peer_that_goes_is_noticed_at_once(loop: Loop) -> None:
+def test_a_closed_connection_is_lost_before_the_limit_of_silence(loop: Loop) -> None:
     pair = Pair(loop)
     pair.channel.start(seals("worker"))
-    pair.raw.close()
+    began = time.monotonic()
+    pair.raw.shutdown(socket.SHUT_WR)
     loop.run_until(lambda: bool(pair.lost))
-    assert len(pair.lost) == 1
+    assert pair.lost == ["it closed the connection"]
+    assert time.monotonic() - began < wire.LOST_SECONDS / 2
     pair.close()
 
 

@@ -364,4 +364,6 @@ for name in sys.argv[1:]:
             each()
         except Exception as error:
             raise AssertionError(f"{each.__name__} on rank {RANK}") from error
+        if RANK == 0:
+            print(f"as one process: {each.__name__}", flush=True)
 dist.destroy_process_group()

@@ -98,7 +98,7 @@ def test_torchrun_is_read_by_option_in_both_spellings(command: str) -> None:
     }
 
 
-def test_a_shell_before_the_rank_is_told_from_its_command() -> None:
+def test_a_shell_before_the_rank_is_distinguished_by_its_command() -> None:
     words = ["mpirun", "-np", "1", "/bin/sh", "-c", "cd /; exec $@", "shoal-rank", "python3", "a b.py"]
     assert launch_command([words]) == {
         "mpirun -np": "1",

@@ -197,7 +197,7 @@ def test_directories_that_a_stranger_makes_with_known_names_are_not_the_jobs(tmp
 
 
 @pytest.mark.parametrize("link", [False, True], ids=["copied", "linked"])
-def test_a_setuid_program_of_a_stranger_in_a_checkpoint_does_not_become_ones_own(tmp_path: Path, link: bool) -> None:
+def test_a_setuid_program_of_a_stranger_in_a_checkpoint_keeps_its_owner(tmp_path: Path, link: bool) -> None:
     source, target = tmp_path / "from", tmp_path / "to"
     source.mkdir()
     target.mkdir()

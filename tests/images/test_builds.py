@@ -273,7 +273,7 @@ def test_a_commit_that_changes_nothing_inside_leaves_images_as_they_are(fake: Fa
     assert "org.opencontainers.image.revision" not in fake.images[TWO]
 
 
-def test_debian_packages_that_are_not_locked_are_told(fake: FakeEngine, checkout: Path) -> None:
+def test_debian_packages_that_are_not_locked_are_reported(fake: FakeEngine, checkout: Path) -> None:
     fake.prints = b"".join(b"shoal: not locked: p%d_1_amd64.deb\n" % number for number in range(6))
     code, out, _ = shoal(fake, checkout, "build", "one-*")
     assert code == 0
@@ -335,7 +335,7 @@ def test_the_largest_come_first_and_variants_of_them_last(fake: FakeEngine, chec
     ]
 
 
-def test_a_failure_stops_only_what_stands_on_it(fake: FakeEngine, checkout: Path) -> None:
+def test_a_failure_stops_only_images_that_extend_it(fake: FakeEngine, checkout: Path) -> None:
     fake.failing = ("one",)
     code, out, err = shoal(fake, checkout, "build", "--all")
     assert code == 6
@@ -369,7 +369,7 @@ def test_json_says_how_each_image_ended(fake: FakeEngine, checkout: Path) -> Non
     assert grandchild["seconds"] is None
 
 
-def test_several_failures_are_all_told(fake: FakeEngine, checkout: Path) -> None:
+def test_several_failures_are_all_reported(fake: FakeEngine, checkout: Path) -> None:
     fake.failing = ("one", "two")
     code, _, err = shoal(fake, checkout, "build", "--all")
     assert code == 6

@@ -51,7 +51,7 @@ def test_a_build_is_given_the_packages_of_its_suite(project: Project, matrix: Bu
         assert files["machine/sources.list"] == b"deb [trusted=yes] file:/run/machine/debs ./\n"
 
 
-def test_a_bundle_that_lacks_a_system_is_told(
+def test_a_bundle_that_lacks_a_system_is_reported(
     matrix: BuildSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(base_image, "find_base", lambda *_: base_image.BaseImage("x", "sha256:1", "x"))
@@ -413,7 +413,7 @@ def save(chunks: Iterable[bytes], path: Path) -> None:
     bundle._save_image(Saved(chunks), "base", path)  # type: ignore[arg-type]
 
 
-def test_a_full_disk_is_told_and_keeps_nothing_that_is_cut_off(small_disk: Path) -> None:
+def test_a_full_disk_is_reported_and_leaves_no_truncated_file(small_disk: Path) -> None:
     with pytest.raises(DiskError, match=rf"^{small_disk}: No space left on device. Fix: free some"):
         save([bytes(2**20)] * 2, small_disk / "base.tar")
     assert list(small_disk.iterdir()) == []
@@ -435,7 +435,7 @@ def test_an_interrupt_keeps_nothing_that_is_cut_off(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "kind"), [("ERROR: no such file", BuildError), ("OSError: [Errno 28] No space left on device", DiskError)]
 )
-def test_wheels_that_cannot_be_fetched_are_told_with_pips_words(
+def test_wheels_that_cannot_be_fetched_are_reported_with_pips_words(
     project: Project, matrix: BuildSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str, kind: type
 ) -> None:
     def download(scratch: Path, options: list[str]) -> subprocess.CompletedProcess[str]:

@@ -112,7 +112,7 @@ def test_another_base_rebuilds_all(sources: Sources) -> None:
     assert planned(sources, sources, "shoal-base:x@1").reasons == ("base debian:bookworm-slim → shoal-base:x",)
 
 
-def test_other_instructions_are_told_with_their_template(sources: Sources) -> None:
+def test_other_instructions_are_reported_with_their_template(sources: Sources) -> None:
     changed = edited(sources, "settings", "PYTHONUNBUFFERED=1", "PYTHONUNBUFFERED=0")
     entry = planned(sources, changed)
     assert entry.rebuilt == ("settings",)
@@ -129,7 +129,7 @@ def test_blanks_in_an_instruction_count(sources: Sources) -> None:
     assert planned(sources, changed).rebuilt[0] == "system"
 
 
-def test_a_step_that_comes_or_goes_is_told(sources: Sources) -> None:
+def test_a_step_that_comes_or_goes_is_reported(sources: Sources) -> None:
     place = [step.name for step in sources.steps].index("toolkit")
     more = replace(sources, steps=(*sources.steps[:place], BuildStep("extra", "RUN true"), *sources.steps[place:]))
     assert planned(sources, more).reasons[0].startswith("extra: a new step")

@@ -148,7 +148,7 @@ PULLED = BaseImage(UPSTREAM, "sha256:9", f"docker.io/library/{UPSTREAM}", f"sha2
         (replace(PULLED, digest=""), {}, "was loaded, not pulled"),
     ],
 )
-def test_a_base_that_is_not_the_locks_is_told(
+def test_a_base_that_differs_from_the_lock_is_reported(
     system: System, found: BaseImage, bases: dict[str, str], words: str
 ) -> None:
     locked = DebianLock(bases, {PYTHON: ONE})
@@ -157,7 +157,7 @@ def test_a_base_that_is_not_the_locks_is_told(
     assert all(re.search(words, line) for line in told), told
 
 
-def test_a_release_without_a_lock_is_told(system: System) -> None:
+def test_a_release_without_a_lock_is_reported(system: System) -> None:
     first, second = debian_lock.describe_differences(of_layers(f"sha256:{'1' * 64}"), MINE, system, DebianLock({}, {}))
     assert first.startswith("Debian bookworm: no package versions in dockerfiles/debian/bookworm.txt. Fix: ")
     assert "has no pin" in second
@@ -282,7 +282,7 @@ def test_a_child_has_a_lock_of_its_own(
     assert pulls == [False, True]
 
 
-def test_how_a_lock_changed_is_told() -> None:
+def test_how_a_lock_changed_is_reported() -> None:
     before, after = (
         DebianLock({MADE: "a"}, {PYTHON: ONE, "x.deb": ONE}),
         DebianLock({MADE: "b"}, {PYTHON: ONE, LIBC: TWO}),

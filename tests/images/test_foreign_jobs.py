@@ -170,7 +170,7 @@ def test_trust_in_a_project_is_not_trust_in_its_jobs(tmp_path: Path, private: Pa
     assert content(private) == {"key": "secret"}
 
 
-def test_another_job_in_the_place_of_ones_own_is_refused(request_: JobRequest, private: Path) -> None:
+def test_another_job_in_the_place_of_the_own_job_is_refused(request_: JobRequest, private: Path) -> None:
     """This user had a job there, has removed it, and cloned a project with one of that name."""
     directory = run(request_)
     shutil.rmtree(directory)

@@ -16,7 +16,7 @@ def nothing() -> None:
 
 
 @pytest.mark.parametrize("jobs", [1, 2, 9])
-def test_what_it_stands_on_comes_first(jobs: int) -> None:
+def test_parents_come_first(jobs: int) -> None:
     done: list[str] = []
     under_way: set[str] = set()
     most = 0
@@ -40,7 +40,7 @@ def test_what_it_stands_on_comes_first(jobs: int) -> None:
     assert most > 1 or jobs == 1
 
 
-def test_a_failure_stops_only_what_stands_on_it() -> None:
+def test_a_failure_stops_only_images_that_extend_it() -> None:
     def work(name: str) -> str:
         if name == "a1":
             raise OSError("no")
@@ -54,7 +54,7 @@ def test_a_failure_stops_only_what_stands_on_it() -> None:
     assert [results[name] for name in ("a", "b", "a2", "c")] == ["a", "b", "a2", "c"]
 
 
-def test_what_stands_on_what_was_not_tried_is_not_tried() -> None:
+def test_children_of_an_untried_image_are_not_tried() -> None:
     def work(name: str) -> str:
         raise OSError(name)
 

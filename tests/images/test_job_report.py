@@ -221,7 +221,7 @@ def test_secrets_are_masked_everywhere(tmp_path: Path) -> None:
     assert report.reasons == ["launcher mpi: two ranks"]
 
 
-def test_values_are_masked_if_train_has_not_said_which_are_secrets(tmp_path: Path) -> None:
+def test_values_are_masked_if_train_has_not_named_the_secrets(tmp_path: Path) -> None:
     defined = {"sagemaker_metric_definitions": "[]"}
     opened = open_finished_job(tmp_path, environment={"PLAIN": "perhaps-secret"}, hyperparameters={"a": "b", **defined})
     opened.log.add("algo-1", "perhaps-secret")

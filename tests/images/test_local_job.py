@@ -230,7 +230,7 @@ for port in ports:
 
 @pytest.mark.mpi
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to act as another user")
-def test_another_user_of_the_machine_is_heard_by_no_rank(project: Project, tmp_path: Path) -> None:
+def test_another_user_of_the_machine_is_read_by_no_rank(project: Project, tmp_path: Path) -> None:
     channel, script = tmp_path / "data", tmp_path / "code" / "train.py"
     channel.mkdir()
     script.parent.mkdir()

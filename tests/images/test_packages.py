@@ -157,7 +157,7 @@ def test_what_an_image_compiles_is_among_the_librarys_files(project: Project, tm
         ("x = '\0'", r"toolkit/shoal_toolkit/cli\.py.*null bytes"),
     ],
 )
-def test_a_module_that_is_not_python_is_told_with_its_place(
+def test_a_module_that_is_not_python_is_reported_with_its_place(
     project: Project, tmp_path: Path, line: str, told: str
 ) -> None:
     package = shutil.copytree(project.root / "toolkit", tmp_path / "toolkit")

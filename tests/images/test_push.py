@@ -109,7 +109,7 @@ def test_a_prefix_stands_before_the_name() -> None:
 
 
 @pytest.mark.parametrize("as_json", [False, True])
-def test_after_a_failure_the_others_are_pushed_and_all_is_told(
+def test_after_a_failure_the_others_are_pushed_and_all_is_reported(
     project: Project, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], as_json: bool
 ) -> None:
     answers = Engine("denied: the first", "denied: the second")
@@ -168,7 +168,7 @@ class Leaving(Engine):
         docker.errors.StreamParseError("half a line"),
     ],
 )
-def test_an_engine_that_goes_away_is_told_for_each_image(
+def test_an_engine_that_goes_away_is_reported_for_each_image(
     project: Project, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception, back: bool
 ) -> None:
     answers = Leaving(error, back=back)

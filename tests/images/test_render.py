@@ -147,7 +147,7 @@ def test_what_is_dropped_is_named_within_site_packages(
         render_dockerfile(Project(tmp_path), matrix.select("pytorch"))
 
 
-def test_a_framework_without_a_template_is_told(project: Project, matrix: BuildSpec) -> None:
+def test_a_framework_without_a_template_is_reported(project: Project, matrix: BuildSpec) -> None:
     image = matrix.select("pytorch").model_copy(update={"framework": "mxnet"})
     with pytest.raises(SpecError, match=r"no template mxnet.j2. Allowed: .*pytorch.j2"):
         read_steps(project, image)
@@ -250,7 +250,7 @@ def test_a_childs_lock_is_for_its_parents(project: Project, matrix: BuildSpec, t
         read_image_pins(copy, matrix, child)
 
 
-def test_a_lock_for_other_requirements_is_told(project: Project, matrix: BuildSpec) -> None:
+def test_a_lock_for_other_requirements_is_reported(project: Project, matrix: BuildSpec) -> None:
     image = matrix.select("pytorch")
     assert read_image_pins(project, matrix, image)["mpi"]
     changed = image.model_copy(update={"requirements": (*image.requirements, "pandas")})
@@ -258,7 +258,7 @@ def test_a_lock_for_other_requirements_is_told(project: Project, matrix: BuildSp
         read_image_pins(project, matrix, changed)
 
 
-def test_a_lock_line_without_a_hash_is_told(tmp_path: Path) -> None:
+def test_a_lock_line_without_a_hash_is_reported(tmp_path: Path) -> None:
     (tmp_path / "mpi.txt").write_text("# fine\nopenmpi==4.1.8\n")
     with pytest.raises(SpecError, match=r"mpi.txt:2: expected 'name==version --hash"):
         read_lock(tmp_path / "mpi.txt")

@@ -33,7 +33,7 @@ def test_words_mean_images(wanted: list[str], skip: list[str], chosen: list[str]
 
 
 @pytest.mark.parametrize(("wanted", "skip"), [(["pytroch-training:2.13.0-cpu*"], []), ([], ["pytroch-*-2.13.0-cpu-*"])])
-def test_a_glob_that_means_nothing_is_told_with_the_nearest(wanted: list[str], skip: list[str]) -> None:
+def test_a_glob_without_a_match_is_reported_with_the_nearest_tag(wanted: list[str], skip: list[str]) -> None:
     with pytest.raises(UsageError) as caught:
         choose_tags(TAGS, DEFAULTS, wanted, skip)
     assert f"no image {(wanted + skip)[0]!r}" in str(caught.value)
@@ -42,13 +42,13 @@ def test_a_glob_that_means_nothing_is_told_with_the_nearest(wanted: list[str], s
 
 
 @pytest.mark.parametrize("word", ["mine", "mine:v1"])
-def test_an_image_of_ones_own_is_no_word(word: str) -> None:
+def test_a_custom_image_cannot_be_selected_and_the_error_names_docker(word: str) -> None:
     with pytest.raises(UsageError) as caught:
         choose_tags(TAGS, DEFAULTS, [word], [])
     assert "docker build, and docker tag and docker push" in str(caught.value)
     assert "Did you mean" not in str(caught.value)
 
 
-def test_nothing_left_is_told() -> None:
+def test_skipping_all_images_is_reported() -> None:
     with pytest.raises(UsageError, match="--skip leaves no image"):
         choose_tags(TAGS, DEFAULTS, ["pytorch"], ["*"])

@@ -384,7 +384,7 @@ def test_compressed_bytes_follow_the_offset() -> None:
     assert measured(b"").compressed == 0
 
 
-def test_noise_and_zeros_are_told_apart_in_a_layer() -> None:
+def test_noise_and_zeros_are_distinguished_in_a_layer() -> None:
     files: list[tuple[str, Content]] = [("noise/a", os.urandom(1_000_000)), ("zeros/b", bytes(1_000_000))]
     owners = read(oci([tar(files)])).owners
     assert owners[FileOwner("other", "noise")].compressed == pytest.approx(1_000_000, rel=0.05)  # a block holds both

@@ -107,7 +107,7 @@ def test_a_framework_names_its_default_image(matrix: BuildSpec) -> None:
     assert matrix.select("pytorch-training:2.13.0-cpu-py311-debian12").device == "cpu"
 
 
-def test_an_unknown_framework_is_told_with_the_choices(matrix: BuildSpec) -> None:
+def test_an_unknown_framework_is_reported_with_the_choices(matrix: BuildSpec) -> None:
     with pytest.raises(UsageError) as caught:
         matrix.select("pytroch")
     text = str(caught.value)
@@ -169,7 +169,7 @@ def test_a_system_with_compilers_has_a_devel_variant_of_each_release(tmp_path: P
         ("requirements: [x]", "device: cpu", ["children.0.device: unknown key", "children.0.requirements: required"]),
     ],
 )
-def test_a_mistake_in_children_is_told(tmp_path: Path, old: str, new: str, words: list[str]) -> None:
+def test_a_mistake_in_children_is_reported(tmp_path: Path, old: str, new: str, words: list[str]) -> None:
     assert old in CHILDREN
     with pytest.raises(SpecError) as caught:
         load_text(tmp_path, versions=VERSIONS + CHILDREN.replace(old, new))
@@ -213,7 +213,7 @@ def test_axes_and_exclusions_choose_from_the_releases(tmp_path: Path) -> None:
         (["python: [py311, py312]"], 5, ["does not define 'py312'", "There are: py311, py313"]),
     ],
 )
-def test_a_python_that_its_system_does_not_have_is_told(
+def test_a_python_that_its_system_does_not_have_is_reported(
     tmp_path: Path, axes: list[str], line: int, words: list[str]
 ) -> None:
     text = BUILDSPEC.replace("axes:\n", "axes:\n" + "".join(f"  {axis}\n" for axis in axes))
@@ -223,7 +223,7 @@ def test_a_python_that_its_system_does_not_have_is_told(
     assert "'py311' is no" not in str(caught.value)
 
 
-def test_an_image_stands_on_the_system_of_its_os(tmp_path: Path) -> None:
+def test_an_image_extends_the_base_of_its_os(tmp_path: Path) -> None:
     spec = load_text(tmp_path)
     assert {image.os: image.system.suite for image in spec.images} == {"debian12": "bookworm", "debian13": "trixie"}
     assert [system.upstream for system in spec.systems()] == ["debian:bookworm-slim", "debian:trixie-slim"]
@@ -244,7 +244,7 @@ def test_an_image_stands_on_the_system_of_its_os(tmp_path: Path) -> None:
         ("mxnet, version: 1.9.1", "pytorch, version: 2.0.1", 12, ["releases.2: makes the same tag as releases.1"]),
     ],
 )
-def test_a_mistake_in_the_versions_is_told_with_file_line_and_key(
+def test_a_mistake_in_the_versions_is_reported_with_file_line_and_key(
     tmp_path: Path, old: str, new: str, line: int, words: list[str]
 ) -> None:
     assert old in VERSIONS
@@ -267,7 +267,7 @@ def test_a_mistake_in_the_versions_is_told_with_file_line_and_key(
         ("device: cpu}\n", "device: [cpu\n", 9, ["not YAML"]),
     ],
 )
-def test_a_mistake_is_told_with_file_line_and_key(
+def test_a_mistake_is_reported_with_file_line_and_key(
     tmp_path: Path, old: str, new: str, line: int, words: list[str]
 ) -> None:
     assert old in BUILDSPEC
@@ -282,14 +282,14 @@ def check_told(path: Path, line: int, words: list[str], text: str) -> None:
         assert word in text
 
 
-def test_a_file_that_is_no_text_is_told(tmp_path: Path) -> None:
+def test_a_binary_file_is_reported(tmp_path: Path) -> None:
     for content in (b"\xff\xfe", b"images: \x00"):
         (tmp_path / "buildspec.yml").write_bytes(content)
         with pytest.raises(SpecError, match=r"buildspec.yml: not YAML in UTF-8"):
             load(tmp_path / "buildspec.yml")
 
 
-def test_a_missing_file_is_told(tmp_path: Path) -> None:
+def test_a_missing_file_is_reported(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="cannot be read"):
         load(tmp_path / "buildspec.yml")
 

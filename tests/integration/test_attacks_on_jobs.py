@@ -56,7 +56,7 @@ def _addresses(job: RunningJob) -> list[str]:
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS[:2], ids=lambda launcher: launcher.name)
-def test_a_flood_from_before_the_ranks_listen_is_not_heard_and_does_not_end_a_job(
+def test_a_flood_from_before_the_ranks_listen_is_not_read_and_does_not_end_a_job(
     launcher: Launcher, running_job: RunningJob
 ) -> None:
     command = [sys.executable, "-c", FLOOD, str(STRANGER), *_addresses(running_job)]

@@ -242,7 +242,7 @@ def _assert_unheard(answers: str, targets: list[str], *others: str) -> None:
     assert not heard
 
 
-def test_a_user_of_this_machine_is_heard_by_no_rank(launcher: Launcher, running_job: RunningJob) -> None:
+def test_a_user_of_this_machine_is_read_by_no_rank(launcher: Launcher, running_job: RunningJob) -> None:
     targets = _await_targets(running_job, launcher.ports)
     command = [sys.executable, "-c", ATTACK, str(STRANGER), *targets]
     attack = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=True)
@@ -254,7 +254,7 @@ def test_a_user_of_this_machine_is_heard_by_no_rank(launcher: Launcher, running_
 
 
 @pytest.mark.parametrize("launcher", [LAUNCHERS[3]], ids=lambda launcher: launcher.name)
-def test_a_container_on_the_jobs_network_is_heard_by_no_rank(
+def test_a_container_on_the_jobs_network_is_read_by_no_rank(
     launcher: Launcher, running_job: RunningJob, client: docker.DockerClient
 ) -> None:
     targets = _await_targets(running_job, launcher.ports)
@@ -269,7 +269,7 @@ def test_a_container_on_the_jobs_network_is_heard_by_no_rank(
 
 @pytest.mark.parametrize("network", ["bridge", "host"])
 @pytest.mark.parametrize("launcher", [LAUNCHERS[1]], ids=lambda launcher: launcher.name)
-def test_a_container_elsewhere_is_heard_by_no_rank(
+def test_a_container_elsewhere_is_read_by_no_rank(
     launcher: Launcher, running_job: RunningJob, client: docker.DockerClient, network: str
 ) -> None:
     targets = _await_targets(running_job, launcher.ports)

@@ -169,7 +169,7 @@ def test_an_image_is_in_the_registry(client: docker.DockerClient, checkout: Path
     assert client.images.get(TAG).tags == [TAG]
 
 
-def test_a_wrong_password_is_told_at_once(client: docker.DockerClient, checkout: Path, way: Way) -> None:
+def test_a_wrong_password_is_reported_at_once(client: docker.DockerClient, checkout: Path, way: Way) -> None:
     ended = push(checkout, way, "wrong")
     assert ended.returncode == 11
     assert "docker login to the registry" in ended.stderr

@@ -158,7 +158,7 @@ def test_the_recipes_name_what_our_images_have(matrix: BuildSpec, pytorch: str) 
     assert f"ARG BASE={pytorch}\n" in (REQUIREMENTS / "Dockerfile").read_text()
 
 
-def test_a_base_of_ones_own_trains_on_two_ranks(start_host: StartHost, on_own_base: str, tmp_path: Path) -> None:
+def test_a_custom_base_trains_on_two_ranks(start_host: StartHost, on_own_base: str, tmp_path: Path) -> None:
     """With SMDDP_ENGINE=shm, which is an error where the compiled engine cannot be loaded."""
     tree = write_tree(tmp_path / "ml", (OWN_BASE / "fit_line.py").read_text(), TWO_RANKS)
     ended = start_host(on_own_base, None, tree=tree, env={"SMDDP_ENGINE": "shm"}).wait()
@@ -167,7 +167,7 @@ def test_a_base_of_ones_own_trains_on_two_ranks(start_host: StartHost, on_own_ba
     assert "y = 3.00 x -1.00" in ended.output
 
 
-def test_an_mpirun_of_ones_own_starts_there(start_host: StartHost, on_own_base: str) -> None:
+def test_a_custom_mpirun_starts_there(start_host: StartHost, on_own_base: str) -> None:
     command = ["mpirun", "--oversubscribe", "-np", "2", "python", "-c", SUM]
     ended = start_host(on_own_base, command).wait()
     assert ended.code == 0, ended.output

@@ -382,7 +382,7 @@ def test_a_killed_script_gives_137(pytorch: str, source: Path, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("more", [(), ("--distribution", '{"torch_distributed": {"enabled": true}}')])
-def test_a_model_in_another_place_is_told_and_hosts_share_the_cores(
+def test_a_model_in_another_place_is_reported_and_hosts_share_the_cores(
     client: docker.DockerClient, pytorch: str, source: Path, tmp_path: Path, more: tuple[str, ...]
 ) -> None:
     (source / "train.py").write_text(
@@ -401,7 +401,7 @@ def test_a_model_in_another_place_is_told_and_hosts_share_the_cores(
     assert f"threads {max(1, client.info()['NCPU'] // 2)}" in ended.stdout
 
 
-def test_an_image_that_is_not_there_is_told(client: docker.DockerClient, source: Path, tmp_path: Path) -> None:
+def test_a_missing_image_is_reported(client: docker.DockerClient, source: Path, tmp_path: Path) -> None:
     (source / "train.py").write_text("")
     result = subprocess.run(
         command("nowhere:1", source, tmp_path / "jobs"),

@@ -82,7 +82,7 @@ def test_a_failure_is_the_result_on_every_host(
         assert not host.path("output/success").exists()
 
 
-def test_an_exception_on_the_second_host_is_told_on_both(
+def test_an_exception_on_the_second_host_is_reported_on_both(
     start_host: StartHost, pytorch: str, network: Network, tmp_path: Path
 ) -> None:
     script = "import os\nif os.environ['RANK'] == '1':\n    raise ValueError('bad batch')\n"

@@ -95,7 +95,7 @@ def test_a_command_is_looked_for_on_path() -> None:
         ("smddprun", ["/"], 126, "/ cannot be started: Permission denied"),
     ],
 )
-def test_what_cannot_be_run_is_said(name: str, words: list[str], code: int, said: str) -> None:
+def test_what_cannot_be_run_is_reported(name: str, words: list[str], code: int, said: str) -> None:
     process = start(name, *words)
     _, error = process.communicate(timeout=60)
     assert process.returncode == code

@@ -59,7 +59,7 @@ class Properties:
     name = "A100"
 
 
-def test_devices_are_told_apart_by_the_names_that_the_host_has_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_devices_are_distinguished_by_the_names_that_the_host_has_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -145,7 +145,7 @@ def test_all_ranks_choose_alike(monkeypatch: pytest.MonkeyPatch, names: tuple[st
     assert [type(each) for each in open_both(monkeypatch, names)] == [kind, kind]
 
 
-def test_copies_are_told_with_their_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_are_reported_with_their_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     words = (
         r"CUDA tensors are copied to the host to be reduced: rank 0 and rank 1 share one CUDA device, cuda:0 \(gpu-a\)"
     )

@@ -139,7 +139,7 @@ print(*(str(each.message) for each in told if "no effect" in str(each.message)),
 """
 
 
-def test_variables_that_only_aws_s_library_reads_are_told(alone: Alone) -> None:
+def test_variables_that_only_aws_s_library_reads_are_reported(alone: Alone) -> None:
     tuning = {"SMDATAPARALLEL_OPTIMIZE_SDP": "1", "SMDDP_AG_SORT_BUFFER_SIZE_BYTES": "1"}
     detecting = {"SMDATAPARALLEL_USE_SINGLENODE": "1", "SMDATAPARALLEL_USE_HOMOGENEOUS": "1"}
     said = alone("-c", UNUSED, **tuning, **detecting)

@@ -290,7 +290,7 @@ def observer(seconds: float) -> tuple[Observer, list[str]]:
     return made, called
 
 
-def test_a_stage_waits_no_longer_than_the_limit_since_it_has_heard_of_another() -> None:
+def test_a_stage_waits_no_longer_than_the_limit_after_the_last_message_of_another() -> None:
     waiting, called = observer(100)
     now = time.monotonic()
     waiting._check_limit(now + 99)

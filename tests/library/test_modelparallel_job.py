@@ -181,7 +181,7 @@ def test_a_secret_that_only_some_ranks_have_is_an_error(monkeypatch: pytest.Monk
             rendezvous._agree_on_key(store, 1, True, undo)
 
 
-def test_several_hosts_without_a_secret_are_told_what_that_means(capsys: pytest.CaptureFixture[str]) -> None:
+def test_several_hosts_without_a_secret_get_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
     store = LocalStore(1.0)
     with ExitStack() as undo:
         keys = [rendezvous._agree_on_key(store, rank, False, undo) for rank in (0, 1)]

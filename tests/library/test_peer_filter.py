@@ -79,7 +79,7 @@ def serve(family: str, *clients: str, **variables: str) -> tuple[list[str], str]
 
 
 @pytest.mark.parametrize("family", ["4", "6"])
-def test_a_process_of_the_same_user_is_heard_and_another_users_is_not(family: str) -> None:
+def test_a_process_of_the_same_user_is_read_and_another_users_is_not(family: str) -> None:
     ours, theirs = "0,open,127.0.0.1", f"{STRANGER},open,127.0.0.1"
     read, log = serve(family, ours, theirs, ours, theirs)
     assert read == ["hello", "", "hello", ""]
@@ -88,7 +88,7 @@ def test_a_process_of_the_same_user_is_heard_and_another_users_is_not(family: st
 
 
 @pytest.mark.parametrize("ending", ["half", "closed", "reset"])
-def test_a_stranger_that_leaves_before_it_is_accepted_is_not_heard(ending: str) -> None:
+def test_a_stranger_that_leaves_before_it_is_accepted_is_not_read(ending: str) -> None:
     """The kernel gives a socket without a process the uid 0, which is root's."""
     read, _ = serve("4", f"{STRANGER},{ending},127.0.0.1", "0,open,127.0.0.1")
     assert read[0] in ("", "ConnectionResetError")
@@ -107,7 +107,7 @@ def noted() -> Iterator[dict[str, str]]:
 @pytest.mark.parametrize("family", ["4", "6"])
 @pytest.mark.parametrize("ending", ["half", "closed"])
 @pytest.mark.parametrize("address", ["127.0.0.1", "127.0.0.9", "own"])
-def test_a_member_that_leaves_before_it_is_accepted_is_heard(
+def test_a_member_that_leaves_before_it_is_accepted_is_read(
     family: str, ending: str, address: str, noted: dict[str, str]
 ) -> None:
     """As NCCL's ranks do when they tell the first one who they are; by the address of the host, or of loopback."""
@@ -121,15 +121,13 @@ def test_a_member_that_leaves_before_it_is_accepted_is_heard(
 
 
 @pytest.mark.parametrize(("ending", "read"), [("open", "hello"), ("closed", "hello"), ("reset", "")])
-def test_a_stranger_at_a_port_that_a_member_has_left_is_not_heard(
-    ending: str, read: str, noted: dict[str, str]
-) -> None:
+def test_a_stranger_at_a_port_that_a_member_has_left_is_not_read(ending: str, read: str, noted: dict[str, str]) -> None:
     clients = (f"0,{ending},127.0.0.1", f"{STRANGER},closed,127.0.0.1:last")
     assert serve("4", *clients, **noted)[0] == [read, ""]
     assert serve("4", *clients, LD_PRELOAD="")[0][1] == "hello"
 
 
-def test_without_the_filter_the_stranger_is_heard() -> None:
+def test_without_the_filter_the_stranger_is_read() -> None:
     assert serve("4", f"{STRANGER},open,127.0.0.1", LD_PRELOAD="")[0] == ["hello"]
 
 

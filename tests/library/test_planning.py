@@ -227,7 +227,7 @@ def test_nothing_fits(plan: Plan) -> None:
         ("breaks", [], "raised OSError on the meta device: no such configuration"),
     ],
 )
-def test_what_cannot_be_planned_is_said(plan: Plan, name: str, options: list[str], words: str) -> None:
+def test_what_cannot_be_planned_is_reported(plan: Plan, name: str, options: list[str], words: str) -> None:
     ended = plan(name, *options)
     assert ended.returncode == 2
     assert words in ended.stderr

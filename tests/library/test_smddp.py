@@ -122,7 +122,7 @@ def test_a_stopped_rank_does_not_answer(guarded: Guarded) -> None:
 
 
 @pytest.mark.once
-def test_ranks_that_call_different_collectives_are_told(guarded: Guarded) -> None:
+def test_ranks_that_call_different_collectives_are_reported(guarded: Guarded) -> None:
     said = guarded("apart", world_size=3)
     assert all("SMDDPError: " in text for text in said)
     apart = [text for text in said if "Ranks called different collectives: " in text]
@@ -132,7 +132,7 @@ def test_ranks_that_call_different_collectives_are_told(guarded: Guarded) -> Non
 
 
 @pytest.mark.once
-def test_ranks_that_came_apart_earlier_are_told(guarded: Guarded) -> None:
+def test_ranks_that_diverged_earlier_are_reported(guarded: Guarded) -> None:
     said = guarded("apart_earlier")
     assert any("Ranks called different collectives before this one: " in text for text in said)
     assert all("SMDDPError: " in text for text in said)
@@ -175,7 +175,9 @@ def test_a_late_bucket_is_named_between_hosts(guarded: Guarded) -> None:
         ("apart_earlier", ("broadcast with root 0, 20 bytes", "broadcast with root 1, 20 bytes")),
     ],
 )
-def test_hosts_that_call_different_collectives_are_told(guarded: Guarded, what: str, calls: tuple[str, str]) -> None:
+def test_hosts_that_call_different_collectives_are_reported(
+    guarded: Guarded, what: str, calls: tuple[str, str]
+) -> None:
     for said in guarded(what, ranks_per_host=1, seconds=3):
         assert "Ranks called different collectives: " in said
         assert all(call in said for call in calls)
@@ -220,7 +222,7 @@ def test_models_that_differ_are_refused_on_all_ranks(guarded: Guarded, what: str
 
 
 @pytest.mark.once
-def test_weights_that_come_apart_are_told_if_asked_for(guarded: Guarded) -> None:
+def test_diverging_weights_are_reported_if_the_check_is_on(guarded: Guarded) -> None:
     for said in guarded("weights_apart", SMDDP_CHECK_WEIGHTS="1"):
         assert "SMDDPError: The weights of rank 1 differ from the weights of rank 0:\n  bias: " in said
     assert all("went on" in said for said in guarded("weights_apart"))

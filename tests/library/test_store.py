@@ -148,7 +148,7 @@ def test_who_cannot_meet_is_told(free_port: int, monkeypatch: pytest.MonkeyPatch
         open_store(launch(1, 2, Address("127.0.0.1", free_port)))
 
 
-def test_a_store_that_has_ended_is_said_to_be_gone(server: Server, store: TcpStore) -> None:
+def test_a_store_that_has_ended_is_reported_as_gone(server: Server, store: TcpStore) -> None:
     store.set("a", "1")
     waiting = ThreadPoolExecutor(1).submit(store.get, "never")
     time.sleep(0.05)

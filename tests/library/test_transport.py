@@ -138,7 +138,7 @@ def test_more_strangers_than_there_are_files_keep_no_rank_out(ranks: tuple[Rank,
         assert len(ranks[1].transport._unauthenticated) <= 64
 
 
-def test_who_has_another_key_is_told_so_and_not_heard(ranks: tuple[Rank, Rank]) -> None:
+def test_a_peer_with_another_key_is_refused_with_the_reason(ranks: tuple[Rank, Rank]) -> None:
     other = Rank(2, b"o" * 32)
     other.meet(ranks[1])
     with pytest.raises(

@@ -117,7 +117,7 @@ def test_hyperparameters_that_are_no_object(tree: Tree, run: Run, text: str, kin
     assert f"the file holds a JSON {kind}, and must hold an object" in tree.failure
 
 
-def test_without_resourceconfig_one_host_is_assumed_and_said(tree: Tree, run: Run) -> None:
+def test_without_resourceconfig_one_host_is_assumed_and_reported(tree: Tree, run: Run) -> None:
     tree.script("import os; print(os.environ['SM_HOSTS'])")
     done = run(SAGEMAKER_PROGRAM="train.py")
     assert done.code == 0
@@ -227,7 +227,7 @@ def test_neuron_cores_are_counted(tree: Tree, devices: int, instance: str, cores
     assert planned(tree, MACHINE._replace(neuron_devices=devices)).env["SM_NUM_NEURONS"] == str(cores)
 
 
-def test_the_version_of_torch_is_told_without_importing_it(tree: Tree, tmp_path: Path) -> None:
+def test_the_version_of_torch_is_read_without_importing_it(tree: Tree, tmp_path: Path) -> None:
     (tmp_path / "torch-2.0.1+cu117.dist-info").mkdir()
     (tmp_path / "torchvision-0.1.dist-info").mkdir()
     assert machine.find_installed_version("torch", [str(tmp_path / "absent"), str(tmp_path)]) == "2.0.1+cu117"
@@ -291,7 +291,7 @@ def test_without_a_distribution_no_group_takes_part(tree: Tree) -> None:
 
 
 @pytest.mark.parametrize("topology", [None, [], [{"hostName": "algo-1", "capacityUnitId": "1"}]])
-def test_the_topology_is_told_where_there_is_one(tree: Tree, topology: object) -> None:
+def test_a_known_topology_is_reported(tree: Tree, topology: object) -> None:
     tree.hosts("algo-1", "algo-1", topology=topology)
     found = variables(tree)
     assert (

@@ -332,7 +332,7 @@ TORCH_FULL = "[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 
         (FULL, 1, {"full_mounts": 2, "full:/tmp": 1, "full:/data": 1}, "No space is left in /tmp, /data."),
     ],
 )
-def test_what_to_do_is_said_where_it_is_known(stderr: str, code: int, facts: dict[str, int], says: str) -> None:
+def test_a_known_fix_is_printed(stderr: str, code: int, facts: dict[str, int], says: str) -> None:
     assert says in message(stderr, code, facts=facts).partition("\n\n")[0]
 
 
@@ -361,7 +361,7 @@ def test_what_is_not_so_is_not_said(stderr: str, code: int, facts: dict[str, int
     assert unsaid not in message(stderr, code, facts=facts)
 
 
-def test_every_text_of_the_table_can_be_said() -> None:
+def test_every_text_of_the_table_can_be_printed() -> None:
     """With no fact known: a gap in the table must not cost the result."""
     for entry in diagnosis._read_failures()["advice"]:
         text = str(entry.get("head", "") + entry["advice"]).format_map(diagnosis._Placeholders(what="x"))

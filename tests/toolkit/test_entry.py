@@ -134,7 +134,7 @@ def test_a_name_that_reads_as_an_option(tree: Tree, run: Run, name: str) -> None
     assert '"-m package.module"' in tree.failure
 
 
-def test_a_directory_is_no_script_but_how_to_run_it_is_said(tree: Tree, run: Run) -> None:
+def test_a_directory_as_script_is_an_error_with_the_command_that_runs_it(tree: Tree, run: Run) -> None:
     package(tree)
     assert run(SAGEMAKER_PROGRAM="pkg/").code == 2
     assert f"The script 'pkg/' is a directory of {tree.code}. To run it as a package, write \"-m pkg\"" in tree.failure

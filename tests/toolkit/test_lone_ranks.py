@@ -20,7 +20,7 @@ ALONE = "import torch\n\nmodel = torch.compile(torch.nn.Linear(2, 1))\ntorch.sav
         ("README.md", "distributed training", True),
     ],
 )
-def test_ranks_that_do_not_know_of_each_other_are_told(tmp_path: Path, file: str, text: str, is_told: bool) -> None:
+def test_ranks_that_do_not_know_of_each_other_are_reported(tmp_path: Path, file: str, text: str, is_told: bool) -> None:
     (tmp_path / "train.py").write_text(ALONE)
     (tmp_path / file).parent.mkdir(exist_ok=True)
     (tmp_path / file).write_text(text)

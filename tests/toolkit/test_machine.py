@@ -245,7 +245,7 @@ def programs(directory: Path, *names: str) -> str:
 @pytest.mark.parametrize(
     ("beside", "series"), [(["orterun", "orted"], 4), (["prterun", "prted"], 5), (["prted"], 5), (["mpiexec.hydra"], 0)]
 )
-def test_the_series_of_open_mpi_is_told_from_what_lies_beside_mpirun(
+def test_the_series_of_open_mpi_is_read_from_files_beside_mpirun(
     tmp_path: Path, beside: list[str], series: int
 ) -> None:
     mpirun = programs(tmp_path / "bin", "mpirun", *beside)

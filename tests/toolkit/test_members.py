@@ -51,9 +51,7 @@ def await_file(path: Path) -> None:
 
 @needs_namespaces
 @pytest.mark.parametrize(("members_only", "expected"), [("1", "b''"), ("0", "b'stranger'")])
-def test_hosts_of_the_job_are_heard_and_another_address_is_not(
-    tmp_path: Path, members_only: str, expected: str
-) -> None:
+def test_hosts_of_the_job_are_read_and_another_address_is_not(tmp_path: Path, members_only: str, expected: str) -> None:
     with two_hosts(tmp_path) as hosts, stranger(hosts[1]) as address:
         for host in hosts:
             host.tree.script(SCRIPT)

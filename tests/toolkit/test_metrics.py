@@ -145,7 +145,7 @@ def test_records_come_as_the_lines_do(tree: Tree) -> None:
         assert train.wait(20) == 0
 
 
-def test_a_full_disk_is_said_once_and_the_job_goes_on(tree: Tree, run: Run) -> None:
+def test_a_full_disk_is_reported_once_and_the_job_continues(tree: Tree, run: Run) -> None:
     tree.script(
         "import os, time\nos.symlink('/dev/full', '../output/metrics.jsonl')\n"
         "for n in range(3): print('loss: 1'); time.sleep(.05)"

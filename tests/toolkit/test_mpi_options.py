@@ -298,7 +298,7 @@ def test_parameters_that_open_mpi_5_has_renamed(given: tuple[str, str], there: t
     assert mca(command(options, 5))[there[0]] == there[1]
 
 
-def test_parameters_that_open_mpi_5_does_not_have_are_left_out_and_said() -> None:
+def test_parameters_that_open_mpi_5_does_not_have_are_left_out_and_reported() -> None:
     options = "--mca orte_abort_on_non_zero_status 1"
     assert "orte_abort_on_non_zero_status" not in command(options, 5)
     assert "orte_abort_on_non_zero_status is left out: Open MPI 5.0 has no such parameter" in notes(options, 5)

@@ -138,7 +138,7 @@ def test_users_options_in_either_spelling_on_two_hosts(hosts: list[Host], series
 
 
 @TWO
-def test_hosts_with_different_series_are_told_so(hosts: list[Host]) -> None:
+def test_hosts_with_different_series_are_reported(hosts: list[Host]) -> None:
     """The worker has 4.1 alone."""
     script(hosts, "print('trained')")
     processes = [hosts[0].start(**openmpi.variables()), hosts[1].start()]

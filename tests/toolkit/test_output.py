@@ -200,7 +200,7 @@ def test_every_line_is_one_object(tree: Tree, run: Run, launcher: str, ranks: in
     assert f"train: launcher {launcher}" in next(line["message"] for line in said if "launcher" in line["message"])
 
 
-def test_a_failure_is_told_in_json_too(tree: Tree, run: Run) -> None:
+def test_a_failure_is_reported_in_json_too(tree: Tree, run: Run) -> None:
     tree.script("raise ValueError('boom')")
     done = run(**JSON)
     assert done.code == 1

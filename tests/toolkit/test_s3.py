@@ -240,7 +240,7 @@ def test_a_server_that_cannot_be_asked(tree: Tree, run: Run, variables: dict[str
     assert f"{address} cannot be reached: {reason}" in tree.failure
 
 
-def test_without_boto3_it_is_said_what_to_install(tree: Tree, run: Run, tmp_path: Path) -> None:
+def test_without_boto3_the_error_names_the_package_to_install(tree: Tree, run: Run, tmp_path: Path) -> None:
     (tmp_path / "boto3.py").write_text("raise ModuleNotFoundError(\"No module named 'boto3'\")")
     address = f"s3://{BUCKET}/code.tar.gz"
     done = run(SAGEMAKER_SUBMIT_DIRECTORY=address, SAGEMAKER_PROGRAM="train.py", PYTHONPATH=str(tmp_path))
@@ -335,7 +335,7 @@ def test_the_end_of_the_launcher_is_the_end(tmp_path: Path, bucket: Bucket) -> N
     until(lambda: not Path(f"/proc/{child}").exists() or "Z" in Path(f"/proc/{child}/stat").read_text().split()[2])
 
 
-def test_failures_are_said_once_and_again_at_the_end(upload: Callable[..., Upload]) -> None:
+def test_failures_are_printed_once_and_again_at_the_end(upload: Callable[..., Upload]) -> None:
     with answering(403) as server:
         running = upload(S3_ENDPOINT_URL=server.url)
         (running.directory / "a").write_text("one")

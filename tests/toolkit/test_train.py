@@ -119,7 +119,7 @@ def test_a_fault_of_our_own_is_never_a_success(tree: Tree, tmp_path: Path) -> No
     assert tree.outcome() == {"failure"}
 
 
-def test_a_fault_of_our_own_is_told_to_the_other_hosts(tmp_path: Path) -> None:
+def test_a_fault_of_our_own_is_reported_to_the_other_hosts(tmp_path: Path) -> None:
     trees = two_trees(tmp_path)
     for tree in trees:
         tree.script("")
@@ -364,7 +364,7 @@ def test_settings_that_are_wrong(tree: Tree, run: Run, name: str, value: str) ->
         ("SHOAL_REHEARSE_TOLD", "1", ""),
     ],
 )
-def test_a_setting_that_is_misspelt_is_told(tree: Tree, run: Run, name: str, value: str, meant: str) -> None:
+def test_a_setting_that_is_misspelt_is_reported(tree: Tree, run: Run, name: str, value: str, meant: str) -> None:
     tree.script("print('trained')")
     done = run(SAGEMAKER_PROGRAM="train.py", **{name: value})
     assert (done.code, done.out) == (0, "trained\n")

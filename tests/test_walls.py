@@ -28,8 +28,8 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "cli",
     ),
     "shoal_toolkit": (
-        "errors fallback light_typing",
-        "command_line tables",
+        "errors hooks",
+        "command_line files",
         "redact",
         "log",
         "system",

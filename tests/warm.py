@@ -150,7 +150,7 @@ def preload(names: list[str]) -> None:
     That took 1.4 s with torch, as it copies all pages with objects. What a program has imported or made itself ends as
     ever. So do libraries that it has loaded, and handlers that it has registered: later ones run first.
     """
-    from shoal_toolkit.system.imports import activate as activate_imports
+    from shoal_toolkit.hooks.imports import activate as activate_imports
 
     own = set(sys.modules)
     atexit.register(lambda: sys.modules.update(dict.fromkeys(loaded)))  # type: ignore[arg-type]  # None, as at any end

@@ -169,7 +169,7 @@ def test_our_packages_have_the_versions_of_this_checkout(container: ImageContain
 
 
 def test_ranks_import_frameworks_fast(container: ImageContainer) -> None:
-    assert "shoal_toolkit.system.imports" in container.facts("ours")["finders"]
+    assert "shoal_toolkit.hooks.imports" in container.facts("ours")["finders"]
 
 
 def test_the_engine_was_compiled_for_it(container: ImageContainer) -> None:

@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from shoal_toolkit.system.idle import wait_for_idle_threads
+from shoal_toolkit.hooks.idle import wait_for_idle_threads
 from smdistributed.modelparallel.torch.script import master_weights, reducer
 from smdistributed.modelparallel.torch.script.gradient_norms import clip_gradients
 from smdistributed.modelparallel.torch.script.loss_scale import LossScale
@@ -115,7 +115,7 @@ def everybody() -> Iterator[Any]:
         torch.distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     yield torch.distributed.group.WORLD
     if made_here:
-        wait_for_idle_threads()  # torch 2.0 can hang otherwise: see shoal_toolkit.system.imports
+        wait_for_idle_threads()  # torch 2.0 can hang otherwise: see shoal_toolkit.hooks.imports
         torch.distributed.destroy_process_group()
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from shoal_toolkit.system.devices import find_local_device
+from shoal_toolkit.hooks.devices import find_local_device
 
 from .conftest import Run, Tree
 from .test_imports import REHEARSAL, TOOLKIT, packages

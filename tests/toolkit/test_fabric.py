@@ -7,12 +7,12 @@ from collections.abc import Mapping
 
 import pytest
 
+from shoal_toolkit.files import read_table
 from shoal_toolkit.job import contract
 from shoal_toolkit.job.launchers import LAUNCHERS, Launcher
 from shoal_toolkit.job.machine import Machine, Nic, read_instance
 from shoal_toolkit.plan import fabric
 from shoal_toolkit.plan.fabric import NetworkChoice
-from shoal_toolkit.tables import read_table
 
 from .conftest import Run, Tree
 

@@ -6,7 +6,7 @@ import hashlib
 import threading
 import time
 
-from shoal_toolkit.system.idle import wait_for_idle_threads
+from shoal_toolkit.hooks.idle import wait_for_idle_threads
 
 
 def test_a_thread_that_computes_is_waited_for() -> None:

@@ -29,7 +29,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 import shoal_toolkit
 from shoal_toolkit.job import contract
 from shoal_toolkit.plan import sidecars
-from shoal_toolkit.result import pip_failure
+from shoal_toolkit.result import setup_failure
 from shoal_toolkit.sidecars import install
 
 from .conftest import Finished, Tree, clean_environment
@@ -379,7 +379,7 @@ NOT_FOUND = "ERROR: Could not find a version that satisfies the requirement x (f
     ],
 )
 def test_the_cause_is_read_from_what_pip_prints(printed: str, head: str) -> None:
-    found = pip_failure.explain_pip_failure(printed)
+    found = setup_failure.explain_pip_failure(printed)
     assert found.startswith(head)
     assert "secret" not in found
     assert bool(found) == bool(head)

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal_toolkit.plan.members import PEERS
-from shoal_toolkit.run.connections import build_connection_variables
+from shoal_toolkit.job.peer_filter import PEERS, build_connection_variables
 from smdistributed.core import native
 
 from .conftest import Run, Tree

@@ -16,11 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal_toolkit.errors import ContractError, LaunchError
+from shoal_toolkit.files import read_table
 from shoal_toolkit.hosts.daemons import build_daemon_command
 from shoal_toolkit.job.machine import Machine, choose_interface
 from shoal_toolkit.plan import mpi
 from shoal_toolkit.plan.mpi_options import RELEASE, parse_mpi_options, translate_parameter
-from shoal_toolkit.tables import read_table
 
 from .openmpi import open_mpi_5
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from shoal_toolkit.files import read_table
 from shoal_toolkit.plan.rank_shell import wrap_for_torchrun
 from shoal_toolkit.run.standby import list_rank_variables
-from shoal_toolkit.tables import read_table
 
 from .conftest import TRAIN, Run, Tree, clean_environment
 from .loopback import started, two_trees

@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal_toolkit.errors import ContractError, LaunchError
+from shoal_toolkit.files import read_table
 from shoal_toolkit.job import contract
 from shoal_toolkit.job.machine import Machine, read_instance
 from shoal_toolkit.plan import environment, plan
 from shoal_toolkit.plan.arguments import format_arguments
 from shoal_toolkit.plan.plan import LaunchPlan
-from shoal_toolkit.tables import read_table
 
 from .conftest import Run, Tree
 

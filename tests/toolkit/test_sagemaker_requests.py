@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from shoal_toolkit.fallback.paramiko import build_train_variables
+from shoal_toolkit.hooks.sdk_driver import build_train_variables
 from shoal_toolkit.job import contract
 from shoal_toolkit.job.machine import read_instance
 from shoal_toolkit.plan.plan import LaunchPlan, make_plan

@@ -1,4 +1,4 @@
-"""In place of SDK 3's MPI driver: the fallback module paramiko, as the driver imports it."""
+"""In place of SDK 3's MPI driver, which imports paramiko."""
 
 from __future__ import annotations
 
@@ -7,12 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from shoal_toolkit import fallback
-
 from .conftest import Tree, clean_environment
 from .test_plan import MACHINE, planned
 
-FALLBACK = str(Path(fallback.__file__).parent)
 CONFIG = {"process_count_per_node": 2, "mpi_additional_options": ["-x", "NCCL_DEBUG=INFO", "-x", "GREETING=a b"]}
 
 
@@ -21,7 +18,7 @@ def run_driver(tree: Tree, script: Path) -> subprocess.CompletedProcess[str]:
     script.write_text("import paramiko\n")
     environment = clean_environment(
         SAGEMAKER_BASE_DIR=str(tree.base),
-        PYTHONPATH=FALLBACK,
+        SM_CURRENT_HOST="algo-1",
         SM_ENTRY_SCRIPT="train.py",
         SM_DISTRIBUTED_CONFIG=json.dumps(CONFIG),
     )
@@ -48,7 +45,7 @@ def test_elsewhere_paramiko_is_missing(tree: Tree) -> None:
 
 
 def test_without_a_number_there_is_a_rank_per_gpu(tree: Tree) -> None:
-    from shoal_toolkit.fallback.paramiko import build_train_variables
+    from shoal_toolkit.hooks.sdk_driver import build_train_variables
 
     environ = {"SM_ENTRY_SCRIPT": "train.py", "SM_DISTRIBUTED_CONFIG": '{"process_count_per_node": null}'}
     plan = planned(tree, MACHINE._replace(gpus=4), **build_train_variables(environ, str(tree.code)))

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import json
 import os
+from typing import Any
 
 from shoal_toolkit.errors import did_you_mean
-from shoal_toolkit.light_typing import Any
 
 
 class Environment:

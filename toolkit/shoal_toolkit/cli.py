@@ -14,11 +14,13 @@ Example: train --explain --epochs 3
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 from shoal_toolkit import __version__, redact
 from shoal_toolkit.discovery.sources import remove_launch_variables
@@ -42,7 +44,6 @@ from shoal_toolkit.job.settings import (
     take_settings,
     warn_without_secret,
 )
-from shoal_toolkit.light_typing import NoReturn
 from shoal_toolkit.log import clean_line, configure_log, write_log
 from shoal_toolkit.plan.launcher import DEFAULT_MASTER_PORT, select_hosts
 from shoal_toolkit.plan.plan import LaunchPlan, make_plan
@@ -128,8 +129,6 @@ def explain(words: Sequence[str], as_json: bool) -> int:
     from shoal_toolkit.plan.explain import plan_to_dict, plan_to_text
 
     if as_json:
-        import json
-
         print(json.dumps(redact.mask_json(plan_to_dict(plan)), indent=1))
     else:
         print("\n".join(map(clean_line, redact.mask_text(plan_to_text(plan)).split("\n"))))

@@ -21,8 +21,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from functools import cache
-
-from shoal_toolkit.light_typing import Any
+from typing import Any
 
 MASK = "******"
 # Plain words: compiling a regular expression would slow down every start. A name without any of them is not a secret's.
@@ -253,7 +252,7 @@ def _is_distinctive(value: str) -> bool:
 @cache
 def _table() -> dict[str, list[str]]:
     """The names and values that only look like secrets; read on first use, because most jobs don't need them."""
-    from shoal_toolkit.tables import read_table
+    from shoal_toolkit.files import read_table
 
     return read_table("redaction")
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from shoal_toolkit.errors import ContractError
-from shoal_toolkit.light_typing import NamedTuple
 
 EXPLICIT = "set SHOAL_HOSTS and SHOAL_HOST_RANK on every host"
 _NAME = r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?\.?"

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from shoal_toolkit.discovery.host_list import EXPLICIT, HostList, require, show
 from shoal_toolkit.errors import ContractError
-from shoal_toolkit.system.files import read_text
+from shoal_toolkit.files import read_text
 
 SECRET = (
     "On Kubernetes, mount a Secret as a volume with `defaultMode: 0440` and an fsGroup of the pod's user, and set "

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping
 from importlib import import_module
+from typing import TYPE_CHECKING
 
 from shoal_toolkit.errors import ContractError
-from shoal_toolkit.light_typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # most jobs have none of the variables below
     from shoal_toolkit.discovery.host_list import HostList

@@ -14,13 +14,13 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from time import monotonic
+from typing import Any
 
 from shoal_toolkit.errors import LaunchError
 from shoal_toolkit.hosts import messages, wire
 from shoal_toolkit.hosts.messages import Hello, ProtocolError, Prove, Refused, Welcome
 from shoal_toolkit.hosts.resolve import Address, Resolver
 from shoal_toolkit.hosts.wire import Channel
-from shoal_toolkit.light_typing import Any
 from shoal_toolkit.log import write_log
 from shoal_toolkit.system.loop import READ, Loop
 

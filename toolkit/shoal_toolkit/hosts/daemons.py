@@ -8,10 +8,10 @@ import shlex
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from shoal_toolkit.errors import LaunchError
+from shoal_toolkit.files import read_table
 from shoal_toolkit.job.machine import find_program
 from shoal_toolkit.plan.mpi import AGENT_PARAMETERS, ANY, TMPDIR_PARAMETERS, build_launch_agent, set_session_directory
 from shoal_toolkit.system.loop import READ, Loop
-from shoal_toolkit.tables import read_table
 
 _MAX_REQUEST = 1 << 19  # characters
 _MAX_HOST_BYTES = 4096

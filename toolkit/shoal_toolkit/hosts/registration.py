@@ -8,6 +8,7 @@ the first host is the one that listens.
 from __future__ import annotations
 
 import socket
+from typing import Any
 
 from shoal_toolkit.discovery.host_list import HostList
 from shoal_toolkit.errors import LaunchError
@@ -17,7 +18,6 @@ from shoal_toolkit.hosts.connect import WorkerSearch
 from shoal_toolkit.hosts.messages import Addresses, Hello, ProtocolError, Prove, Refused, Register, Welcome
 from shoal_toolkit.hosts.wire import Channel
 from shoal_toolkit.job.settings import Settings
-from shoal_toolkit.light_typing import Any
 from shoal_toolkit.system.loop import READ, Loop
 
 _MIN_UNPROVED = 32  # the limit of connections that have not proved the secret, for a job of few hosts

@@ -16,10 +16,10 @@ import struct
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from time import monotonic
+from typing import Any
 
 from shoal_toolkit.hosts import messages
 from shoal_toolkit.hosts.messages import PING, ProtocolError
-from shoal_toolkit.light_typing import Any
 from shoal_toolkit.system.loop import READ, WRITE, Loop, Timer
 
 MAX_FRAME = 1 << 20

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shoal_toolkit.discovery.host_list import HostList
 from shoal_toolkit.discovery.sources import find_hosts, warn_about_other_hosts
@@ -23,13 +24,12 @@ from shoal_toolkit.job.source import (
     locate_code,
     make_code_directory,
 )
-from shoal_toolkit.light_typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:  # few jobs define metrics
     from shoal_toolkit.job.metrics import MetricDefinition
 
 DEFAULT_BASE = "/opt/ml"
-SDK_HYPERPARAMETERS = "SHOAL_SDK_HYPERPARAMETERS"  # set in place of SDK 3's MPI driver: see fallback/paramiko.py
+SDK_HYPERPARAMETERS = "SHOAL_SDK_HYPERPARAMETERS"  # set in place of SDK 3's MPI driver: see hooks/sdk_driver.py
 HYPERPARAMETERS = "hyperparameters.json"
 RESOURCE_CONFIG = "resourceconfig.json"
 INPUT_DATA_CONFIG = "inputdataconfig.json"

@@ -15,10 +15,10 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from shoal_toolkit.errors import ContractError, did_you_mean
 from shoal_toolkit.job.source import Code
-from shoal_toolkit.light_typing import Any, NamedTuple
 
 PYTHON, COMMAND, MODULE, FUNCTION = "script", "command", "module", "function"
 STOCK_TOOLKITS = frozenset(

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
-from shoal_toolkit.light_typing import NamedTuple
-from shoal_toolkit.tables import read_table
+from shoal_toolkit.files import read_table
 
 BY_MPIRUN, BY_HOST, ONCE = "mpirun", "host", "once"  # values of `Launcher.ranks`
 

@@ -18,11 +18,10 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
+from shoal_toolkit.files import list_names, read_table, read_text
 from shoal_toolkit.job.settings import is_members_only
-from shoal_toolkit.light_typing import Any, NamedTuple
-from shoal_toolkit.system.files import list_names, read_text
-from shoal_toolkit.tables import read_table
 
 # A program next to mpirun → the series of Open MPI. The last is MPICH's and Intel's.
 _SERIES_OF_PROGRAM = (("prterun", 5), ("prted", 5), ("orterun", 4), ("orted", 4), ("mpiexec.hydra", 0))

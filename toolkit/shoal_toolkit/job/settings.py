@@ -8,9 +8,9 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Mapping, MutableMapping, Sequence
+from typing import NamedTuple
 
 from shoal_toolkit.errors import ContractError, did_you_mean
-from shoal_toolkit.light_typing import NamedTuple
 from shoal_toolkit.redact import learn_values
 
 DEFAULT_PORT = 7411
@@ -23,7 +23,7 @@ _MOST_HOSTS = 4096
 SECRET, SECRET_FILE = "SHOAL_JOB_SECRET", "SHOAL_JOB_SECRET_FILE"
 LIBRARY_SECRET = "SMDDP_JOB_SECRET"
 MEMBERS_ONLY = "SHOAL_MEMBERS_ONLY"  # 1: ranks accept connections from hosts of the job only
-SET_DEVICE = "SHOAL_SET_DEVICE"  # 0: ranks get no GPU of their own (system/devices.py)
+SET_DEVICE = "SHOAL_SET_DEVICE"  # 0: ranks get no GPU of their own (hooks/devices.py)
 REPORTED_VARIABLES = "SHOAL_REPORTED_VARIABLES"  # names of variables for job.json, separated by spaces
 # Names of variables, separated by spaces. `train` sets each to the content of the file that NAME_FILE names.
 SECRET_VARIABLES = "SHOAL_SECRET_VARIABLES"
@@ -87,7 +87,7 @@ def take_settings(environ: MutableMapping[str, str]) -> tuple[Settings, Contract
         _read_secret_variables(environ)
     except ContractError as error:
         problems.append(error)
-    number("SHOAL_FAST_IMPORTS", 1, 0, 1)  # the ranks read it (system/imports.py)
+    number("SHOAL_FAST_IMPORTS", 1, 0, 1)  # the ranks read it (hooks/imports.py)
     number(SET_DEVICE, 1, 0, 1)
     number("SHOAL_CPUS", 1, 1, 65536)  # read_machine uses it
     number(MEMBERS_ONLY, 0, 0, 1)  # the plan uses it

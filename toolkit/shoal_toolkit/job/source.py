@@ -14,9 +14,9 @@ import re
 import signal
 import sys
 from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from shoal_toolkit.errors import WRONG_CONFIGURATION, ContractError, LaunchError
-from shoal_toolkit.light_typing import Any, NamedTuple
 from shoal_toolkit.system.process import signal_group, spawn
 
 S3 = "s3://"

@@ -16,9 +16,9 @@ import math
 import os
 import signal
 from collections.abc import Sequence
+from typing import Any
 
 from shoal_toolkit.job.metrics import MetricDefinition
-from shoal_toolkit.light_typing import Any
 from shoal_toolkit.log import format_time, write_log
 from shoal_toolkit.output.lines import TextLines
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import stat
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
-from shoal_toolkit.light_typing import Protocol
 from shoal_toolkit.log import write_log
 from shoal_toolkit.system.loop import READ, WRITE, Loop, Timer
 
@@ -262,8 +263,6 @@ class Source:
 
 def _enlarge_pipe(fd: int) -> bool:
     """Enlarges a pipe, so that its writer goes on during pauses; returns whether that worked."""
-    import fcntl
-
     try:
         return fcntl.fcntl(fd, _F_SETPIPE_SZ, _LARGE_PIPE) >= _LARGE_PIPE
     except OSError:

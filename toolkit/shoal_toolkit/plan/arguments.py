@@ -16,11 +16,12 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from shoal_toolkit.errors import ContractError, did_you_mean
 from shoal_toolkit.job.entry import COMMAND, FUNCTION, MODULE, Script
-from shoal_toolkit.light_typing import Any
 
 STORE_TRUE = "sagemaker_store_true"
 JSON_ARGUMENTS = "sagemaker_json_arguments"
@@ -107,8 +108,6 @@ def shorten_for_mpirun(command: Sequence[str]) -> tuple[list[str], dict[str, str
     Returns:
         The command for mpirun, and variables that the ranks of every host need for it.
     """
-    import shlex
-
     if sum(len(word.encode("utf-8", "surrogatepass")) + 1 for word in command) <= MAX_ARGUMENT_BYTES // 2:
         return list(command), {}
     text, size = shlex.join(command), MAX_ARGUMENT_BYTES // 4  # a character has 4 bytes at most

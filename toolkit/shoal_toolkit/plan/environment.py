@@ -14,15 +14,15 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from shoal_toolkit.errors import ContractError, did_you_mean
+from shoal_toolkit.files import read_table
 from shoal_toolkit.job.contract import Job
 from shoal_toolkit.job.machine import Machine
 from shoal_toolkit.job.settings import DEFAULT_STOP_GRACE
-from shoal_toolkit.light_typing import Any
 from shoal_toolkit.plan.arguments import MAX_ARGUMENT_BYTES
 from shoal_toolkit.plan.launcher import list_selected, select_hosts
-from shoal_toolkit.tables import read_table
 
 # Cores of one AWS Neuron device, by the family of the instance type.
 _NEURON_CORES = {"inf1": 4, "inf2": 2, "trn1": 2, "trn1n": 2, "trn2": 4, "trn2u": 4}

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from shoal_toolkit import redact
-from shoal_toolkit.light_typing import NamedTuple
 from shoal_toolkit.plan.plan import LaunchPlan
 
 
@@ -64,8 +65,6 @@ def plan_to_dict(plan: LaunchPlan) -> dict[str, object]:
 
 def plan_to_text(plan: LaunchPlan) -> str:
     """Returns the plan for `train --explain`, with masked secrets."""
-    import shlex
-
     role = "first host" if plan.is_first else f"worker of {plan.hosts[0]}"
     lines = [
         f"launcher     {plan.launcher.name}",

@@ -13,11 +13,11 @@ RDMAV_FORK_SAFE: data loaders fork. FI_EFA_USE_DEVICE_RDMA: the first cards (PCI
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from shoal_toolkit.job.contract import Job
 from shoal_toolkit.job.launchers import BY_MPIRUN, MPI, Launcher
 from shoal_toolkit.job.machine import Machine, Nic
-from shoal_toolkit.light_typing import Any, NamedTuple
 
 _SYSFS = "/sys/class/infiniband"
 _NO_RDMA = "0xefa0"

@@ -6,12 +6,12 @@ data/launchers.json has the table of launchers; it names the functions below.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 from shoal_toolkit.errors import ContractError, LaunchError, did_you_mean
 from shoal_toolkit.job.contract import Cluster, Job, read_count, read_flag
 from shoal_toolkit.job.launchers import BY_MPIRUN, LAUNCHERS, MPI, PROCESS, Launcher
 from shoal_toolkit.job.machine import Machine
-from shoal_toolkit.light_typing import NamedTuple
 
 DEFAULT_MASTER_PORT = "7777"
 _DATAPARALLEL_PORT = "7592"

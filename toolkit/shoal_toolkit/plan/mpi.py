@@ -26,9 +26,9 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from shoal_toolkit.job.machine import Machine
-from shoal_toolkit.light_typing import Any, NamedTuple
 from shoal_toolkit.plan.mpi_options import MCA_VARIABLES, McaValue, MpiOptions, parse_mpi_options, translate_parameter
 
 TMPDIR_PARAMETERS = ("orte_tmpdir_base", "prte_tmpdir_base")  # of Open MPI 4.1 and of 5.0

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 from shoal_toolkit.discovery.host_list import is_local, shorten
 from shoal_toolkit.errors import did_you_mean
 from shoal_toolkit.job.contract import TOOLKIT_KEYS, Job, read_flag
 from shoal_toolkit.job.launchers import BY_MPIRUN, LAUNCHER_KEYS, PROCESS, Launcher
 from shoal_toolkit.job.machine import Machine
+from shoal_toolkit.job.peer_filter import build_member_variables, describe_open_ports
 from shoal_toolkit.job.settings import SET_DEVICE, find_misspelt_variables
-from shoal_toolkit.light_typing import TYPE_CHECKING, NamedTuple
 from shoal_toolkit.plan.arguments import (
     JSON_ARGUMENTS,
     STORE_TRUE,
@@ -33,7 +34,6 @@ from shoal_toolkit.plan.launcher import (
     count_ranks,
     select_hosts,
 )
-from shoal_toolkit.plan.members import build_member_variables, describe_open_ports
 
 if TYPE_CHECKING:  # few jobs define metrics
     from shoal_toolkit.job.metrics import MetricDefinition
@@ -326,7 +326,7 @@ def _inherited_reasons(removed: Sequence[str], described: Mapping[str, str]) -> 
 
 
 def _device_reasons(job: Job, machine: Machine, ranks: Mapping[str, int]) -> list[str]:
-    """Returns the rule for the GPU of a rank, if this host has several ranks and GPUs (system/devices.py)."""
+    """Returns the rule for the GPU of a rank, if this host has several ranks and GPUs (hooks/devices.py)."""
     if machine.gpus < 2 or ranks.get(job.cluster.current_host, 1) < 2:
         return []
     if job.environ.get(SET_DEVICE) == "0":

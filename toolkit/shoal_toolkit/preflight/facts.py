@@ -9,14 +9,15 @@ import contextlib
 import os
 import resource
 import sys
+import zlib
 from collections.abc import Iterable
+from typing import Any
 
+from shoal_toolkit.files import list_names, read_text
 from shoal_toolkit.job.contract import HYPERPARAMETERS, Paths
 from shoal_toolkit.job.machine import read_nics
 from shoal_toolkit.job.settings import is_members_only
-from shoal_toolkit.light_typing import Any
 from shoal_toolkit.plan.plan import LaunchPlan
-from shoal_toolkit.system.files import list_names, read_text
 
 FREE, PACKAGE = "free:", "package:"  # prefixes of a path, and of the name of a package
 _PACKAGES = (
@@ -133,8 +134,6 @@ def _measure_disk(path: str) -> tuple[int | None, int | None]:
 
 def _checksum(path: str) -> str:
     """Returns a checksum of a file's first 16 MiB, as text; empty if it can't be read. Not safe against an attacker."""
-    import zlib
-
     try:
         with open(path, "rb") as file:
             return f"{zlib.crc32(file.read(_MAX_HASHED)):08x}"

@@ -11,12 +11,12 @@ import itertools
 import re
 from collections.abc import Mapping, Sequence
 from functools import cache
+from typing import Any, NamedTuple
 
 from shoal_toolkit import redact
-from shoal_toolkit.light_typing import Any, NamedTuple
+from shoal_toolkit.files import read_table
 from shoal_toolkit.result.result import Failure, describe_exit_code
 from shoal_toolkit.system import disks
-from shoal_toolkit.tables import read_table
 
 # All in bytes, but for the last.
 _MAX_TEXT = 1024

@@ -10,11 +10,11 @@ import os
 import signal
 import stat
 from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from shoal_toolkit import redact
 from shoal_toolkit.errors import FAILED, LaunchError, TrainError
 from shoal_toolkit.job.contract import Paths
-from shoal_toolkit.light_typing import Any, NamedTuple
 from shoal_toolkit.log import write_log
 
 FAILURE, SUCCESS, REPORT, METRICS = "failure", "success", "job.json", "metrics.jsonl"

@@ -12,9 +12,9 @@ import signal
 from collections.abc import Mapping
 from enum import Enum
 from time import monotonic
+from typing import TYPE_CHECKING
 
 from shoal_toolkit.errors import FAILED, SUCCESS, LaunchError, TrainError
-from shoal_toolkit.light_typing import TYPE_CHECKING
 from shoal_toolkit.log import STDERR, STDOUT
 from shoal_toolkit.result.result import Failure, Result
 from shoal_toolkit.run.host import Host, Task, describe_sidecar_end

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from time import monotonic
+from typing import TYPE_CHECKING
 
-from shoal_toolkit.light_typing import TYPE_CHECKING
 from shoal_toolkit.log import write_log
 from shoal_toolkit.run.host import Task
 from shoal_toolkit.run.members import Members

@@ -5,12 +5,12 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 from shoal_toolkit import redact
 from shoal_toolkit.errors import FAILED, TrainError
 from shoal_toolkit.job.contract import Cluster, Paths
 from shoal_toolkit.job.settings import REPORTED_VARIABLES, Settings
-from shoal_toolkit.light_typing import Any, NamedTuple, Protocol
 from shoal_toolkit.log import STDERR, write_log
 from shoal_toolkit.output.output import Output
 from shoal_toolkit.output.pipes import FlowControl
@@ -24,7 +24,8 @@ from shoal_toolkit.result.result import (
     write_provisional_failure,
     write_result,
 )
-from shoal_toolkit.run.processes import HostEvents, HostProcesses
+from shoal_toolkit.run.events import HostEvents
+from shoal_toolkit.run.processes import HostProcesses
 from shoal_toolkit.system.loop import PASSED_SIGNALS, STOP_SIGNALS, Loop
 from shoal_toolkit.system.memory import collect_memory_facts, count_oom_kills
 

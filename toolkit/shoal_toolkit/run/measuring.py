@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from shoal_toolkit.errors import FAILED, SUCCESS
 from shoal_toolkit.hosts import messages
 from shoal_toolkit.hosts.measure import Meter
 from shoal_toolkit.hosts.messages import Measure, Measured
-from shoal_toolkit.light_typing import Any
 from shoal_toolkit.log import clean_line
 from shoal_toolkit.preflight.findings import Finding, check_network, describe_network
 from shoal_toolkit.result.result import Result

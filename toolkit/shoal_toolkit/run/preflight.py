@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from time import time
+from typing import Any
 
 from shoal_toolkit.hosts.probe import open_port
 from shoal_toolkit.job.contract import Paths
-from shoal_toolkit.light_typing import Any
 from shoal_toolkit.log import write_log
 from shoal_toolkit.plan.plan import LaunchPlan
 from shoal_toolkit.preflight.facts import collect_facts

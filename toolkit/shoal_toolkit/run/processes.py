@@ -9,16 +9,16 @@ import os
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 from shoal_toolkit.errors import LaunchError
+from shoal_toolkit.job.peer_filter import build_connection_variables
 from shoal_toolkit.job.settings import RESTART_VARIABLES
-from shoal_toolkit.light_typing import TYPE_CHECKING, Protocol
 from shoal_toolkit.log import STDERR, STDOUT, write_log
 from shoal_toolkit.output.lines import Lines, Tail
 from shoal_toolkit.output.pipes import FlowControl, Source
 from shoal_toolkit.plan.plan import LaunchPlan
-from shoal_toolkit.run.connections import build_connection_variables
-from shoal_toolkit.run.ranks import LocalRanks, RankEvents, make_run_directory, remove_run_directory
+from shoal_toolkit.run.events import HostEvents
 from shoal_toolkit.system.loop import Loop, Timer
 from shoal_toolkit.system.process import (
     MARK,
@@ -34,7 +34,8 @@ from shoal_toolkit.system.process import (
     spawn,
 )
 
-if TYPE_CHECKING:  # few jobs have one
+if TYPE_CHECKING:  # a script without a launcher and restarts needs neither
+    from shoal_toolkit.run.ranks import LocalRanks
     from shoal_toolkit.run.standby import Standby
 
 _POLL_SECONDS = 0.1
@@ -43,19 +44,6 @@ _KILL_SECONDS = 10.0
 # Returns the reader of a process's stdout (1) or stderr (2).
 ReaderOf = Callable[[int], Callable[[bytes], None]]
 OnSetUp = Callable[["LaunchError | None"], None]
-
-
-class HostEvents(RankEvents, Protocol):
-    """Called for events of the processes on this host, and of its ranks."""
-
-    def on_launcher_output(self, stream: int, data: bytes) -> None:
-        """The launcher, a set-up command or a sidecar wrote something."""
-
-    def on_command_ended(self, code: int) -> None:
-        """The script or launcher has ended, and all of its output was passed on."""
-
-    def on_sidecar_ended(self, name: str, code: int) -> None:
-        """A sidecar has ended, before the job or at its end."""
 
 
 class HostProcesses:
@@ -130,7 +118,9 @@ class HostProcesses:
 
         def on_end(code: int) -> None:
             if code:
-                finish(_explain_setup_failure(command, code, tail.text()))
+                from shoal_toolkit.result.setup_failure import explain_setup_failure
+
+                finish(explain_setup_failure(command, code, tail.text()))
             else:
                 self._start_next_setup(commands[1:], finish)
 
@@ -152,13 +142,15 @@ class HostProcesses:
 
         A process that hangs in the kernel does not end even if it is killed.
         """
+        from shoal_toolkit.result.setup_failure import format_command
+
         command, tail = self._setup
         self._on_end = lambda _: None
         self.signal_launcher(signal.SIGKILL)
         on_set_up(
             LaunchError(
                 f"The set-up before the launch did not end within {seconds} s, and was killed. "
-                f"SHOAL_SETUP_TIMEOUT sets the limit.\nThis was running: {_format_command(command, tail.text())}"
+                f"SHOAL_SETUP_TIMEOUT sets the limit.\nThis was running: {format_command(command, tail.text())}"
             )
         )
 
@@ -229,6 +221,8 @@ class HostProcesses:
 
         Raises LaunchError if there is no directory for temporary files.
         """
+        from shoal_toolkit.run.ranks import LocalRanks, make_run_directory
+
         self.directory = make_run_directory()
         count = max(self._plan.ranks.values())
         self._ranks = LocalRanks(self._loop, self._flow, self.directory, count, self._events)
@@ -449,6 +443,8 @@ class HostProcesses:
             self._ranks.finish()
             self._ranks = None
         if self.directory:
+            from shoal_toolkit.run.ranks import remove_run_directory
+
             remove_run_directory(self.directory)
             self.directory = ""
 
@@ -517,20 +513,3 @@ def _finish_sources(sources: Sequence[Source], _: int) -> None:
     """Reads the last output of a sidecar that was killed."""
     for source in sources:
         source.finish()
-
-
-def _explain_setup_failure(command: Sequence[str], code: int, output: str) -> LaunchError:
-    """Returns the error for a set-up command that failed: pip's cause, the command and the end of its output."""
-    from shoal_toolkit.result.pip_failure import explain_pip_failure
-
-    reason = explain_pip_failure(output) or "it printed nothing"
-    shown = _format_command(command, output)
-    return LaunchError(f"{reason}\nBefore the launch, this command exited with code {code}: {shown}")
-
-
-def _format_command(command: Sequence[str], output: str) -> str:
-    """Returns a command and the last ten lines of its output, with masked secrets in the command."""
-    from shoal_toolkit import redact
-
-    lines = [line for line in output.splitlines() if line.strip()]
-    return " ".join(redact.mask_arguments(command)) + "\n\n" + "\n".join(lines[-10:])

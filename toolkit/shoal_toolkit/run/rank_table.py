@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from shoal_toolkit.errors import FAILED
 from shoal_toolkit.job.contract import Paths
-from shoal_toolkit.light_typing import TYPE_CHECKING
 from shoal_toolkit.log import write_log
 from shoal_toolkit.output.output import Output
 from shoal_toolkit.plan.plan import LaunchPlan

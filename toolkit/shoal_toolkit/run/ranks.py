@@ -11,10 +11,10 @@ import re
 from collections.abc import Callable
 
 from shoal_toolkit.errors import LaunchError
-from shoal_toolkit.light_typing import Protocol
 from shoal_toolkit.log import STDERR, STDOUT
 from shoal_toolkit.output.pipes import FlowControl, Source
 from shoal_toolkit.plan import rank_shell
+from shoal_toolkit.run.events import HostEvents
 from shoal_toolkit.system.loop import Loop
 from shoal_toolkit.system.process import (
     find_descendants,
@@ -30,19 +30,6 @@ _POLL_SECONDS = 0.1
 _MAX_REPORT = 4096  # bytes of a line
 _START = re.compile(rf"{rank_shell.STARTED} (\d{{1,9}}) (\d{{1,9}}) (\d{{1,9}})".encode())
 _END = re.compile(rf"{rank_shell.ENDED} (\d{{1,9}}) (\d{{1,3}})".encode())
-
-
-class RankEvents(Protocol):
-    """Called for events of the ranks on this host."""
-
-    def on_rank_started(self, rank: int) -> None:
-        """A rank has started."""
-
-    def on_rank_ended(self, rank: int, code: int) -> None:
-        """A rank that a launcher started has ended with an exit code."""
-
-    def on_rank_output(self, stream: int, rank: int, data: bytes) -> None:
-        """A rank wrote something to stdout (1) or stderr (2)."""
 
 
 def make_run_directory() -> str:
@@ -104,7 +91,7 @@ def _try_remove(remove: Callable[[str], None], path: str) -> None:
 class LocalRanks:
     """The ranks of this host, at most `count`. Creating it makes their FIFOs in `directory`, and reads them."""
 
-    def __init__(self, loop: Loop, flow: FlowControl, directory: str, count: int, events: RankEvents) -> None:
+    def __init__(self, loop: Loop, flow: FlowControl, directory: str, count: int, events: HostEvents) -> None:
         self._loop = loop
         self._flow = flow
         self._directory = directory

@@ -6,15 +6,15 @@ import os
 import re
 from collections.abc import Mapping
 from time import gmtime, monotonic, strftime
+from typing import Any
 
 from shoal_toolkit import redact
 from shoal_toolkit.errors import WRONG_CONFIGURATION
+from shoal_toolkit.files import read_table
 from shoal_toolkit.job.contract import Paths
 from shoal_toolkit.job.settings import RESTART_VARIABLES, Settings
-from shoal_toolkit.light_typing import Any
 from shoal_toolkit.log import write_log
 from shoal_toolkit.result.result import Result, write_progress
-from shoal_toolkit.tables import read_table
 
 _MAX_REASON = 300  # characters of a line in a variable
 # A shell's codes for a wrong use, a program that can't be run, and one that is missing. Python and argparse use 2 too.

@@ -19,9 +19,9 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from shoal_toolkit.errors import LaunchError
+from shoal_toolkit.files import read_table, read_text
 from shoal_toolkit.plan.plan import LaunchPlan
 from shoal_toolkit.plan.rank_shell import SHELL_VARIABLES
-from shoal_toolkit.system.files import read_text
 from shoal_toolkit.system.loop import READ, Loop, Timer
 from shoal_toolkit.system.process import (
     MARK,
@@ -31,7 +31,6 @@ from shoal_toolkit.system.process import (
     signal_group,
     spawn,
 )
-from shoal_toolkit.tables import read_table
 
 _START_SECONDS = 5.0  # after the ranks, which import the frameworks at that time
 _LOOKS = 24  # for the frameworks of the ranks; a script may download data first

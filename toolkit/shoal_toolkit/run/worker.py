@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from shoal_toolkit.errors import FAILED, HOST_LOST, LaunchError, TrainError
 from shoal_toolkit.hosts import messages
@@ -12,7 +13,6 @@ from shoal_toolkit.hosts.agent import Agent
 from shoal_toolkit.hosts.daemons import build_daemon_command
 from shoal_toolkit.hosts.probe import Probe
 from shoal_toolkit.hosts.wire import Channel
-from shoal_toolkit.light_typing import Any
 from shoal_toolkit.log import STDERR, write_log
 from shoal_toolkit.output.mpirun_log import MpirunLog
 from shoal_toolkit.preflight.facts import collect_facts

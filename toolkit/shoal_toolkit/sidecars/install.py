@@ -4,7 +4,7 @@ This is `pip install` with these additions:
 
 - The framework keeps its version: pip gets the installed versions of data/fixed_packages.json as constraints. Without
   them, `torch>=2.1` would silently replace the torch for which everything else in the image was built. A conflict is an
-  error that names both versions (result/pip_failure.py).
+  error that names both versions (result/setup_failure.py).
 - numpy and protobuf stay in the ranges that the image's other packages need. So do packages that the framework needs.
   Otherwise numpy==1.24 would silently break a scipy that needs 1.25. A package of requirements.txt does not count.
 - Packages that install the same modules, such as tensorflow and tensorflow-cpu, count as one. Otherwise a line
@@ -19,12 +19,15 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
+import subprocess
 import sys
+import tempfile
 from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from shoal_toolkit.errors import ContractError, LaunchError, TrainError
-from shoal_toolkit.light_typing import TYPE_CHECKING, Any
-from shoal_toolkit.tables import read_table
+from shoal_toolkit.files import read_table
 
 if TYPE_CHECKING:
     from pip._vendor.packaging.specifiers import SpecifierSet
@@ -39,9 +42,6 @@ def main(words: Sequence[str]) -> int:
     `.` among the words stands for a copy of the directory. Returns pip's exit code. An error before pip is printed to
     stderr.
     """
-    import subprocess
-    import tempfile
-
     try:
         environ = {**os.environ, **_codeartifact_index(os.environ)}
     except TrainError as error:
@@ -184,8 +184,6 @@ def _make_empty_packages(directory: str, versions: Mapping[str, str]) -> None:
 
 def _copy_code(directory: str) -> str:
     """Copies the current directory to `directory`/code, and returns that path."""
-    import shutil
-
     return str(shutil.copytree(os.curdir, os.path.join(directory, "code"), symlinks=True))
 
 

@@ -16,15 +16,16 @@ standby has ended or does not answer. The ranks get the environment of this proc
 from __future__ import annotations
 
 import gc
+import importlib
 import json
 import os
 import signal
 import socket
 import struct
 import sys
+import types
 from collections.abc import Sequence
-
-from shoal_toolkit.light_typing import Any, NoReturn
+from typing import Any, NoReturn
 
 _NUMBER = struct.Struct("!I")
 _SIGNAL_CODE = 128
@@ -133,9 +134,6 @@ def _report(directory: str, line: str) -> None:
 
 def become(arguments: Sequence[str]) -> None:
     """Runs `python ARGUMENT ...` in this process: a file, or `-m` and a module."""
-    import importlib
-    import types
-
     importlib.invalidate_caches()
     sys.path[:] = [entry for index, entry in enumerate(sys.path) if index == 0 or entry]
     main = sys.modules["__main__"] = types.ModuleType("__main__")

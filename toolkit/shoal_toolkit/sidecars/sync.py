@@ -19,9 +19,9 @@ import signal
 import stat
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from shoal_toolkit.errors import LaunchError, TrainError
-from shoal_toolkit.light_typing import Any, NamedTuple
 from shoal_toolkit.log import write_log
 
 _MAX_PAUSE_SECONDS = 60.0

@@ -18,10 +18,10 @@ import sys
 import tarfile
 import zlib
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from shoal_toolkit.errors import ContractError, LaunchError, TrainError
 from shoal_toolkit.job.source import S3
-from shoal_toolkit.light_typing import NamedTuple
 
 _SUFFIXES = (".tar.gz", ".tgz")
 _BLOCK = 1 << 20

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from shoal_toolkit.system.files import read_text
+from shoal_toolkit.files import read_text
 
 _FULL_BELOW = 1 << 20  # free bytes; when writing a block fails, fewer are left
 _FULL = "full:"  # prefix of a mount point in the name of a fact

@@ -12,8 +12,7 @@ import select
 import signal
 import time
 from collections.abc import Callable, Iterable
-
-from shoal_toolkit.light_typing import Any
+from typing import Any
 
 READ = select.POLLIN
 WRITE = select.POLLOUT

@@ -7,9 +7,9 @@ versions 1 and 2. A container without its own cgroup namespace sees its group as
 from __future__ import annotations
 
 import os
+from typing import NamedTuple
 
-from shoal_toolkit.light_typing import NamedTuple
-from shoal_toolkit.system.files import read_text
+from shoal_toolkit.files import read_text
 
 _COUNTERS = ("memory.events", "memory.oom_control")
 _LIMITS = ("memory.max", "memory.limit_in_bytes")

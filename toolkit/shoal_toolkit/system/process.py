@@ -6,12 +6,12 @@ import os
 import signal
 import time
 from collections.abc import Mapping, Sequence
+from typing import NoReturn
 
 from shoal_toolkit import redact
 from shoal_toolkit.errors import LaunchError
-from shoal_toolkit.light_typing import NoReturn
+from shoal_toolkit.files import read_text
 from shoal_toolkit.log import write_log
-from shoal_toolkit.system.files import read_text
 
 MARK = "SHOAL_JOB"  # a variable that marks all processes of a job, with a random value for each `train` above them
 _MAX_ROUNDS = 100

@@ -1,8 +1,10 @@
-"""Reads files that the kernel may not offer, such as those under /proc and /sys."""
+"""Reads files that may be missing, such as those under /proc and /sys, and the data files of this package."""
 
 from __future__ import annotations
 
+import json
 import os
+from typing import Any
 
 
 def read_text(*path: str) -> str:
@@ -20,3 +22,11 @@ def list_names(*path: str, prefix: str = "") -> list[str]:
         return [name for name in os.listdir(os.path.join(*path)) if name.startswith(prefix)]
     except OSError:
         return []
+
+
+def read_table(name: str) -> dict[str, Any]:
+    """Returns the content of data/NAME.json."""
+    path = os.path.join(os.path.dirname(os.path.abspath(__file__)), "data", f"{name}.json")
+    with open(path, encoding="utf-8") as file:
+        table: dict[str, Any] = json.load(file)
+    return table

@@ -1,10 +1,12 @@
 """Loads the library's peer filter into the processes of a job, so that they accept connections of the job's hosts only.
 
-See docs/decisions/only-members.md.
+See docs/decisions/only-members.md, and library/native/peer_filter.c.
 """
 
 from __future__ import annotations
 
+import functools
+import os
 from collections.abc import Mapping
 
 from shoal_toolkit.job.contract import Job
@@ -12,6 +14,8 @@ from shoal_toolkit.job.machine import Machine
 from shoal_toolkit.job.settings import MEMBERS_ONLY, is_members_only
 
 PEERS = "SHOAL_PEERS"  # for the filter: names of the other hosts, separated by spaces
+_TABLE = "SHOAL_CONNECTIONS"
+_TABLE_BYTES = 65536 * 8  # a number for each port
 _SLURM = "Slurm"  # other users may have processes on the same host
 
 
@@ -57,3 +61,21 @@ def describe_open_ports(job: Job, machine: Machine, ranks: Mapping[str, int]) ->
         "the job. SageMaker's network keeps others out. Elsewhere the platform must, or set "
         f"{MEMBERS_ONLY}=1 on every host (docs/security.md)."
     ]
+
+
+def build_connection_variables(plan: Mapping[str, str]) -> dict[str, str]:
+    """Returns the variable that names the table, if the variables of the plan load the filter; otherwise none."""
+    if PEERS not in plan:
+        return {}
+    try:
+        return {_TABLE: f"/proc/{os.getpid()}/fd/{_open_table()}"}
+    except OSError:  # a sandbox without memfd_create: who leaves before it is accepted is refused
+        return {}
+
+
+@functools.cache
+def _open_table() -> int:
+    """Makes the table in memory without a name, which other users cannot open. Returns its descriptor."""
+    table = os.memfd_create("shoal-connections")
+    os.ftruncate(table, _TABLE_BYTES)
+    return table

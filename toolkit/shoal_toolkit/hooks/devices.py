@@ -11,8 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from types import ModuleType
-
-from shoal_toolkit.light_typing import Any
+from typing import Any
 
 # torchrun's and ours, then mpirun's. A script that `train` starts once on a host has the first, with a size of 1. If it
 # calls mpirun, its ranks have both.

@@ -1,4 +1,4 @@
-"""Explains in one line why pip failed. Its last line is only a hint, and its first error may be a symptom.
+"""Explains why a set-up command failed, in one line if it is pip: its last line is only a hint, its first a symptom.
 
 Source: the output of pip 23.0 to 26.
 """
@@ -9,9 +9,11 @@ import re
 import sys
 from collections.abc import Sequence
 
+from shoal_toolkit import redact
+from shoal_toolkit.errors import LaunchError
+from shoal_toolkit.files import read_table
 from shoal_toolkit.job.machine import find_installed_version
 from shoal_toolkit.system import disks
-from shoal_toolkit.tables import read_table
 
 _CONFLICT = re.compile(r"^The conflict is caused by:\n((?: +\S.*\n?)+)", re.MULTILINE)
 _ASKED, _FIXED = "The user requested ", "The user requested (constraint) "
@@ -19,6 +21,19 @@ _BUILD = re.compile(r"╰─> \[\d+ lines? of output\]\n(?P<output>.*?)\n *\[end
 _PACKAGE = re.compile(r"^ *(?:Collecting|Processing|Building (?:wheel|editable) for) (?P<name>\S+)", re.MULTILINE)
 _DIAGNOSIS = re.compile(r"^error: (?P<kind>.+)\n\n× (?P<what>.+)", re.MULTILINE)
 _REMARK = re.compile(r"^(?:hint|note|WARNING|INFO|\[notice\])\b", re.IGNORECASE)
+
+
+def explain_setup_failure(command: Sequence[str], code: int, output: str) -> LaunchError:
+    """Returns the error for a set-up command that failed: pip's cause, the command and the end of its output."""
+    reason = explain_pip_failure(output) or "it printed nothing"
+    shown = format_command(command, output)
+    return LaunchError(f"{reason}\nBefore the launch, this command exited with code {code}: {shown}")
+
+
+def format_command(command: Sequence[str], output: str) -> str:
+    """Returns a command and the last ten lines of its output, with masked secrets in the command."""
+    lines = [line for line in output.splitlines() if line.strip()]
+    return " ".join(redact.mask_arguments(command)) + "\n\n" + "\n".join(lines[-10:])
 
 
 def explain_pip_failure(output: str) -> str:

@@ -1,7 +1,6 @@
 """Runs `train` in place of the MPI driver of SageMaker SDK 3, which imports paramiko and needs sshd on every host.
 
-In the process of that driver, importing this module replaces the process by `train`. In other processes the import
-fails as if this module did not exist. If paramiko is installed, Python finds it first, and the driver runs as it is.
+If paramiko is installed, the driver runs as it is. Importing this module does nothing.
 """
 
 from __future__ import annotations
@@ -36,8 +35,10 @@ def build_train_variables(environ: Mapping[str, str], code_dir: str) -> dict[str
     }
 
 
-def _replace_driver() -> None:
-    """Replaces this process by `train`, with a line on stderr that says so."""
+def replace_driver() -> None:
+    """Replaces this process by `train`, with a line on stderr that says so, if it is the driver. Otherwise returns."""
+    if not sys.argv[0].endswith(_DRIVER):
+        return
     print(
         "train: this image has no paramiko and no sshd for the MPI driver of the SageMaker SDK. `train` runs the job "
         "instead, with the same script, hyperparameters, ranks per host and options of mpirun.",
@@ -46,9 +47,3 @@ def _replace_driver() -> None:
     )
     train = os.path.join(os.path.dirname(sys.executable), "train")
     os.execve(train, [train], {**os.environ, **build_train_variables(os.environ, os.getcwd())})
-
-
-if sys.argv and sys.argv[0].endswith(_DRIVER):
-    _replace_driver()
-if __name__ == "paramiko":
-    raise ModuleNotFoundError("No module named 'paramiko'", name="paramiko")

@@ -1,6 +1,7 @@
-"""Extends the frameworks that the ranks of a job import.
+"""Extends modules that the processes of a job import: docs/hooks.md has a table of the hooks and their switches.
 
-No garbage collections during the import, a GPU for each rank (`devices.py`), no hang or abort at the end.
+No garbage collections while a framework is imported, a GPU for each rank (`devices.py`), no hang or abort at the end.
+`train` in place of an SDK's driver (`sdk_driver.py`).
 
 `import torch` makes 250,000 objects that stay. Python collects garbage again and again meanwhile, and goes through all
 of them once more when it ends. `make bench-launch` measures both, as `rank-with-ddp`. `_with_idle_threads` describes
@@ -17,13 +18,17 @@ from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-from shoal_toolkit.light_typing import Any
-
 _FRAMEWORKS = ("torch", "tensorflow")
 _PAUSED = (*_FRAMEWORKS, "torch._dynamo")  # DistributedDataParallel imports the last one, when a script has objects
 _GROUPS = "torch.distributed.distributed_c10d"
 _WITH_DEVICES = ("torch.cuda", "tensorflow", "jax._src.xla_bridge")  # the keys of devices.EXTENSIONS
+_SDK_DRIVER = "paramiko"  # imported by the driver that `train` replaces
 _Execute = Callable[[ModuleType], None]
+
+# Each Python of a job runs this module when it starts: importing `typing` would double that time.
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
 
 
 def activate() -> None:
@@ -47,13 +52,16 @@ class _Finder:
 
     def __init__(self, extensions: Sequence[tuple[str, Callable[[_Execute], _Execute]]]) -> None:
         self._extensions = extensions
-        self._names = {name for name, _ in extensions}
+        self._names = {_SDK_DRIVER, *(name for name, _ in extensions)}
         self._searched: set[str] = set()
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Returns the spec of an extended module; None for others, and if another finder asks this one in turn."""
+        """Returns the spec of an extended module; None for others, and if another finder asks this one in turn.
+
+        If the SDK's driver imports paramiko, which is missing, it replaces this process by `train`.
+        """
         if name not in self._names or name in self._searched:
             return None
         self._searched.add(name)
@@ -62,6 +70,10 @@ class _Finder:
             spec = next((spec for spec in found if spec is not None), None)
         finally:
             self._searched.remove(name)
+        if spec is None and name == _SDK_DRIVER:
+            from shoal_toolkit.hooks.sdk_driver import replace_driver
+
+            replace_driver()
         loader: Any = spec and spec.loader
         if hasattr(loader, "exec_module"):
             for extended, extension in self._extensions:
@@ -97,7 +109,7 @@ def _with_local_device(execute: _Execute) -> _Execute:
 
     def exec_module(module: ModuleType) -> None:
         execute(module)
-        from shoal_toolkit.system.devices import EXTENSIONS
+        from shoal_toolkit.hooks.devices import EXTENSIONS
 
         EXTENSIONS[module.__name__](module)
 
@@ -121,7 +133,7 @@ def _with_idle_threads(execute: _Execute) -> _Execute:
     def exec_module(module: ModuleType) -> None:
         from functools import wraps  # torch has imported it
 
-        from shoal_toolkit.system.idle import wait_for_idle_threads
+        from shoal_toolkit.hooks.idle import wait_for_idle_threads
 
         execute(module)
         destroy: Callable[..., None] = module.destroy_process_group

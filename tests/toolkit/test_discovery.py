@@ -218,7 +218,10 @@ def test_nothing_is_found_without_a_platform(environ: dict[str, str]) -> None:
         ({"SHOAL_HOSTS": "a,a", "SHOAL_HOST_RANK": "0"}, "names the host 'a' twice"),
         ({"SHOAL_HOSTS": "node1,NODE1.", "SHOAL_HOST_RANK": "0"}, "names the host 'node1' twice"),
         ({"SHOAL_HOSTS": "a;b", "SHOAL_HOST_RANK": "0"}, "'a;b' is wrong"),
-        ({"SHOAL_HOSTS": "fe80::1,a", "SHOAL_HOST_RANK": "0"}, "'fe80::1' is wrong: write names or IPv4 addresses"),
+        (
+            {"SHOAL_HOSTS": "fe80::1,a", "SHOAL_HOST_RANK": "0"},
+            "'fe80::1' is wrong. Fix: write names or IPv4 addresses",
+        ),
         ({"SHOAL_HOSTS": ",", "SHOAL_HOST_RANK": "0"}, "SHOAL_HOSTS is not a list of host names"),
         ({"SLURM_NODEID": "1"}, "Slurm: SLURM_NODEID=1 is set, and no SLURM_STEP_NODELIST"),
         (

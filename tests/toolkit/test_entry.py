@@ -137,13 +137,16 @@ def test_a_name_that_reads_as_an_option(tree: Tree, run: Run, name: str) -> None
 def test_a_directory_as_script_is_an_error_with_the_command_that_runs_it(tree: Tree, run: Run) -> None:
     package(tree)
     assert run(SAGEMAKER_PROGRAM="pkg/").code == 2
-    assert f"The script 'pkg/' is a directory of {tree.code}. To run it as a package, write \"-m pkg\"" in tree.failure
+    assert (
+        f"The script 'pkg/' is a directory of {tree.code}. Fix: to run it as a package, write \"-m pkg\""
+        in tree.failure
+    )
 
 
 def test_a_file_that_cannot_be_run_is_named(tree: Tree, run: Run) -> None:
     tree.script("data", "notes.txt")
     assert run(SAGEMAKER_PROGRAM="notes.txt").code == 2
-    assert "notes.txt is neither .py nor .sh nor executable. Make it executable (chmod +x)" in tree.failure
+    assert "notes.txt is neither .py nor .sh nor executable. Fix: make it executable (chmod +x)" in tree.failure
 
 
 def test_a_pyproject_that_only_configures_tools_makes_no_package(tree: Tree, run: Run) -> None:

@@ -58,7 +58,7 @@ def test_the_order_of_precedence(tree: Tree, asked: list[str], launcher: str) ->
 
 def test_a_launcher_for_other_hardware_is_refused(tree: Tree) -> None:
     tree.hyperparameters(sagemaker_pytorch_xla_multi_worker_enabled=True)
-    with pytest.raises(ContractError, match=r"pytorchxla.* not supported\. Supported are sagemaker_mpi_enabled"):
+    with pytest.raises(ContractError, match=r"pytorchxla.* not supported\. Fix: enable one of sagemaker_mpi_enabled"):
         planned(tree)
 
 

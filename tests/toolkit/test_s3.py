@@ -164,7 +164,7 @@ def test_an_object_that_is_not_there(tree: Tree, run: Run, bucket: Bucket, key: 
     address = f"s3://{BUCKET}/{key}" if not key.startswith("../") else f"s3://{key[3:]}"
     done = run(SAGEMAKER_SUBMIT_DIRECTORY=address, SAGEMAKER_PROGRAM="train.py", **bucket.variables)
     assert done.code == 2
-    assert tree.failure == (f"SAGEMAKER_SUBMIT_DIRECTORY: {address} does not exist. Check the bucket and the key.")
+    assert tree.failure == (f"SAGEMAKER_SUBMIT_DIRECTORY: {address} does not exist. Fix: check the bucket and the key.")
     assert list(tree.code.iterdir()) == []
 
 
@@ -218,7 +218,7 @@ def test_access_that_is_denied(tree: Tree, run: Run) -> None:
         variables = {**CREDENTIALS, "S3_ENDPOINT_URL": server.url, "AWS_REGION": "us-east-1"}
         done = run(SAGEMAKER_SUBMIT_DIRECTORY=address, SAGEMAKER_PROGRAM="train.py", **variables)
     assert done.code == 2
-    assert f"{address}: S3 refuses with 403 (Forbidden). Check that the job's role" in tree.failure
+    assert f"{address}: S3 refuses with 403 (Forbidden). Fix: check that the job's role" in tree.failure
     assert CREDENTIALS["AWS_SECRET_ACCESS_KEY"] not in tree.failure + done.err
 
 

@@ -53,7 +53,7 @@ def test_a_file_that_every_user_can_read_or_write_is_refused(tmp_path: Path, mod
         ("\n", {}, "is empty"),
         ("x" * 5000, {}, "is too long"),
         ("x" * 15, {}, "is too short. It must hold the job's secret, the same on every host, of 16 to 4096 characters"),
-        ("s3cret", {"SHOAL_JOB_SECRET": "s3cret"}, "are both set. Set one of them"),
+        ("s3cret", {"SHOAL_JOB_SECRET": "s3cret"}, "are both set. Fix: set one of them"),
     ],
 )
 def test_a_file_without_a_secret_is_an_error_and_nobody_can_prove_it(

@@ -61,7 +61,9 @@ def read_number(environ: Mapping[str, str], name: str, least: int = 0) -> int | 
     if not text:
         return None
     if not (text.isascii() and text.isdecimal()) or int(text) < least:
-        raise ContractError(f"The variable {name} is {text!r}; it must be a whole number of at least {least}.")
+        raise ContractError(
+            f"The variable {name} is {text!r}; it must be a whole number of at least {least}. Fix: set it so."
+        )
     return int(text)
 
 
@@ -88,13 +90,13 @@ def check_hosts(hosts: Sequence[str], rank: int, source: str) -> None:
     wrong = [host for host in hosts if not re.fullmatch(_NAME, host)]
     if wrong or not hosts:
         raise ContractError(
-            f"{source} gives the hosts {list(hosts)}. {'There are none' if not wrong else f'{wrong[0]!r} is wrong'}: "
-            "write names or IPv4 addresses."
+            f"{source} gives the hosts {list(hosts)}. {'There are none' if not wrong else f'{wrong[0]!r} is wrong'}. "
+            "Fix: write names or IPv4 addresses."
         )
     folded = [fold(host) for host in hosts]
     if len(set(folded)) != len(hosts):
         twice = next(host for host in hosts if folded.count(fold(host)) > 1)
-        raise ContractError(f"{source} names the host {twice!r} twice: {list(hosts)}. Each host takes part once.")
+        raise ContractError(f"{source} names the host {twice!r} twice: {list(hosts)}. Fix: name each host once.")
     if not 0 <= rank < len(hosts):
         raise ContractError(
             f"{source} gives this host the rank {rank}, and the job has {len(hosts)} hosts: {list(hosts)}. "

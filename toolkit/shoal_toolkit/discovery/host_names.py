@@ -61,6 +61,6 @@ def _expand_ranges(ranges: str, text: str, variable: str) -> list[str]:
 def _wrong(text: str, variable: str, problem: str) -> ContractError:
     shown = text if len(text) <= 200 else f"{text[:200]}..."
     return ContractError(
-        f"The variable {variable} {problem}: {shown!r}. Write names, separated by commas, with ranges in brackets, "
-        "such as node[01-04],login1."
+        f"The variable {variable} {problem}: {shown!r}. Fix: write names, separated by commas, with ranges in "
+        "brackets, such as node[01-04],login1."
     )

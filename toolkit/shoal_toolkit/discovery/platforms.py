@@ -197,7 +197,7 @@ def find_rank_variables(environ: Mapping[str, str], hostname: str, root: str) ->
     evidence = show(environ, "MASTER_ADDR", "WORLD_SIZE", "RANK", "NODE_RANK")
     if not is_local(environ.get("MASTER_ADDR", "")):
         raise ContractError(
-            f"variables of a rank ({evidence}) do not name the hosts of the job. Fix, for several hosts: {EXPLICIT}; "
+            f"Variables of a rank ({evidence}) do not name the hosts of the job. Fix, for several hosts: {EXPLICIT}; "
             "`train` sets these variables for the script itself. Fix, for one host: unset them."
         )
     warning = (
@@ -213,7 +213,7 @@ def _check_launcher(environ: Mapping[str, str], several: bool) -> None:
     names += [_ELASTIC, "WORLD_SIZE"] if several and environ.get(_ELASTIC) else []
     if names:
         raise ContractError(
-            f"mpirun or torchrun has started `train` as one of several ranks ({show(environ, *names)}). `train` runs "
-            "once on each host, and starts the ranks itself. Fix: start `train` without mpirun and torchrun; "
-            f"sagemaker_mpi_num_of_processes_per_host is the number of ranks. For several hosts, {EXPLICIT}."
+            f"mpirun or torchrun has started `train` as one of several ranks ({show(environ, *names)}). "
+            "`train` runs once on each host, and starts the ranks itself. Fix: start `train` without mpirun and "
+            f"torchrun; sagemaker_mpi_num_of_processes_per_host is the number of ranks. For several hosts, {EXPLICIT}."
         )

@@ -220,7 +220,8 @@ def listen(port: int) -> socket.socket:
         listener = socket.create_server(("", port), family=family, dualstack_ipv6=both, backlog=128)
     except OSError as error:
         raise LaunchError(
-            f"The agent cannot listen on port {port}: {error.strerror}. Set SHOAL_AGENT_PORT, on every host."
+            f"The agent cannot listen on port {port}: {error.strerror}. Fix: set SHOAL_AGENT_PORT to a free port, on "
+            "every host."
         ) from None
     listener.setblocking(False)
     return listener

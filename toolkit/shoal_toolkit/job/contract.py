@@ -176,7 +176,7 @@ def read_cluster(paths: Paths, hostname: str, environ: Mapping[str, str] = {}) -
     if current not in hosts:
         raise ContractError(
             f"{path}: current_host is {current!r}, which is not among hosts {list(hosts)}."
-            f"{did_you_mean(str(current), hosts)} Set current_host to this host's name in the list."
+            f"{did_you_mean(str(current), hosts)} Fix: set current_host to this host's name in the list."
         )
     return Cluster(
         current_host=current,
@@ -306,7 +306,7 @@ def read_flag(settings: Mapping[str, Any], key: str) -> bool:
         return True
     if word in ("false", "0", "", "none", "null"):
         return False
-    raise ContractError(f"{HYPERPARAMETERS}: {key} is {value!r}; allowed are true and false.")
+    raise ContractError(f"{HYPERPARAMETERS}: {key} is {value!r}; allowed are true and false. Fix: set one of them.")
 
 
 def read_count(settings: Mapping[str, Any], key: str) -> int | None:
@@ -324,7 +324,9 @@ def read_count(settings: Mapping[str, Any], key: str) -> int | None:
         return None
     text = str(value).strip()
     if isinstance(value, bool) or not text.isdecimal() or int(text) < 1:
-        raise ContractError(f"{HYPERPARAMETERS}: {key} is {value!r}; it must be a whole number of at least 1.")
+        raise ContractError(
+            f"{HYPERPARAMETERS}: {key} is {value!r}; it must be a whole number of at least 1. Fix: set it so."
+        )
     return int(text)
 
 
@@ -359,7 +361,7 @@ def _read_object(path: str) -> dict[str, Any] | None:
     except json.JSONDecodeError as error:
         raise ContractError(
             f"{path}, line {error.lineno}, column {error.colno}: this is not JSON ({error.msg}). "
-            'Write one JSON object, such as {"key": "value"}.'
+            'Fix: write one JSON object, such as {"key": "value"}.'
         ) from None
     except (OSError, ValueError, RecursionError) as error:
         raise ContractError(f"{path} cannot be read: {error}. It must be a JSON object, in UTF-8.") from None
@@ -385,7 +387,7 @@ def _read_hosts(config: Mapping[str, Any], path: str) -> tuple[str, ...]:
     if not isinstance(hosts, list) or not hosts or not all(isinstance(host, str) and host for host in hosts):
         raise ContractError(f'{path}: hosts is {hosts!r}, and must be a list of host names, such as ["algo-1"].')
     if len(set(hosts)) != len(hosts):
-        raise ContractError(f"{path}: hosts names a host twice: {hosts}. Each host takes part once.")
+        raise ContractError(f"{path}: hosts names a host twice: {hosts}. Fix: name each host once.")
     return tuple(hosts)
 
 

@@ -67,7 +67,7 @@ def find_script(code: Code, environ: Mapping[str, str], toolkit: Mapping[str, An
     name = str(environ.get("SAGEMAKER_PROGRAM") or toolkit.get("sagemaker_program") or "")
     if not name:
         raise ContractError(
-            "No script is named. Set the variable SAGEMAKER_PROGRAM, or the hyperparameter sagemaker_program, "
+            "No script is named. Fix: set the variable SAGEMAKER_PROGRAM, or the hyperparameter sagemaker_program, "
             f"to a file in {code.directory}.\n{_list_code(code)}"
         )
     if name.startswith("-"):
@@ -99,7 +99,7 @@ def _parse_module(name: str, code: Code) -> Script:
     words = name.split()
     if len(words) != 2 or words[0] != "-m" or not re.fullmatch(_DOTTED, words[1]):
         raise ContractError(
-            f"The script's name {name!r} looks like an option. Name a file in {code.directory}, or a module "
+            f"The script's name {name!r} looks like an option. Fix: name a file in {code.directory}, or a module "
             'as "-m package.module".'
         )
     return Script(MODULE, name, words[1])
@@ -128,8 +128,8 @@ def _inspect_command(name: str, path: str) -> Script:
     if name.endswith(".sh") or os.access(path, os.X_OK):
         return _script_by_suffix(name)
     raise ContractError(
-        f"The script {path} is neither .py nor .sh nor executable. Make it executable (chmod +x), or start it with a "
-        "#! line."
+        f"The script {path} is neither .py nor .sh nor executable. Fix: make it executable (chmod +x), or start it "
+        "with a #! line."
     )
 
 
@@ -145,8 +145,8 @@ def _missing_script(name: str, path: str, code: Code) -> ContractError:
     if os.path.isdir(path):
         module = name.strip("/").replace("/", ".")
         return ContractError(
-            f'The script {name!r} is a directory of {code.directory}. To run it as a package, write "-m {module}"; to '
-            f"have it installed first, give {code.directory} a setup.py or pyproject.toml."
+            f"The script {name!r} is a directory of {code.directory}. Fix: to run it as a package, "
+            f'write "-m {module}"; to have it installed first, give {code.directory} a setup.py or pyproject.toml.'
         )
     hint = _find_elsewhere(name, code) or did_you_mean(name, _code_files(code))
     return ContractError(f"The script {name!r} is not in {code.directory}.{hint}\n{_list_code(code)}")

@@ -124,7 +124,9 @@ def _take_secret(environ: MutableMapping[str, str]) -> str:
     if not path:
         return secret
     if secret:
-        raise ContractError(f"The variables {SECRET} and {SECRET_FILE} are both set. Set one of them, on every host.")
+        raise ContractError(
+            f"The variables {SECRET} and {SECRET_FILE} are both set. Fix: set one of them, on every host."
+        )
     try:
         with open(path, encoding="utf-8", errors="surrogateescape") as file:
             mode = os.fstat(file.fileno()).st_mode

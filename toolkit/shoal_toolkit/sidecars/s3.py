@@ -46,7 +46,9 @@ def make_client(service: str, region: str | None, endpoint: str | None = None) -
         import boto3  # type: ignore[import-untyped]
         from botocore.config import Config  # type: ignore[import-untyped]
     except ImportError as error:
-        raise LaunchError(f"boto3, which is needed for AWS, is not installed ({error}): pip install boto3") from None
+        raise LaunchError(
+            f"The package boto3, which is needed for AWS, is not installed ({error}). Fix: pip install boto3"
+        ) from None
     config = Config(connect_timeout=10, read_timeout=60, retries={"mode": "standard", "total_max_attempts": 4})
     return boto3.client(service, region_name=region, endpoint_url=endpoint, config=config)
 
@@ -96,11 +98,11 @@ def explain_error(address: str, error: Exception) -> TrainError:
     answer = getattr(error, "response", {}).get("Error", {})
     code = str(answer.get("Code", ""))
     if code in _MISSING:
-        return ContractError(f"{address} does not exist. Check the bucket and the key.")
+        return ContractError(f"{address} does not exist. Fix: check the bucket and the key.")
     if code:
         reason = answer.get("Message") or "no reason given"
         return ContractError(
-            f"{address}: S3 refuses with {code} ({reason}). Check that the job's role, or the credentials in its "
+            f"{address}: S3 refuses with {code} ({reason}). Fix: check that the job's role, or the credentials in its "
             "variables, allow it."
         )
     if isinstance(error, ValueError):

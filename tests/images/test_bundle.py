@@ -58,7 +58,7 @@ def test_a_bundle_that_lacks_a_system_is_reported(
     directory = write_bundle(tmp_path, "bookworm")
     client: Any = None
     bundled.load_bases(client, directory, matrix.systems()[:1])
-    with pytest.raises(UsageError, match=r"it is for Debian bookworm, not for trixie\. Add the images .*shoal bundle"):
+    with pytest.raises(UsageError, match=r"for Debian bookworm, not for trixie\. Fix: add the images .*shoal bundle"):
         bundled.load_bases(client, directory, matrix.systems())
     with pytest.raises(UsageError, match="not a bundle"):
         bundled.read_settings(directory / "wheels")

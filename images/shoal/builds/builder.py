@@ -131,23 +131,23 @@ def build_images(
         ShoalError: Before any build, if none can be done: `DockerError`, `SpecError`, `BaseImageError`, `BundleError`.
             `UsageError` if `bundle` is not a bundle. `BuildError` if a module of our packages is not Python.
     """
-    wanted = spec.with_parents(images)
-    client = docker_client.connect()
-    docker_client.check_buildkit(client)
-    sources = plan.gather_sources(project, spec, wanted)
     say = functools.partial(print_line, on=console)
-    systems = plan.systems_of(wanted)
     read_settings = functools.cache(functools.partial(read_settings_for, project, say))
     if bundle:
-        _load_bundle(client, bundle, bundle_digest, systems, say)
         read_settings = functools.cache(functools.partial(bundled.read_settings, bundle))
-    bases = {
-        system: _provide_base(client, project, system, read_settings, say, check=bundle is None) for system in systems
-    }
-    plans = plan.make_plans(client, sources, bases)
+    check_bundle = functools.cache(functools.partial(_check_bundle, bundle_digest, say))
+
+    def provide_base(client: docker.DockerClient, system: System) -> BaseImage:
+        """Returns a system's base image. If there is a bundle, it is checked once, and has the base image."""
+        if bundle:
+            check_bundle(bundle)
+            bundled.load_bases(client, bundle, [system])
+        return _provide_base(client, project, system, read_settings, say, check=bundle is None)
+
+    plans = plan.plan_builds(project, spec, images, provide_base)
     origin = functools.cache(functools.partial(provenance.read_provenance, project))
     network: Literal["none", "default"] = "none" if bundle else "default"
-    with make_display(console, (image.tag for image in wanted)) as display:
+    with make_display(console, (each.image.tag for each in plans)) as display:
         session = _Session(project, spec, display, _Streams(), read_settings, network, origin)
         return _execute(session, plans, jobs)
 
@@ -186,17 +186,14 @@ def _finish_result(tag: str, result: BuildResult | Exception, seconds: float | N
     return BuildResult(tag, "not tried" if isinstance(result, graph.NotTriedError) else "failed", seconds, error=result)
 
 
-def _load_bundle(
-    client: docker.DockerClient, bundle: Path, expected: str | None, systems: Iterable[System], say: Say
-) -> None:
-    """Checks a bundle, prints its digest, and loads the base images of `systems` that Docker does not have.
+def _check_bundle(expected: str | None, say: Say, bundle: Path) -> None:
+    """Checks a bundle, and prints its digest.
 
-    Raises `UsageError` or `BundleError` if the bundle is not complete and unchanged, or lacks a system.
+    Raises `UsageError` or `BundleError` if the bundle is not complete and unchanged.
     """
     digest = bundled.check_bundle(bundle, expected)
     hint = "" if expected else ". Compare it with what `shoal bundle` printed, or let --bundle-digest do that"
     say(f"bundle: {bundle}, digest sha256:{digest}{hint}")
-    bundled.load_bases(client, bundle, systems)
 
 
 def _provide_base(

@@ -1,13 +1,13 @@
 """Plans builds: for each image its sources, its parent, its record, and whether and why a build makes it.
 
 `shoal build --dry-run` prints the decisions of the plans, and `builder` executes the plans. Planning reads the project
-and asks Docker for images. It builds and pulls nothing.
+and asks Docker for images. It builds nothing.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import docker
@@ -22,6 +22,8 @@ from shoal.matrix.spec import BuildSpec, ImageSpec, System
 from shoal.sources import context
 from shoal.sources.context import Sources
 from shoal.sources.record import Decision, Record, decide
+
+GetBase = Callable[[docker.DockerClient, System], BaseImage | None]
 
 
 @dataclass(frozen=True)
@@ -51,50 +53,35 @@ class BuildPlan:
         return _plan_image(client, self.image, self.sources, _find_parent(client, self.image.extends))
 
 
-def plan_builds(project: Project, spec: BuildSpec, images: Iterable[ImageSpec]) -> list[BuildPlan]:
-    """Returns the plans of images and of those that they extend, parents first. Pulls no base image.
+def plan_builds(
+    project: Project, spec: BuildSpec, images: Iterable[ImageSpec], get_base: GetBase = base_image.find_base
+) -> list[BuildPlan]:
+    """Returns the plans of images and of those that they extend, parents first. Connects to Docker once.
 
-    Raises `DockerError`, `SpecError` or `BuildError`, as builds do before they begin.
+    Args:
+        project: The project. Our packages are installed once for each Python.
+        spec: The matrix.
+        images: The images.
+        get_base: Returns the base image of a system, or None if a build provides it later. It is called for each system
+            after all sources are read.
+
+    Raises:
+        DockerError, SpecError: If Docker has no BuildKit, or if a lock or template is wrong.
+        BuildError: If a module of our packages is not Python, or Docker lost a parent.
     """
     wanted = spec.with_parents(images)
     client = docker_client.connect()
     docker_client.check_buildkit(client)
-    sources = gather_sources(project, spec, wanted)
-    return make_plans(client, sources, {system: base_image.find_base(client, system) for system in systems_of(wanted)})
-
-
-def systems_of(images: Iterable[ImageSpec]) -> list[System]:
-    """Returns the systems of images, each once."""
-    return list(dict.fromkeys(image.system for image in images))
-
-
-def gather_sources(project: Project, spec: BuildSpec, images: Iterable[ImageSpec]) -> list[Sources]:
-    """Returns the sources of images. Our packages are installed once for each Python.
-
-    Raises `SpecError` if a lock or template is wrong, `BuildError` if a module of our packages is not Python.
-    """
     install = functools.cache(functools.partial(context.install_own_packages, project))
-    return [context.gather_sources(project, spec, image, install(image.python_version)) for image in images]
-
-
-def make_plans(
-    client: docker.DockerClient, sources: Sequence[Sources], bases: Mapping[System, BaseImage | None]
-) -> list[BuildPlan]:
-    """Returns the plans of images, parents first as in `sources`.
-
-    Args:
-        client: Docker.
-        sources: The sources of each image. An image that another extends comes first.
-        bases: The base image of each system; None if Docker does not have it yet.
-    """
+    sources = [context.gather_sources(project, spec, image, install(image.python_version)) for image in wanted]
+    bases = {system: get_base(client, system) for system in dict.fromkeys(image.system for image in wanted)}
     plans: dict[str, BuildPlan] = {}
-    for each in sources:
-        image = each.image
+    for image, own in zip(wanted, sources, strict=True):
         if image.extends is None:
             parent = bases[image.system]
         else:
             parent = _find_parent(client, image.extends) if plans[image.extends].is_up_to_date else None
-        plans[image.tag] = _plan_image(client, image, each, parent)
+        plans[image.tag] = _plan_image(client, image, own, parent)
     return list(plans.values())
 
 

@@ -128,7 +128,7 @@ class KubernetesOptions:
     ] = None
 
     def to_request(self) -> KubernetesRequest:
-        """Return the job. Raises `UsageError` if an option is wrong, or no image of the matrix matches."""
+        """Returns the job. Raises `UsageError` if an option is wrong, or no image of the matrix matches."""
         tag = resolve_tag(self.image) if "/" not in self.image else self.image
         image = f"{self.registry.rstrip('/')}/{tag}" if self.registry else tag
         source, entry_point = self._read_script()
@@ -146,7 +146,7 @@ class KubernetesOptions:
         return request
 
     def _read_script(self) -> tuple[Path | str | None, str | None]:
-        """Return the source, which is a directory or an address, and the script in it. Raises `UsageError`."""
+        """Returns the source, which is a directory or an address, and the script in it. Raises `UsageError`."""
         is_address = self.source is not None and self.source.startswith("s3://")
         if self.script is None:
             return self.source if self.source is None or is_address else Path(self.source), self.entry_point

@@ -42,7 +42,7 @@ _MIN_SECRET = 5  # characters; a shorter value appears by chance
 
 
 def write_job_report(console: Console, opened: OpenJob, result: JobResult | None) -> Path | None:
-    """Write the page of a job that has ended. If that fails, print a warning, and change nothing else.
+    """Writes the page of a job that has ended. If that fails, prints a warning, and changes nothing else.
 
     Args:
         console: The console for the warning.
@@ -63,7 +63,7 @@ def write_job_report(console: Console, opened: OpenJob, result: JobResult | None
 
 
 def collect_report(opened: OpenJob, result: JobResult | None) -> JobReport:
-    """Return the data of a job's report, with masked secrets."""
+    """Returns the data of a job's report, with masked secrets."""
     request, log = opened.record.request, opened.log
     plan = result.plan if result else _find_plan(opened.directory)
     masks = _Masks(request, plan)
@@ -87,7 +87,7 @@ def collect_report(opened: OpenJob, result: JobResult | None) -> JobReport:
 
 
 def _find_plan(directory: Path) -> Mapping[str, Any]:
-    """Return the plan in the job.json of a job that was interrupted; empty if there is none."""
+    """Returns the plan in the job.json of a job that was interrupted; empty if there is none."""
     for path in sorted(directory.glob("*/output/job.json")):
         try:
             if plan := _as_mapping(_as_mapping(parse_json(read_file(path, MOST_REPORT))).get("plan")):
@@ -115,13 +115,13 @@ class _Masks:
         self._secrets = sorted((value for value in secrets if not _is_number(value)), key=len, reverse=True)
 
     def show(self, text: str) -> str:
-        """Return a clean text with masked secrets for the page, which has a largest size: without its end if needed."""
+        """Returns a clean text with masked secrets for the page, without its end if the page would be too large."""
         shown = cut_line(self.hide(text), max(self._left, 0))
         self._left -= len(shown)
         return shown
 
     def hide(self, text: str) -> str:
-        """Return a clean text with masked secrets."""
+        """Returns a clean text with masked secrets."""
         for secret in self._secrets:
             if secret in text:
                 text = text.replace(secret, MASK)
@@ -129,17 +129,17 @@ class _Masks:
 
 
 def _is_number(value: str) -> bool:
-    """Return whether a value is a number that appears by chance: a step, a size or a rate."""
+    """Returns whether a value is a number that appears by chance: a step, a size or a rate."""
     return len(value) < _MIN_SECRET_DIGITS and value.replace(".", "", 1).lstrip("+-").isdecimal()
 
 
 def _mask_values(given: Mapping[str, str], shown: Mapping[str, Any]) -> dict[str, str]:
-    """Return the names that the user has given with the values that `train` shows; a mask if it shows none."""
+    """Returns the names that the user has given with the values that `train` shows; a mask if it shows none."""
     return {name: _to_text(shown[name]) if name in shown else MASK for name in given}
 
 
 def _read_masked_hyperparameters(plan: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the hyperparameters in the environment of a plan, for the script and `train`; empty if there are none."""
+    """Returns the hyperparameters in the environment of a plan, for the script and `train`; empty if there are none."""
     found: dict[str, Any] = {}
     for name in ("SM_FRAMEWORK_PARAMS", "SM_HPS"):
         try:
@@ -150,7 +150,6 @@ def _read_masked_hyperparameters(plan: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _list_causes(result: JobResult) -> list[tuple[str, str]]:
-    """Return each failure once, after the names of its hosts."""
     hosts: dict[str, list[str]] = {}
     for host, message in result.messages.items():
         hosts.setdefault(message, []).append(host)
@@ -158,7 +157,7 @@ def _list_causes(result: JobResult) -> list[tuple[str, str]]:
 
 
 def _collect_settings(opened: OpenJob, plan: Mapping[str, Any], masks: _Masks) -> dict[str, dict[str, str]]:
-    """Return the names and values that the page shows, by section."""
+    """Returns the names and values that the page shows, by section."""
     record = opened.record
     request = record.request
     job = {
@@ -190,7 +189,7 @@ def _collect_settings(opened: OpenJob, plan: Mapping[str, Any], masks: _Masks) -
 
 
 def _list_versions(engine: str) -> dict[str, str]:
-    """Return the version of shoal, and without Docker the versions of Python packages. The image's tag names others."""
+    """Returns the version of shoal, and without Docker of Python packages. The image's tag names others."""
     versions = {"shoal": __version__}
     if engine == LOCAL:
         versions["Python"] = platform.python_version()
@@ -203,7 +202,7 @@ def _list_versions(engine: str) -> dict[str, str]:
 
 
 def _read_scalars(opened: OpenJob) -> list[Curve]:
-    """Return the curves in TensorBoard's event files. The names of several hosts come first."""
+    """Returns the curves in TensorBoard's event files. The names of several hosts come first."""
     series: dict[Key, Series] = {}
     for host, output in opened.outputs.items():
         for (name, run, _), points in trackers.read_scalars(output, opened.log.began).items():
@@ -220,14 +219,14 @@ def _make_curves(series: Mapping[Key, Series]) -> list[Curve]:
 
 
 def _make_curve(key: Key, series: Series) -> Curve:
-    """Return a curve over steps, or over the time if its steps do not tell values apart, as a constant does not."""
+    """Returns a curve over steps, or over the time if its steps do not tell values apart, as a constant does not."""
     has_steps = len(set(series.xs)) * 2 > len(series.xs)
     curve = Curve(*key, list(series.times), list(series.values), marks=list(series.marks))
     return dataclasses.replace(curve, xs=list(series.xs), x_name=series.x_name) if has_steps else curve
 
 
 def _decode(value: str) -> str:
-    """Return the text of a hyperparameter, without the quotes of JSON."""
+    """Returns the text of a hyperparameter, without the quotes of JSON."""
     try:
         decoded = json.loads(value)
     except (ValueError, RecursionError):
@@ -244,7 +243,6 @@ def _as_list(value: Any) -> Sequence[Any]:
 
 
 def _to_text(value: Any) -> str:
-    """Return a value of JSON as text for people; empty for None."""
     if value is None:
         return ""
     if isinstance(value, list) and all(isinstance(item, str) for item in value):

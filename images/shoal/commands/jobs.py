@@ -133,7 +133,7 @@ Local = Annotated[bool, typer.Option("--local", help="Run on this machine, witho
 
 
 def choose_engine(engine: Engine | None, local: bool) -> Engine | None:
-    """Return the value of `--engine` or `--local`; None if neither is given. Raises `UsageError` for both."""
+    """Returns the value of `--engine` or `--local`; None if neither is given. Raises `UsageError` for both."""
     if local and engine is Engine.docker:
         raise UsageError("--local and --engine docker: contradict each other. Fix: leave out one")
     return Engine.none if local else engine
@@ -210,7 +210,7 @@ class RunOptions:
     as_json: AsJson = False
 
     def to_record(self) -> JobRecord:
-        """Return the job to run, checked: a new one, or the one to resume with the options that are given again.
+        """Returns the job to run, checked: a new one, or the one to resume with the options that are given again.
 
         The image may still be the name of a framework. Raises `UsageError`.
         """
@@ -252,7 +252,6 @@ class RunOptions:
         return given
 
     def _read_hyperparameters(self) -> dict[str, str]:
-        """Return the hyperparameters, with the metric definitions. Raises `UsageError`."""
         found = parse_pairs("--hyperparameter", self.hyperparameters)
         metric_definitions.check_definitions(found)
         if metrics := parse_pairs("--metric", self.metric):
@@ -264,7 +263,7 @@ class RunOptions:
 
 
 def _extend_request(earlier: JobRequest, given: dict[str, Any], option: str) -> JobRequest:
-    """Return the request of a resumed job with the fields that are given again.
+    """Returns the request of a resumed job with the fields that are given again.
 
     Values that the record does not have are read again from where they came. Raises `UsageError` if one is missing.
     """
@@ -280,7 +279,7 @@ def _extend_request(earlier: JobRequest, given: dict[str, Any], option: str) -> 
 
 
 def _parse_hosts(text: str) -> dict[str, int]:
-    """Return the number of hosts, and the least number, of `N` or `MIN:MAX`. Raises `UsageError`."""
+    """Returns the number of hosts, and the least number, of `N` or `MIN:MAX`. Raises `UsageError`."""
     least, colon, most = text.rpartition(":")
     numbers = [int(word) if re.fullmatch("[0-9]{1,6}", word) else 0 for word in ([least, most] if colon else [most])]
     if not all(numbers):
@@ -346,7 +345,7 @@ def run_job(options: RunOptions) -> None:
 
 
 def _run_to_end(opened: OpenJob, progress: Console, options: RunOptions, build_seconds: float | None) -> JobResult:
-    """Run a job, record how it ended, write its report, and return its result. After an error, too, it is recorded."""
+    """Runs a job, records how it ended, also after an error, writes its report, and returns its result."""
     run = run_job_locally if opened.record.request.engine == LOCAL else run_job_in_docker
     try:
         with _open_view(opened, progress, options) as view:
@@ -383,7 +382,7 @@ def _run_to_end(opened: OpenJob, progress: Console, options: RunOptions, build_s
 
 
 def _describe_exception(error: BaseException) -> tuple[int, str]:
-    """Return the exit code and the state of a job that an exception has ended: an interrupt, a signal or a failure."""
+    """Returns the exit code and the state of a job that an exception has ended: an interrupt, a signal or a failure."""
     if isinstance(error, KeyboardInterrupt):
         return 128 + signal.SIGINT, STOPPED
     if isinstance(error, SystemExit):
@@ -393,7 +392,7 @@ def _describe_exception(error: BaseException) -> tuple[int, str]:
 
 
 def _print_started(started: KnownJob, as_json: bool) -> None:
-    """Print the name and the directory of a job that runs in the background, and the commands that follow."""
+    """Prints the name and the directory of a job that runs in the background, and the commands that follow."""
     if as_json:
         print_json(started.describe())
         return
@@ -403,7 +402,6 @@ def _print_started(started: KnownJob, as_json: bool) -> None:
 
 
 def _print_report(progress: Console, page: Path | None) -> None:
-    """Print where the report of a job is, if it was written."""
     if page:
         print_line(f"report: {page}", progress)
 
@@ -470,7 +468,6 @@ def report_comparison(
 
 
 def _open_view(opened: OpenJob, progress: Console, options: RunOptions) -> contextlib.AbstractContextManager[View]:
-    """Return the view of a job: live on a terminal, plain elsewhere."""
     if options.plain or options.as_json or not can_show_panel(progress, os.environ):
         return contextlib.nullcontext(PlainView(progress))
     request = opened.record.request
@@ -482,7 +479,7 @@ def _open_view(opened: OpenJob, progress: Console, options: RunOptions) -> conte
 
 
 def _build_image(name: str, progress: Console) -> tuple[str, float]:
-    """Build an image of the matrix if it is not up to date. Return its tag and the time it took, in seconds.
+    """Builds an image of the matrix if it is not up to date. Returns its tag and the time it took, in seconds.
 
     Prints the result, or raises the error of a failed build. Images that it extends are built too.
     """
@@ -494,7 +491,7 @@ def _build_image(name: str, progress: Console) -> tuple[str, float]:
 
 
 def _check_image_has_script(tag: str, request: JobRequest) -> None:
-    """Raise `UsageError` if a job has no script: neither its variables nor its image name one.
+    """Raises `UsageError` if a job has no script: neither its variables nor its image name one.
 
     Images of the matrix name none, built or not. Raises `ImageError` if Docker lacks another image.
     """

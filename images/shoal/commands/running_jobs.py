@@ -64,7 +64,7 @@ def list_jobs(
 
 
 def _describe_row(job: KnownJob) -> list[str]:
-    """Return the cells of a job. Without Docker, it has no image."""
+    """Returns the cells of a job. Without Docker, it has no image."""
     own = job.record
     code = "" if job.is_running or own.exit_code is None else str(own.exit_code)
     image = "without Docker" if own.request.engine == LOCAL else own.request.image
@@ -108,7 +108,7 @@ def print_logs(
 
 
 def _describe_state(job: KnownJob) -> str:
-    """Return the state of a job in one line, with its report and the messages of its command, if they are there."""
+    """Returns the state of a job in one line, with its report and the messages of its command, if they are there."""
     code = job.record.exit_code
     if job.state == STOPPED:
         state = describe_stop(code)
@@ -203,7 +203,6 @@ def open_shell(
 
 
 def _find_if_running(name: str) -> KnownJob | None:
-    """Return the running job with a name; None if there is none."""
     try:
         return find_running_job(name)
     except UsageError:
@@ -211,7 +210,7 @@ def _find_if_running(name: str) -> KnownJob | None:
 
 
 def _resolve_image(name: str) -> str:
-    """Return the tag of an image. If there is none of that name, the error names similar jobs too."""
+    """Returns the tag of an image. If there is none of that name, the error names similar jobs too."""
     try:
         return resolve_tag(name)
     except UsageError as error:

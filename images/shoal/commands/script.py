@@ -72,7 +72,7 @@ class ScriptCommand(typer.core.TyperCommand):
     """A command with a parameter `arguments`: all words after the first `--`, in order and unchanged."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the words before `--`. Raises `UsageError` if one of them may be an argument for the script."""
+        """Parses the words before `--`. Raises `UsageError` if one of them may be an argument for the script."""
         own = args[: args.index("--")] if "--" in args else args
         try:
             rest = super().parse_args(ctx, list(own))
@@ -101,7 +101,7 @@ class ScriptCommand(typer.core.TyperCommand):
 
 
 def _name(ctx: Any) -> str:
-    """Return the full name of a command, such as `shoal run`."""
+    """Returns the full name of a command, such as `shoal run`."""
     return f"{_name(ctx.parent)} {ctx.info_name}" if ctx.parent else "shoal"
 
 
@@ -111,7 +111,7 @@ def read_options(options: object, kind: type[Job], readers: Mapping[str, Callabl
     Args:
         options: A dataclass with the values of options, and the arguments of the command.
         kind: The class of the job.
-        readers: Functions that make the value of a field from the words of its option. Raise `UsageError`.
+        readers: Functions that make the value of a field from the words of its option. Raises `UsageError`.
     """
     readers = {**_READERS, **readers}
     names = {each.name for each in dataclasses.fields(kind)} & vars(options).keys()
@@ -121,7 +121,7 @@ def read_options(options: object, kind: type[Job], readers: Mapping[str, Callabl
 
 
 def split_script(script: Path, source: Path | None, entry_point: str | None) -> tuple[Path, str]:
-    """Return the source directory and the entry point of a script.
+    """Returns the source directory and the entry point of a script.
 
     Args:
         script: The path of a file.
@@ -150,7 +150,7 @@ def split_script(script: Path, source: Path | None, entry_point: str | None) -> 
 
 
 def print_source(selection: Selection, as_json: bool = False) -> None:
-    """Print the files of a source that reach the hosts, and those that are left out. Raises `UsageError`."""
+    """Prints the files of a source that reach the hosts, and those that are left out. Raises `UsageError`."""
     files = list_source(selection)
     if as_json:
         print_json(
@@ -163,7 +163,7 @@ def print_source(selection: Selection, as_json: bool = False) -> None:
 
 
 def print_source_notes(selection: Selection) -> None:
-    """Print notes about a source: what is left out, and whether it is large. Raises `UsageError`."""
+    """Prints notes about a source: what is left out, and whether it is large. Raises `UsageError`."""
     for note in describe_source(selection, list_source(selection)):
         print_error(note)
 
@@ -171,7 +171,7 @@ def print_source_notes(selection: Selection) -> None:
 def warn_of_visible_secrets(
     env: list[str] | None, hyperparameters: Mapping[str, str], arguments: list[str] | None, fix: str
 ) -> None:
-    """Print a warning for each value on the command line that looks like a secret."""
+    """Prints a warning for each value on the command line that looks like a secret."""
     words = arguments or []
     pairs = [word.partition("=") for word in words]
     options = {name: value if equals else after for (name, equals, value), after in zip(pairs, [*words[1:], ""])}

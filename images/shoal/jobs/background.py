@@ -23,13 +23,13 @@ class Background:
     """The descriptor of the log file; -1 before it is opened."""
 
     def open_log(self, path: Path) -> None:
-        """Send standard output to a file from now on. Only its owner can read it."""
+        """Sends standard output to a file from now on. Only its owner can read it."""
         self.log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
         sys.stdout.flush()
         os.dup2(self.log, 1)
 
     def release_parent(self, directory: Path) -> None:
-        """Send standard error to the log file too, and let the parent end: the job in a directory has started."""
+        """Sends standard error to the log file too, and lets the parent end: the job in a directory has started."""
         sys.stderr.flush()
         os.dup2(self.log, 2)
         with contextlib.suppress(BrokenPipeError):  # the parent was killed
@@ -38,7 +38,7 @@ class Background:
 
 
 def fork_to_background() -> Background | Path:
-    """Fork. Return the child's side in the child, and in the parent, the directory of the job that has started.
+    """Forks. Returns the child's side in the child, and in the parent, the directory of the job that has started.
 
     The child's standard input is empty. If it ends before its job starts, the parent exits with its exit code. An
     interrupt of the parent stops the child too.

@@ -45,24 +45,24 @@ class CheckpointDirectory:
     """A file descriptor. A process that inherits it keeps the lock."""
 
     def has_files(self) -> bool:
-        """Return whether it has a checkpoint, or any other file."""
+        """Returns whether it has a checkpoint, or any other file."""
         return any(path.name != MARK for path in self.path.iterdir())
 
     def pack(self, arcname: str, out: IO[bytes], owner: tuple[int, int]) -> None:
-        """Write its content as `arcname`, owned by a user and a group, and rewind `out`, on this directory's disk.
+        """Writes its content as `arcname`, owned by a user and a group, and rewinds `out`, on this directory's disk.
 
         Raises `DiskError` if it does not fit.
         """
         archive.pack_tree(self.path, arcname, out, owner, left_out=MARK, room=Room(self.path.parent))
 
     def copy_to(self, target: Path) -> None:
-        """Copy its content to an existing directory. Raises `DiskError` if it does not fit."""
+        """Copies its content to an existing directory. Raises `DiskError` if it does not fit."""
         copy_tree(self.path, target)
         (target / MARK).unlink()
 
     @contextlib.contextmanager
     def replace(self) -> Iterator[Path]:
-        """Replace the content in one step when the body has ended. An exception leaves the content unchanged.
+        """Replaces the content in one step when the body has ended. An exception leaves the content unchanged.
 
         Yields a new scratch directory on the same disk. The body makes the new content there, as `CONTENT`, which gets
         the permissions of the directory. Nobody else can enter the scratch directory, which is removed. A crash at any
@@ -97,7 +97,7 @@ class CheckpointDirectory:
             shutil.rmtree(scratch, ignore_errors=True)
 
     def _keep_found(self, content: Path) -> None:
-        """Put the content in the directory's place, and keep the directory itself, with files of the user, beside it.
+        """Puts the content in the directory's place, and keeps the directory itself, with files of the user, beside it.
 
         Prints a line.
         """
@@ -114,7 +114,7 @@ class CheckpointDirectory:
 
 @contextlib.contextmanager
 def open_directory(path: Path, job: str, option: str, *, can_claim: bool = True) -> Iterator[CheckpointDirectory]:
-    """Lock a directory for this command and mark it with a job. It is created if it is missing.
+    """Locks a directory for this command and mark it with a job. It is created if it is missing.
 
     The lock ends with the process, also if it is killed. The rest of an earlier command that was killed is removed.
 
@@ -154,19 +154,19 @@ def open_directory(path: Path, job: str, option: str, *, can_claim: bool = True)
 
 
 def _clear_scratch(scratch: Path, option: str) -> None:
-    """Remove the scratch directory of a command that was killed. Raise `UsageError` if something else is there."""
+    """Removes the scratch directory of a command that was killed. Raises `UsageError` if something else is there."""
     shutil.rmtree(scratch, ignore_errors=True)
     if os.path.lexists(scratch):  # a link, a file, or of another user
         raise UsageError(f"{option}: {scratch} was not made by `shoal`. Fix: remove it")
 
 
 def _sibling(path: Path, suffix: str) -> Path:
-    """Return a path next to a directory, on the same disk."""
+    """Returns a path next to a directory, on the same disk."""
     return path.with_name(f".{path.name}.shoal-{suffix}")
 
 
 def _check_place(path: Path, option: str) -> None:
-    """Raise `UsageError` if a path is not a directory, or one that must not be replaced by another."""
+    """Raises `UsageError` if a path is not a directory, or one that must not be replaced by another."""
     if path.exists() and not path.is_dir():
         raise UsageError(f"{option}: not a directory")
     if Path.cwd().is_relative_to(path) or Path.home().is_relative_to(path):
@@ -183,7 +183,7 @@ def _check_place(path: Path, option: str) -> None:
 
 @contextlib.contextmanager
 def _lock(path: Path, job: str, option: str) -> Iterator[int]:
-    """Lock the file next to a directory, and yield its descriptor. Raise `UsageError` if another command has locked it.
+    """Locks the file next to a directory, and yields its descriptor. Raises `UsageError` if another command has it.
 
     The file is removed at the end. One that a killed command has left is not locked.
     """
@@ -212,7 +212,6 @@ def _lock(path: Path, job: str, option: str) -> Iterator[int]:
 
 
 def _is_same_file(path: Path, file: IO[str]) -> bool:
-    """Return whether a path still leads to an open file."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
     except FileNotFoundError:
@@ -220,7 +219,7 @@ def _is_same_file(path: Path, file: IO[str]) -> bool:
 
 
 def _describe_use(path: Path, holder: str, job: str, option: str) -> str:
-    """Return the error for a directory that a command with the lock file's text `holder` uses."""
+    """Returns the error for a directory that a command with the lock file's text `holder` uses."""
     try:
         found = json.loads(holder)
         who, where = str(found["job"]), f"process {found['process']} on {found['machine']}"
@@ -233,7 +232,7 @@ def _describe_use(path: Path, holder: str, job: str, option: str) -> str:
 
 
 def _check_owner(path: Path, job: str, option: str) -> bool:
-    """Return whether a directory has files that were there before its first job.
+    """Returns whether a directory has files that were there before its first job.
 
     Raises `UsageError` if it, one above it or one in it has the checkpoints of another job.
     """
@@ -260,7 +259,7 @@ def _check_owner(path: Path, job: str, option: str) -> bool:
 
 
 def _has_own_mark(directory: Path) -> bool:
-    """Return whether a directory has a mark that this user wrote. Anybody can write one to /tmp."""
+    """Returns whether a directory has a mark that this user wrote. Anybody can write one to /tmp."""
     try:
         return (directory / MARK).lstat().st_uid in trust.own_ids()
     except OSError:
@@ -268,7 +267,7 @@ def _has_own_mark(directory: Path) -> bool:
 
 
 def _read_mark(mark: Path, option: str) -> dict[str, Any]:
-    """Return a mark, with the job's name. Raises `UsageError` if it names no job, or is not a file of this user."""
+    """Returns a mark, with the job's name. Raises `UsageError` if it names no job, or is not a file of this user."""
     try:
         with os.fdopen(trust.open_own(mark, os.O_RDONLY)) as file:
             found = json.load(file)
@@ -281,7 +280,7 @@ def _read_mark(mark: Path, option: str) -> dict[str, Any]:
 
 
 def _write_mark(directory: Path, job: str, is_found: bool = False) -> None:
-    """Write the mark, and in it whether the directory has files that were there before its first job."""
+    """Writes the mark, and in it whether the directory has files that were there before its first job."""
     text = json.dumps({"job": job, _FOUND: True} if is_found else {"job": job}) + "\n"
     partial = directory / _NEW_MARK
     partial.unlink(missing_ok=True)
@@ -291,7 +290,7 @@ def _write_mark(directory: Path, job: str, is_found: bool = False) -> None:
 
 
 def copy_tree(source: Path, target: Path, link: bool = False) -> None:
-    """Copy files, directories and symbolic links to an existing directory; others, such as sockets, are left out.
+    """Copies files, directories and symbolic links to an existing directory; others, such as sockets, are left out.
 
     With `link`, files become hard links if both are on one file system, so that no bytes are copied. Absolute
     links into `source` become relative ones. Holes of files stay holes, and still their sizes must fit. Raises
@@ -301,14 +300,14 @@ def copy_tree(source: Path, target: Path, link: bool = False) -> None:
     """
 
     def ignore(directory: str, names: list[str]) -> set[str]:
-        """Return the entries that are not copied."""
+        """Returns the entries that are not copied."""
         modes = {name: stat.S_IFMT(Path(directory, name).lstat().st_mode) for name in names}
         return {name for name, mode in modes.items() if mode not in (stat.S_IFREG, stat.S_IFDIR, stat.S_IFLNK)}
 
     room = Room(target.parent)
 
     def copy(source: str | os.DirEntry[str], target: str) -> None:
-        """Make a hard link to a file, or a copy."""
+        """Makes a hard link to a file, or a copy."""
         if link:
             with contextlib.suppress(OSError):  # the file system cannot
                 os.link(source, target)
@@ -321,7 +320,6 @@ def copy_tree(source: Path, target: Path, link: bool = False) -> None:
 
 
 def _make_links_relative(source: Path, target: Path) -> None:
-    """Replace absolute links into `source` in its copy `target`."""
     for directory, *names in os.walk(target):
         for path in (Path(directory, name) for name in itertools.chain(*names)):
             if path.is_symlink() and path.readlink().is_absolute():
@@ -332,7 +330,6 @@ def _make_links_relative(source: Path, target: Path) -> None:
 
 
 def _copy_file(source: str | os.DirEntry[str], target: str) -> None:
-    """Copy a file with its permissions and times."""
     with Path(source).open("rb") as content, Path(target).open("xb") as out:
         archive.copy_with_holes(content, out)
     found = Path(source).stat()
@@ -341,7 +338,7 @@ def _copy_file(source: str | os.DirEntry[str], target: str) -> None:
 
 
 def _flush(directory: Path) -> None:
-    """Write a tree to the disk, so that no file is empty after a power failure.
+    """Writes a tree to the disk, so that no file is empty after a power failure.
 
     The whole file system is written at once: one by one, a million files would take hours.
     """
@@ -354,7 +351,7 @@ def _flush(directory: Path) -> None:
 
 
 def _exchange(new: Path, path: Path) -> None:
-    """Exchange two directories in one step. If the file system cannot, in two steps, which `open_directory` repairs."""
+    """Exchanges two directories in one step, or if the file system cannot, in two, which `open_directory` repairs."""
     libc = ctypes.CDLL(None, use_errno=True)
     exchange = getattr(libc, "renameat2", None)
     if exchange and exchange(_AT_FDCWD, os.fsencode(new), _AT_FDCWD, os.fsencode(path), _RENAME_EXCHANGE) == 0:

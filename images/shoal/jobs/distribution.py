@@ -55,7 +55,7 @@ def _list_keys() -> tuple[str, ...]:
 
 
 def parse_distribution(text: str) -> dict[str, Any]:
-    """Return the value of `--distribution`. Raises `UsageError`, with examples, unless it is a JSON object."""
+    """Returns the value of `--distribution`. Raises `UsageError`, with examples, unless it is a JSON object."""
     problem = f"expected a JSON object, found {text}"
     try:
         document = json.loads(text)
@@ -72,7 +72,7 @@ def parse_distribution(text: str) -> dict[str, Any]:
 
 
 def convert_distribution(distribution: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the reserved hyperparameters for a `distribution`; values are not yet encoded as JSON.
+    """Returns the reserved hyperparameters for a `distribution`; values are not yet encoded as JSON.
 
     Args:
         distribution: May have the keys mpi, smdistributed, pytorchddp, torch_distributed, parameter_server,
@@ -125,12 +125,12 @@ def _find_options(distribution: Mapping[str, Any], name: str) -> Any:
 
 
 def encode_values(values: Mapping[str, Any]) -> dict[str, str]:
-    """Encode each value as JSON, as the SDK does before it sends hyperparameters."""
+    """Encodes each value as JSON, as the SDK does before it sends hyperparameters."""
     return {key: json.dumps(value) for key, value in values.items()}
 
 
 def set_processes_per_host(distribution: Mapping[str, Any], count: int | None) -> dict[str, Any]:
-    """Return `distribution` with `count` ranks per host, started by torchrun if it selects that, otherwise by MPI.
+    """Returns `distribution` with `count` ranks per host, started by torchrun if it selects that, otherwise by MPI.
 
     None changes nothing.
 
@@ -160,18 +160,18 @@ def set_processes_per_host(distribution: Mapping[str, Any], count: int | None) -
 
 
 def find_rank_launcher(distribution: Mapping[str, Any]) -> str:
-    """Return the key of the launcher for a number of ranks per host: the first that is enabled, otherwise `mpi`."""
+    """Returns the key of the launcher for a number of ranks per host: the first that is enabled, otherwise `mpi`."""
     counting = (name for name, launcher in _read_launchers().items() if _RANKS in launcher.options)
     return next((name for name in counting if _is_enabled(distribution, name)), _DEFAULT)
 
 
 def uses_mpirun(distribution: Mapping[str, Any]) -> bool:
-    """Return whether mpirun starts the ranks of this distribution."""
+    """Returns whether mpirun starts the ranks of this distribution."""
     return any(launcher.by_mpirun and _is_enabled(distribution, name) for name, launcher in _read_launchers().items())
 
 
 def has_stages(distribution: Mapping[str, Any]) -> bool:
-    """Return whether model parallelism divides the model into stages, or into a number that is not known yet."""
+    """Returns whether model parallelism divides the model into stages, or into a number that is not known yet."""
     options = distribution.get("smdistributed", {}).get("modelparallel", {})
     parameters = options.get("parameters", {})
     stages = parameters.get("pipeline_parallel_degree", parameters.get("partitions", 1))
@@ -179,7 +179,7 @@ def has_stages(distribution: Mapping[str, Any]) -> bool:
 
 
 def _is_enabled(distribution: Mapping[str, Any], name: str) -> bool:
-    """Return whether these options select a launcher. Model parallelism is none: it runs under MPI."""
+    """Returns whether these options select a launcher. Model parallelism is none: it runs under MPI."""
     options = _find_options(distribution, name)
     return isinstance(options, Mapping) and bool(options.get("enabled"))
 
@@ -214,7 +214,7 @@ def _check_smdistributed(options: Mapping[str, Any], mpi: bool) -> dict[str, Any
 
 
 def _check_options(options: object, allowed: tuple[str, ...], where: str) -> None:
-    """Raise `UsageError` unless `options` is a dictionary with no keys but these, and its `enabled` a boolean."""
+    """Raises `UsageError` unless `options` is a dictionary with no keys but these, and its `enabled` a boolean."""
     if not isinstance(options, Mapping):
         raise UsageError(f"{where}: expected a dictionary, found {options!r}")
     for key in options:

@@ -31,7 +31,7 @@ Devices = tuple[str, ...]
 
 
 def check_gpus_option(option: str | None, hosts: int) -> None:
-    """Raise `UsageError` if the value of `--gpus` is not a list of GPUs, or cannot be divided evenly between hosts."""
+    """Raises `UsageError` if the value of `--gpus` is not a list of GPUs, or cannot be divided evenly between hosts."""
     if option is None or option in (ALL, NONE):
         return
     names = option.split(",")
@@ -50,7 +50,7 @@ def check_gpus_option(option: str | None, hosts: int) -> None:
 def divide_gpus(
     client: docker.DockerClient, image: str, option: str | None, hosts: Sequence[str], say: Callable[[str], object]
 ) -> list[Devices]:
-    """Return the GPUs of each host.
+    """Returns the GPUs of each host.
 
     Args:
         client: Docker. A container of `image` may be started to count its GPUs.
@@ -87,14 +87,14 @@ def divide_gpus(
 
 
 def device_requests(devices: Devices) -> list[DeviceRequest]:
-    """Return the setting of a container that gives it these GPUs; empty for none."""
+    """Returns the setting of a container that gives it these GPUs; empty for none."""
     if devices == (ALL,):
         return [DeviceRequest(count=-1, capabilities=[["gpu"]])]
     return [DeviceRequest(device_ids=list(devices), capabilities=[["gpu"]])] if devices else []
 
 
 def gpu_environment(devices: Devices) -> dict[str, str]:
-    """Return the variable that selects these GPUs if NVIDIA's runtime is Docker's default: `void` for no GPUs.
+    """Returns the variable that selects these GPUs if NVIDIA's runtime is Docker's default: `void` for no GPUs.
 
     For all GPUs, return no variable.
     """
@@ -102,7 +102,7 @@ def gpu_environment(devices: Devices) -> dict[str, str]:
 
 
 def _uses_gpus(client: docker.DockerClient, image: str, hosts: int, say: Callable[[str], object]) -> bool:
-    """Return whether hosts get GPUs without `--gpus`: not if Docker has no NVIDIA runtime, or lacks the image.
+    """Returns whether hosts get GPUs without `--gpus`: not if Docker has no NVIDIA runtime, or lacks the image.
 
     Also not if there are several hosts of a CPU image. `say` receives a line if hosts of a GPU image get none.
     """
@@ -123,7 +123,7 @@ def _split_evenly(names: Sequence[str], hosts: int) -> list[Devices]:
 
 
 def _list_gpus(client: docker.DockerClient, image: str) -> list[str]:
-    """Return the indexes of Docker's GPUs, as nvidia-smi lists them in a container of the image, which is removed.
+    """Returns the indexes of Docker's GPUs, as nvidia-smi lists them in a container of the image, which is removed.
 
     Raises DockerError if the container does not start or nvidia-smi fails.
     """

@@ -25,7 +25,7 @@ _WAIT = ["sleep", "infinity"]
 
 
 def run_in_host(found: KnownJob, host: str | None, command: Sequence[str]) -> int:
-    """Run a command in a host of a running job, in the directory of the code, and return its exit code.
+    """Runs a command in a host of a running job, in the directory of the code, and returns its exit code.
 
     Without Docker it gets the variables of the host's `train`.
 
@@ -57,7 +57,7 @@ def run_in_host(found: KnownJob, host: str | None, command: Sequence[str]) -> in
 
 
 def choose_host(job: str, host: str | None, names: Sequence[str]) -> str:
-    """Return a host of a job by name, by default the first. Raises `UsageError` if there is no such host."""
+    """Returns a host of a job by name, by default the first. Raises `UsageError` if there is no such host."""
     if host is None:
         return names[0]
     if host not in names:
@@ -68,7 +68,7 @@ def choose_host(job: str, host: str | None, names: Sequence[str]) -> str:
 
 
 def _run_in_local_host(found: KnownJob, host: str | None, command: Sequence[str]) -> int:
-    """Run a command as a process of this machine, with the variables of a host's `train`, and return its exit code."""
+    """Runs a command on this machine, with the variables of a host's `train`, and returns its exit code."""
     trees = {tree.name: tree for tree in list_host_trees(found.directory)}
     if not trees:
         raise DockerError(f"{found.name}: no host has started. Fix: try again")
@@ -87,7 +87,7 @@ def _run_in_local_host(found: KnownJob, host: str | None, command: Sequence[str]
 
 
 def open_shell(image: str, volumes: Sequence[Volume]) -> int:
-    """Start a shell in a new container of an image, remove the container at the end, and return the shell's exit code.
+    """Starts a shell in a new container of an image, which is removed at the end, and returns the shell's exit code.
 
     Raises `DockerError` if Docker does not have the image.
     """

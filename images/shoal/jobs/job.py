@@ -105,7 +105,7 @@ class Job:
         return distribution.convert_distribution(self.launch)
 
     def encode_hyperparameters(self, job_name: str) -> dict[str, str]:
-        """Return the content of hyperparameters.json: each value is encoded as JSON, as the SageMaker SDK does.
+        """Returns the content of hyperparameters.json: each value is encoded as JSON, as the SageMaker SDK does.
 
         Hyperparameters for `train` replace own ones of the same name. Raises `UsageError` if `distribution` is wrong,
         or contradicts `procs_per_host`.
@@ -140,7 +140,7 @@ class JobRequest(Job):
     """The number of hosts with which an elastic job goes on; 0: the job needs all hosts."""
 
     def check(self) -> None:
-        """Raise `UsageError` if the job cannot run: a path, size, channel, GPU, secret or the distribution is wrong."""
+        """Raises `UsageError` if the job cannot run: a path, size, channel, GPU, secret or distribution is wrong."""
         if self.source is not None and self.entry_point is not None:
             check_source(self.selection)
         elif self.source is not None or self.entry_point is not None:
@@ -167,7 +167,7 @@ class JobRequest(Job):
         self.encode_hyperparameters("")
 
     def _check_checkpoints(self) -> None:
-        """Raise `UsageError` if other files of the job are in the directory of its checkpoints, which it replaces."""
+        """Raises `UsageError` if other files of the job are in the directory of its checkpoints, which it replaces."""
         if self.checkpoints is None:
             return
         channels = {f"--channel {name}": directory for name, directory in self.channels.items()}
@@ -179,7 +179,7 @@ class JobRequest(Job):
                 )
 
     def _check_elastic(self) -> None:
-        """Raise `UsageError` if a job with a range of hosts cannot go on with fewer."""
+        """Raises `UsageError` if a job with a range of hosts cannot go on with fewer."""
         if not self.min_hosts:
             return
         option = f"--hosts {self.min_hosts}:{self.hosts}"
@@ -223,7 +223,7 @@ class JobRequest(Job):
         return tuple(path for path in (self.output, self.checkpoints) if path)
 
     def encode_hyperparameters(self, job_name: str) -> dict[str, str]:
-        """Return the content of hyperparameters.json, with those that SageMaker adds on its own machines."""
+        """Returns the content of hyperparameters.json, with those that SageMaker adds on its own machines."""
         code = {"sagemaker_submit_directory": "/opt/ml/code"} if self.entry_point else {}
         platform = {**code, "sagemaker_container_log_level": 20, "sagemaker_region": "us-west-2"}
         return super().encode_hyperparameters(job_name) | distribution.encode_values(platform)
@@ -265,7 +265,7 @@ class JobResult:
 
 
 def check_source(selection: Selection) -> None:
-    """Raise `UsageError` unless the directory exists and has the script. A module (`-m NAME`) is not looked for."""
+    """Raises `UsageError` unless the directory exists and has the script. A module (`-m NAME`) is not looked for."""
     source, script = selection.directory, selection.script
     check_no_address("--source", source)
     if not source.is_dir():
@@ -287,7 +287,7 @@ def check_source(selection: Selection) -> None:
 
 
 def make_secret(environment: Mapping[str, str]) -> str | None:
-    """Return the secret for a job: the one in its environment, otherwise 256 new random bits in hexadecimal.
+    """Returns the secret for a job: the one in its environment, otherwise 256 new random bits in hexadecimal.
 
     None if the environment names a file with the secret, which the hosts already have.
     """
@@ -295,7 +295,7 @@ def make_secret(environment: Mapping[str, str]) -> str | None:
 
 
 def share_cpus(request: JobRequest, cpus: int) -> dict[str, str]:
-    """Return the variable that limits each of several hosts to its share of the CPUs of their one machine.
+    """Returns the variable that limits each of several hosts to its share of the CPUs of their one machine.
 
     Otherwise the ranks of each host would use all of them, and training can take several times as long. Empty if the
     user limits the hosts.
@@ -304,7 +304,7 @@ def share_cpus(request: JobRequest, cpus: int) -> dict[str, str]:
 
 
 def check_secret(environment: Mapping[str, str]) -> None:
-    """Raise `UsageError` if an environment has a secret that `train` refuses. No secret is right too.
+    """Raises `UsageError` if an environment has a secret that `train` refuses. No secret is right too.
 
     `train` refuses a secret that is too short or too long, and one beside the name of a file with the secret.
     """
@@ -321,12 +321,12 @@ def check_secret(environment: Mapping[str, str]) -> None:
 
 
 def limit_variables(most: int, least_hosts: int = 0) -> dict[str, str]:
-    """Return the variables with the limit of restarts and the least number of hosts; none for 0, `train`'s default."""
+    """Returns the variables with the limit of restarts and the least number of hosts; none for 0, `train`'s default."""
     return {name: str(value) for name, value in ((MAX_RESTARTS, most), (MIN_HOSTS, least_hosts)) if value}
 
 
 def check_size(option: str, size: str | None) -> int:
-    """Return a size such as 512m or 2g in bytes, 0 for None. Raises `UsageError`, also for a size of 0."""
+    """Returns a size such as 512m or 2g in bytes, 0 for None. Raises `UsageError`, also for a size of 0."""
     if size is None:
         return 0
     expected = f"{option} {size}: expected a size such as 512m or 2g"
@@ -340,7 +340,7 @@ def check_size(option: str, size: str | None) -> int:
 
 
 def check_channel_directory(name: str, directory: Path) -> None:
-    """Raise `UsageError`, with a fix, if a channel's directory is an address, a file or missing."""
+    """Raises `UsageError`, with a fix, if a channel's directory is an address, a file or missing."""
     if directory.is_dir():
         return
     check_no_address(f"--channel {name}", directory)
@@ -354,14 +354,14 @@ def check_channel_directory(name: str, directory: Path) -> None:
 
 
 def check_no_address(option: str, place: Path | None) -> None:
-    """Raise `UsageError` if the path in an option is an address, such as s3://bucket."""
+    """Raises `UsageError` if the path in an option is an address, such as s3://bucket."""
     if address := re.match(r"(\w+):/+", str(place)):  # a Path has dropped one slash
         fix = "leave out file://" if address[1] == "file" else "name a directory, and copy its files yourself"
         raise UsageError(f"{option}: {address[1]}:// is not supported, only a directory of this machine. Fix: {fix}")
 
 
 def check_channel_name(name: str) -> None:
-    """Raise `UsageError` unless the name can be a channel's."""
+    """Raises `UsageError` unless the name can be a channel's."""
     if not re.fullmatch(r"[A-Za-z0-9_.-]+", name) or name in (".", ".."):
         raise UsageError(
             f"--channel {name!r}: a name may have only letters, digits, '_', '.' and '-', as it names a directory."
@@ -370,7 +370,7 @@ def check_channel_name(name: str) -> None:
 
 
 def _encode_value(text: str) -> str:
-    """Return `text` unchanged if it is valid JSON (0.1, true, {"a": 1}), otherwise as a JSON string."""
+    """Returns `text` unchanged if it is valid JSON (0.1, true, {"a": 1}), otherwise as a JSON string."""
     try:
         json.loads(text)
     except ValueError:
@@ -379,7 +379,7 @@ def _encode_value(text: str) -> str:
 
 
 def describe_channels(names: Iterable[str]) -> dict[str, dict[str, str]]:
-    """Return the content of inputdataconfig.json."""
+    """Returns the content of inputdataconfig.json."""
     return {
         name: {"TrainingInputMode": "File", "S3DistributionType": "FullyReplicated", "RecordWrapperType": "None"}
         for name in names
@@ -387,13 +387,13 @@ def describe_channels(names: Iterable[str]) -> dict[str, dict[str, str]]:
 
 
 def make_job_name(stem: str) -> str:
-    """Return a unique name: letters and digits of `stem`, the time and a few random characters."""
+    """Returns a unique name: letters and digits of `stem`, the time and a few random characters."""
     # Both Docker and SageMaker accept letters, digits and hyphens.
     return containers.unique_name(re.sub(r"[^A-Za-z0-9]+", "-", stem).strip("-") or "job")
 
 
 def make_job_directory(request: JobRequest, name: str) -> Path:
-    """Create the directory for the job's files under `request.output`, and return it. Raises `UsageError`.
+    """Creates the directory for the job's files under `request.output`, and returns it. Raises `UsageError`.
 
     Only this user can enter it: the files of a job may have secrets.
     """
@@ -406,7 +406,7 @@ def make_job_directory(request: JobRequest, name: str) -> Path:
 
 
 def write_tree(root: Path, request: JobRequest, job_name: str, mode: int = 0o600) -> None:
-    """Write the tree that SageMaker mounts at /opt/ml: code, configuration and empty output directories.
+    """Writes the tree that SageMaker mounts at /opt/ml: code, configuration and empty output directories.
 
     `RESOURCE_CONFIG` is missing, as it differs between hosts. Channels are not copied: the caller mounts or links them
     at input/data/<channel>. Without a source there is no directory `code`. Only this user can enter the tree.
@@ -433,13 +433,13 @@ def write_tree(root: Path, request: JobRequest, job_name: str, mode: int = 0o600
 
 
 def write_private(path: Path, content: bytes, mode: int = 0o600) -> None:
-    """Write a new file, which at no moment has more permissions than `mode`."""
+    """Writes a new file, which at no moment has more permissions than `mode`."""
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
         file.write(content)
 
 
 def encode_resource_config(hosts: Sequence[str], current_host: str, interface: str = "eth0") -> bytes:
-    """Return the content of resourceconfig.json for the host `current_host`."""
+    """Returns the content of resourceconfig.json for the host `current_host`."""
     document = {
         "current_host": current_host,
         "hosts": list(hosts),

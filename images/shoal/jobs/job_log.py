@@ -77,7 +77,7 @@ class Series:
     _last_x: float = -math.inf
 
     def add(self, seconds: float, value: float, x: X | None = None) -> None:
-        """Add a value, unless it is one of those that are dropped."""
+        """Adds a value, unless it is one of those that are dropped."""
         self._check_x(x)
         self.last_time, self.last = seconds, value
         if not math.isfinite(value):
@@ -95,7 +95,7 @@ class Series:
             self.xs = self.xs[::2]
 
     def _check_x(self, x: X | None) -> None:
-        """Keep the name of the first step, or drop all steps if this one does not fit."""
+        """Keeps the name of the first step, or drop all steps if this one does not fit."""
         if x and self._last_x == -math.inf:
             self.x_name = x.name
         if x and x.name == self.x_name and x.value >= self._last_x:
@@ -160,7 +160,7 @@ class JobLog:
         return len(self._head)
 
     def add(self, host: str, text: str) -> Line:
-        """Add a line that came from a host now, and return it.
+        """Adds a line that came from a host now, and returns it.
 
         Its rank is in its prefix, or in its JSON; colours are removed.
         """
@@ -178,7 +178,7 @@ class JobLog:
         return line
 
     def close(self) -> None:
-        """Close the file. Later lines are not written to it."""
+        """Closes the file. Later lines are not written to it."""
         with self._lock:
             self.path = None
             if self._file:
@@ -186,7 +186,7 @@ class JobLog:
                     self._file.close()
 
     def _write(self, line: str) -> None:
-        """Write a line to the file. Only its owner can read it. At an error or the limit, warn, and write no more."""
+        """Writes a line to the file. Only its owner can read it. At an error or the limit, warns and writes no more."""
         if self.path is None:
             return
         try:
@@ -201,7 +201,7 @@ class JobLog:
             self.path = None
 
     def _add_metrics(self, line: Line) -> None:
-        """Add the metrics of a line to their series."""
+        """Adds the metrics of a line to their series."""
         origin = line.host, line.rank
         if origin not in self._readers and len(self._readers) >= MAX_SERIES:
             return
@@ -222,7 +222,7 @@ def _list_last(series: Mapping[Key, Series]) -> Iterable[tuple[str, float]]:
 
 
 def parse_line(seconds: float, host: str, text: str) -> Line:
-    """Return a line of the log with its origin.
+    """Returns a line of the log with its origin.
 
     Args:
         seconds: When it came.
@@ -238,7 +238,7 @@ def parse_line(seconds: float, host: str, text: str) -> Line:
 
 
 def _parse_json(seconds: float, host: str, text: str) -> Line:
-    """Return a line of SHOAL_LOG_FORMAT=json. A line that is none is returned as it is."""
+    """Returns a line of SHOAL_LOG_FORMAT=json. A line that is none is returned as it is."""
     try:
         record = json.loads(text)
         rank, message = record["rank"], str(record["message"])
@@ -251,7 +251,7 @@ def _parse_json(seconds: float, host: str, text: str) -> Line:
 
 
 def _one_line(text: str) -> str:
-    """Return a text without line ends and lone surrogates, which JSON can have."""
+    """Returns a text without line ends and lone surrogates, which JSON can have."""
     return text.replace("\n", " ").encode("utf-8", "replace").decode()
 
 
@@ -268,7 +268,7 @@ class LineFilter:
     rank: int | None = None
 
     def accepts(self, host: str, text: str) -> bool:
-        """Return whether to show a line that came from a host."""
+        """Returns whether to show a line that came from a host."""
         if self.host is None and self.rank is None:
             return True
         line = parse_line(0, host, text)
@@ -278,7 +278,7 @@ class LineFilter:
 def read_lines(
     directory: Path, chosen: LineFilter, *, tail: int | None = None, follow: bool = False, timestamps: bool = False
 ) -> Iterator[str]:
-    """Yield the lines of a job's log, each after the name of its host.
+    """Yields the lines of a job's log, each after the name of its host.
 
     Args:
         directory: The job's directory.
@@ -311,7 +311,7 @@ def read_lines(
 
 
 def _read_whole(file: IO[bytes]) -> Iterator[tuple[float, str, str]]:
-    """Yield time, host and text of each whole line. One that is still being written is left for the next call.
+    """Yields time, host and text of each whole line. One that is still being written is left for the next call.
 
     Lines of another form are left out.
     """

@@ -32,7 +32,7 @@ _MAX_NAME = 200  # characters of a metric, and of its host
 
 
 def encode_definitions(given: Mapping[str, str]) -> str:
-    """Return the hyperparameter for names and regular expressions. Raises `UsageError` if `train` would refuse one."""
+    """Returns the hyperparameter for names and regular expressions. Raises `UsageError` if `train` would refuse one."""
     for name, regex in given.items():
         try:
             groups = re.compile(regex).groups
@@ -47,7 +47,7 @@ def encode_definitions(given: Mapping[str, str]) -> str:
 
 
 def check_definitions(hyperparameters: Mapping[str, str]) -> None:
-    """Raise `UsageError` if the hyperparameter for metric definitions is not JSON. `train` checks the rest."""
+    """Raises `UsageError` if the hyperparameter for metric definitions is not JSON. `train` checks the rest."""
     try:
         json.loads(hyperparameters.get(HYPERPARAMETER, "[]"))
     except (ValueError, RecursionError) as error:
@@ -58,7 +58,7 @@ def check_definitions(hyperparameters: Mapping[str, str]) -> None:
 
 
 def read_definitions(hyperparameters: Mapping[str, str], source: Path | None) -> list[MetricDefinition]:
-    """Return the definitions in the hyperparameter or in metrics.json of the source, which `train` reads too.
+    """Returns the definitions in the hyperparameter or in metrics.json of the source, which `train` reads too.
 
     Wrong ones are left out: `train` reports them.
     """
@@ -136,7 +136,7 @@ class MetricSearch:
         self._process: subprocess.Popen[bytes] | None = None
 
     def search(self, lines: Sequence[str], seconds: float = _SECONDS) -> list[list[tuple[str, float]]] | None:
-        """Return the names and values of the metrics in each line. None if that took too long or failed."""
+        """Returns the names and values of the metrics in each line. None if that took too long or failed."""
         with contextlib.suppress(OSError, ValueError, EOFError):
             if self._process is None:
                 self._process = _start()
@@ -148,14 +148,14 @@ class MetricSearch:
         return None
 
     def close(self) -> None:
-        """Kill the process."""
+        """Kills the process."""
         if self._process:
             with contextlib.suppress(BrokenPipeError), self._process:  # a line may be left for a dead process
                 self._process.kill()
 
 
 def find_metrics(definitions: Iterable[MetricDefinition], text: str) -> Iterator[tuple[str, float]]:
-    """Yield the names and values of the metrics in a line."""
+    """Yields the names and values of the metrics in a line."""
     for name, pattern in definitions:
         for match in pattern.finditer(text[:_MAX_LENGTH]):
             with contextlib.suppress(ValueError):
@@ -180,7 +180,7 @@ def _send(file: IO[bytes] | None, document: object) -> None:
 
 
 def _receive(file: IO[bytes] | None, deadline: float) -> bytes:
-    """Return a line. Raises TimeoutError after the deadline, and EOFError at the end."""
+    """Returns a line. Raises TimeoutError after the deadline, and EOFError at the end."""
     assert file is not None
     received = b""
     while not received.endswith(b"\n"):

@@ -21,19 +21,19 @@ _DIRECTORY = "/opt/plan"
 
 
 def run_locally(factory: str, options: Sequence[str], *, as_json: bool) -> int:
-    """Run the plan command with this Python, on this standard output, and return its exit code."""
+    """Runs the plan command with this Python, on this standard output, and returns its exit code."""
     return subprocess.run([sys.executable, *_arguments(factory, options, as_json)], check=False).returncode
 
 
 def run_in_container(image: str, factory: str, options: Sequence[str], console: Console, *, as_json: bool) -> int:
-    """Run the plan command in a container without a network, and return its exit code.
+    """Runs the plan command in a container without a network, and returns its exit code.
 
     Args:
         image: The tag of the image.
         factory: `FILE.py:NAME`. The file's directory is mounted read-only.
         options: Further arguments of the plan command.
         console: The console for its output; with `as_json`, for its standard error only.
-        as_json: Print its standard output, one JSON document, when it has ended.
+        as_json: Prints its standard output, one JSON document, when it has ended.
 
     Raises:
         UsageError: If there is no such file.

@@ -68,13 +68,13 @@ class NameKind(enum.Enum):
 
 
 def has_word(text: str) -> bool:
-    """Return whether a text may have a metric's name."""
+    """Returns whether a text may have a metric's name."""
     return _HINT.search(text) is not None
 
 
 @functools.lru_cache(_CACHED)
 def classify(words: tuple[str, ...], separator: str = ":") -> NameKind:
-    """Return the kind of the words before a number. Without a separator, only the last can be the name."""
+    """Returns the kind of the words before a number. Without a separator, only the last can be the name."""
     name = _tidy(words)
     if not name or (last := _split(name[-1]))[-1] in _OTHERS or _FILE.fullmatch(name[-1]):
         return NameKind.OTHER
@@ -92,14 +92,14 @@ def classify(words: tuple[str, ...], separator: str = ":") -> NameKind:
 
 
 def is_setting(name: str) -> bool:
-    """Return whether `name=value` is a setting, a count or a variable of the environment: no metric of any name."""
+    """Returns whether `name=value` is a setting, a count or a variable of the environment: no metric of any name."""
     parts = _split(name)
     return parts[-1] in _COUNTS or parts[0] in ("num", "n", "max", "min") or name.isupper()
 
 
 @functools.lru_cache(_CACHED)
 def clean_name(words: tuple[str, ...]) -> str:
-    """Return the name of a metric: `Average loss` is loss, and `Train Loss` train_Loss."""
+    """Returns the name of a metric: `Average loss` is loss, and `Train Loss` train_Loss."""
     *before, last = _tidy(words)
     if len(before) >= _MOST_WORDS:  # a sentence
         before = [word for word in before[-1:] if word.lower() in PARTS]
@@ -116,7 +116,7 @@ def _split(name: str) -> list[str]:
 
 
 def _list_parts(name: str) -> list[str]:
-    """Return the parts of a name in all ways: mAP50-95 has map50, LanguagePerplexity has perplexity."""
+    """Returns the parts of a name in all ways: mAP50-95 has map50, LanguagePerplexity has perplexity."""
     return [*re.split(_JOINTS, name.lower()), *_split(name)]
 
 
@@ -161,13 +161,13 @@ class EpochHeader:
     number: int | None = None
 
     def look(self, text: str) -> None:
-        """Remember the number of a line that has nothing else."""
+        """Remembers the number of a line that has nothing else."""
         if found := _HEADER.fullmatch(text):
             self.number = int(found[1])
 
 
 def find_x(text: str, first: int, header: EpochHeader | None = None) -> X | None:
-    """Return the step or epoch of a line, or of the header above it; None if both are missing.
+    """Returns the step or epoch of a line, or of the header above it; None if both are missing.
 
     Args:
         text: The line.
@@ -255,7 +255,7 @@ class MetricReader:
     _columns: list[str] = field(default_factory=list)
 
     def read(self, text: str) -> Reading:
-        """Return the metrics of the next line."""
+        """Returns the metrics of the next line."""
         text = text[:_MOST]
         if self._columns and (row := _read_row(self._columns, text)):
             return row
@@ -275,7 +275,7 @@ class MetricReader:
 
 
 def _read_row(columns: Sequence[str], text: str) -> Reading | None:
-    """Return the metrics in a row of a table; None if the line is none."""
+    """Returns the metrics in a row of a table; None if the line is none."""
     cells = next((cells for cells in (_CELLS.split(text.strip()), text.split()) if len(cells) == len(columns)), None)
     if cells is None and "%|" in text:  # the last cell has a progress bar
         cells = _CELLS.split(text.strip())
@@ -296,7 +296,7 @@ def _read_row(columns: Sequence[str], text: str) -> Reading | None:
 
 
 def _find_columns(text: str) -> list[str]:
-    """Return the columns of the header of a table with a metric; empty if the line is none."""
+    """Returns the columns of the header of a table with a metric; empty if the line is none."""
     columns = _CELLS.split(text.partition("): ")[0].strip())
     if len(columns) < 3 or not all(_COLUMN.fullmatch(column) for column in columns):
         return []
@@ -309,7 +309,7 @@ def _to_number(text: str) -> float | None:
 
 
 def _find_metrics(text: str) -> tuple[dict[str, float], int]:
-    """Return the metrics of a line, and where the first stands."""
+    """Returns the metrics of a line, and where the first stands."""
     if _SETTINGS.search(text):
         return {}, 0
     if found := _ROW.fullmatch(text):
@@ -339,7 +339,7 @@ def _is_metric(pair: _Pair, kind: NameKind, is_strong: bool) -> bool:
 
 
 def _is_assigned(pair: _Pair) -> bool:
-    """Return whether a pair is `name=value` with a finite value, and no setting."""
+    """Returns whether a pair is `name=value` with a finite value, and no setting."""
     return pair.separator == "=" and not pair.words[1:] and math.isfinite(pair.value) and not is_setting(pair.words[0])
 
 
@@ -348,13 +348,13 @@ def _has_part(name: str) -> bool:
 
 
 def _find_label(text: str) -> str:
-    """Return the part of the data that the line is about, as in `Test: [3/10] Loss 0.3`; empty for training."""
+    """Returns the part of the data that the line is about, as in `Test: [3/10] Loss 0.3`; empty for training."""
     found = _LABEL.search(text)
     return found[1].lower() if found else ""
 
 
 def _find_pairs(text: str) -> Iterator[_Pair]:
-    """Yield the numbers of a line that follow words directly, after `:` or after `=`."""
+    """Yields the numbers of a line that follow words directly, after `:` or after `=`."""
     words: list[str] = []
     separator, is_open, is_apart, place = "", False, False, 0
     for token in _TOKEN.finditer(text):

@@ -26,7 +26,7 @@ _PAUSE = 0.2
 
 
 def read_environment(pid: int) -> dict[str, str]:
-    """Return the environment that a process was started with; empty if it has ended or is another user's."""
+    """Returns the environment that a process was started with; empty if it has ended or is another user's."""
     with contextlib.suppress(OSError):
         pairs = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
         return dict(os.fsdecode(pair).split("=", 1) for pair in pairs if b"=" in pair)
@@ -34,7 +34,7 @@ def read_environment(pid: int) -> dict[str, str]:
 
 
 def list_processes(tree: Path) -> list[int]:
-    """Return the processes of the host with a tree; first those that none of them has started, such as `train`.
+    """Returns the processes of the host with a tree; first those that none of them has started, such as `train`.
 
     Processes of other users and of containers are left out: they can have any environment.
     """
@@ -44,7 +44,7 @@ def list_processes(tree: Path) -> list[int]:
 
 
 def list_descendants(tree: Path, ancestor: int) -> list[int]:
-    """Return the processes of the host with a tree that a process has started, in the same order.
+    """Returns the processes of the host with a tree that a process has started, in the same order.
 
     A program with the setuid bit, which another user can start with any environment, is not among them.
     """
@@ -52,7 +52,6 @@ def list_descendants(tree: Path, ancestor: int) -> list[int]:
 
 
 def _list_ancestors(pid: int) -> list[int]:
-    """Return the parent of a process, the parent of that, and so on."""
     found = []
     while (pid := _read_parent(pid)) and pid not in found:
         found.append(pid)
@@ -60,7 +59,7 @@ def _list_ancestors(pid: int) -> list[int]:
 
 
 def _is_own(pid: int) -> bool:
-    """Return whether a process is this user's, by its real and its effective user. One that has ended is not.
+    """Returns whether a process is this user's, by its real and its effective user. One that has ended is not.
 
     Nor is one of a container: root in it has the number of this machine's root, and further numbers of a process.
     """
@@ -72,31 +71,31 @@ def _is_own(pid: int) -> bool:
 
 
 def _read_parent(pid: int) -> int:
-    """Return the parent of a process; 0 if it has ended."""
+    """Returns the parent of a process; 0 if it has ended."""
     return int((_read_status(pid) or ["", "0"])[1])
 
 
 def _read_status(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat after the name; none if the process has ended."""
+    """Returns the fields of /proc/PID/stat after the name; none if the process has ended."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return []
 
 
 def describe_start(pid: int) -> str:
-    """Return the boot of the machine and the start of a process, in ticks after it; empty if it has ended."""
+    """Returns the boot of the machine and the start of a process, in ticks after it; empty if it has ended."""
     with contextlib.suppress(OSError, IndexError):
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {_read_status(pid)[_START]}"
     return ""
 
 
 def is_alive(pid: int, start: str) -> bool:
-    """Return whether a process is this user's and the one with a start, and not another with its number."""
+    """Returns whether a process is this user's and the one with a start, and not another with its number."""
     return bool(start) and describe_start(pid) == start and _is_own(pid)
 
 
 def send_signal(pid: int, start: str, number: signal.Signals) -> bool:
-    """Send a signal to a process of this user, and return whether it is the one with a start. Others get none."""
+    """Sends a signal to a process of this user, and returns whether it is the one with a start. Others get none."""
     if not is_alive(pid, start):
         return False
     _kill(pid, number)
@@ -104,7 +103,7 @@ def send_signal(pid: int, start: str, number: signal.Signals) -> bool:
 
 
 def stop_processes(trees: Iterable[Path]) -> None:
-    """Stop the hosts with these trees: SIGTERM to `train`, which ends the script, and SIGKILL to all 35 s later."""
+    """Stops the hosts with these trees: SIGTERM to `train`, which ends the script, and SIGKILL to all 35 s later."""
     trees = list(trees)
     for tree in trees:
         for pid in list_processes(tree)[:1]:  # `train` has started the others

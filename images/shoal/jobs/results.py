@@ -30,7 +30,7 @@ def read_result(
     trees: Mapping[str, Path],
     notes: Mapping[str, str] | None = None,
 ) -> JobResult:
-    """Pack the files of a job that has ended, and read its reports.
+    """Packs the files of a job that has ended, and reads its reports.
 
     Args:
         name: The job's name.
@@ -71,7 +71,7 @@ def read_result(
 
 
 def _read(host: str, tree: Path, name: str, messages: _Messages, most: int, *, cut: bool = False) -> bytes:
-    """Return a file of a host; empty if there is none, or with a message if it cannot be read."""
+    """Returns a file of a host; empty if there is none, or with a message if it cannot be read."""
     try:
         if not stays_inside(tree / name, tree, by_its_name=True):
             raise ValueError("a link that leaves the job's directory")
@@ -84,7 +84,7 @@ def _read(host: str, tree: Path, name: str, messages: _Messages, most: int, *, c
 
 
 def _read_object(host: str, tree: Path, name: str, messages: _Messages) -> dict[str, Any]:
-    """Return the JSON object in a file of a host; empty if there is none, or with a message if it cannot be read."""
+    """Returns the JSON object in a file of a host; empty if there is none, or with a message if it cannot be read."""
     content = _read(host, tree, name, messages, most=MOST_REPORT)
     try:
         document = parse_json(content) if content else {}
@@ -98,7 +98,7 @@ def _read_object(host: str, tree: Path, name: str, messages: _Messages) -> dict[
 
 
 def _check_report(report: Mapping[str, Any]) -> None:
-    """Raise ValueError if a program has made the report of `train` wrong."""
+    """Raises ValueError if a program has made the report of `train` wrong."""
     hosts, ranks = report.get("hosts", [""]), report.get("ranks")
     seconds = (report.get("launch_seconds"), report.get("training_seconds"))
     if not (isinstance(hosts, list) and hosts and (ranks is None or type(ranks) is int)):
@@ -111,7 +111,7 @@ def _check_report(report: Mapping[str, Any]) -> None:
 
 
 def pack_results(directory: Path, trees: Mapping[str, Path], messages: _Messages) -> dict[str, Path]:
-    """Pack model/ and output/data/ of all hosts into model.tar.gz and output.tar.gz.
+    """Packs model/ and output/data/ of all hosts into model.tar.gz and output.tar.gz.
 
     If several hosts wrote the same path, the first host's file is packed. Links that stay in the directory stay links.
 
@@ -144,7 +144,7 @@ def pack_results(directory: Path, trees: Mapping[str, Path], messages: _Messages
 
 
 def _merge_files(roots: Mapping[str, Path], problems: _Messages) -> dict[str, tuple[str, Path]]:
-    """Return the files and links of all hosts by their names in the archive, each with its host.
+    """Returns the files and links of all hosts by their names in the archive, each with its host.
 
     No name is in another one that is a file or a link: an archive with both would be unpacked through the link.
     """
@@ -163,7 +163,7 @@ def _merge_files(roots: Mapping[str, Path], problems: _Messages) -> dict[str, tu
 
 
 def _pack(target: Path, files: Mapping[str, tuple[str, Path]], roots: Mapping[str, Path], problems: _Messages) -> int:
-    """Pack files by their names in the archive, and return how many. Those that cannot be become messages."""
+    """Packs files by their names in the archive, and returns how many. Those that cannot be become messages."""
     room = Room(target.parent)
     count = 0
     with tarfile.open(target, "w:gz", compresslevel=6) as archive:
@@ -187,7 +187,7 @@ def _pack(target: Path, files: Mapping[str, tuple[str, Path]], roots: Mapping[st
 
 
 def list_files(root: Path, problems: list[str]) -> Iterator[Path]:
-    """Yield the files below a directory, and links to others below it; append the other entries to `problems`."""
+    """Yields the files below a directory, and links to others below it; append the other entries to `problems`."""
     if root.is_symlink() or (root.exists() and not root.is_dir()):
         problems.append("not a directory")
         return
@@ -211,7 +211,7 @@ def list_files(root: Path, problems: list[str]) -> Iterator[Path]:
 
 
 def _find_problem(entry: os.DirEntry[str], root: Path, is_deep: bool) -> str:
-    """Return why an entry cannot be packed; empty for a file, and for a link to something below `root`."""
+    """Returns why an entry cannot be packed; empty for a file, and for a link to something below `root`."""
     if entry.is_file(follow_symlinks=False):
         return ""
     if not entry.is_symlink():
@@ -227,7 +227,7 @@ def _describe(error: Exception) -> str:
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a directory of a job; of a link only the link. One that a script has made too deep stays in part."""
+    """Removes a directory of a job; of a link only the link. One that a script has made too deep stays in part."""
     if path.is_symlink():
         path.unlink()
         return

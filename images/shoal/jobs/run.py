@@ -37,12 +37,12 @@ _FINAL = (0, WRONG_CONFIGURATION, STOPPED)
 
 
 def is_final(exit_code: int) -> bool:
-    """Return whether a host that ended with this code is never started again, also without a result."""
+    """Returns whether a host that ended with this code is never started again, also without a result."""
     return exit_code in _FINAL
 
 
 def describe_exit(exit_code: int, out_of_memory: bool = False) -> str:
-    """Return how a host that was lost has ended, in words."""
+    """Returns how a host that was lost has ended, in words."""
     if out_of_memory:
         return "killed by the out-of-memory killer"
     if exit_code == HOST_LOST:
@@ -54,12 +54,12 @@ def describe_exit(exit_code: int, out_of_memory: bool = False) -> str:
 
 
 def describe_restart(number: int, reason: str, host: str) -> dict[str, Any]:
-    """Return an entry of `restarts` in job.json, as `train` writes it, but without its seconds."""
+    """Returns an entry of `restarts` in job.json, as `train` writes it, but without its seconds."""
     return {"number": number, "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "reason": reason, "host": host}
 
 
 def restart_variables(entry: Mapping[str, Any], most: int, before: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Return the variables of hosts that are started again after a restart.
+    """Returns the variables of hosts that are started again after a restart.
 
     `train` counts all restarts before it against its limit. So each one because a host came back raises the limit.
 
@@ -75,12 +75,12 @@ def restart_variables(entry: Mapping[str, Any], most: int, before: Sequence[Mapp
 
 
 def count_failures(listed: Sequence[Mapping[str, Any]]) -> int:
-    """Return how many restarts count against the limit: all but those because a host came back."""
+    """Returns how many restarts count against the limit: all but those because a host came back."""
     return sum(each.get("counted", True) is not False for each in listed)
 
 
 def parse_restarts(report: bytes) -> list[dict[str, Any]]:
-    """Return the restarts that the job.json of a lost host lists; none if it cannot be read."""
+    """Returns the restarts that the job.json of a lost host lists; none if it cannot be read."""
     try:
         restarts = json.loads(report)["restarts"]
     except (ValueError, TypeError, KeyError, RecursionError):
@@ -128,19 +128,19 @@ class Hosts(Protocol):
         """The name of the host that decides for all."""
 
     def create(self, host: str, environment: Mapping[str, str] | None = None) -> None:
-        """Prepare a host for a new start, with more variables than the job's own."""
+        """Prepares a host for a new start, with more variables than the job's own."""
 
     def start(self, *hosts: str) -> None:
-        """Start hosts. Their exits are put into `arrivals`."""
+        """Starts hosts. Their exits are put into `arrivals`."""
 
     def stop(self, hosts: Iterable[str]) -> None:
-        """Stop hosts, all at the same time, and wait for them; an interrupt ends the wait."""
+        """Stops hosts, all at the same time, and waits for them; an interrupt ends the wait."""
 
     def has_result(self, host: str) -> bool:
-        """Return whether `train` has written a result on a host."""
+        """Returns whether `train` has written a result on a host."""
 
     def read_restarts(self, host: str) -> list[dict[str, Any]]:
-        """Return the restarts that `train` has listed in job.json on a host; none if it has not."""
+        """Returns the restarts that `train` has listed in job.json on a host; none if it has not."""
 
 
 class CollectedHosts(Hosts, Protocol):
@@ -173,7 +173,7 @@ class Watch:
     """When to replace or stop hosts, because others have ended."""
 
     def wait(self) -> dict[str, HostExit]:
-        """Wait until all hosts have ended, and return how.
+        """Waits until all hosts have ended, and returns how.
 
         A lost host is replaced, `max_restarts` times; if the first host is lost, all are. `STRAGGLER_SECONDS` after the
         last one that ended, stop the others. An interrupt, or the loss of the connection to Docker, prints a message
@@ -190,7 +190,7 @@ class Watch:
         return self.exits
 
     def exit_codes(self) -> dict[str, int]:
-        """Return the exit code of each host. If an elastic job has succeeded, only the first host counts.
+        """Returns the exit code of each host. If an elastic job has succeeded, only the first host counts.
 
         The others may have been lost shortly before, or have come back too late.
         """
@@ -204,7 +204,7 @@ class Watch:
         return 0 < self.hosts.request.min_hosts < self.hosts.request.hosts
 
     def _wait_for_one(self) -> None:
-        """Wait until a host ends, and replace it if it was lost. At the deadline, replace or stop hosts."""
+        """Waits until a host ends, and replaces it if it was lost. At the deadline, replaces or stops hosts."""
         timeout = None if self.deadline is None else max(0.0, self.deadline - time.monotonic())
         try:
             host, container_id, end = self.hosts.arrivals.get(timeout=timeout)
@@ -226,7 +226,7 @@ class Watch:
                 self._replace(host)
 
     def _on_first_ended(self, end: HostExit) -> None:
-        """Start all hosts again if the first one was lost. Otherwise the others end soon."""
+        """Starts all hosts again if the first one was lost. Otherwise the others end soon."""
         if self._can_restart_all(end):
             self._restart_all(end)
         elif self.lost:  # a replacement that came too late would wait for it
@@ -237,7 +237,7 @@ class Watch:
         return self.lost < self.hosts.request.max_restarts
 
     def _can_restart_all(self, end: HostExit) -> bool:
-        """Return whether all hosts start again after the end of the first one: it was lost, or gave up on another."""
+        """Returns whether all hosts start again after the end of the first one: it was lost, or gave up on another."""
         if not self._can_restart or is_final(end.exit_code):
             return False
         first = self.hosts.first
@@ -247,7 +247,7 @@ class Watch:
         return count_failures(listed) < self.hosts.request.max_restarts
 
     def _end_wait(self) -> None:
-        """Replace the hosts that have ended if the first one waits for them, otherwise stop the others.
+        """Replaces the hosts that have ended if the first one waits for them, otherwise stop the others.
 
         An elastic job goes on without hosts that cannot be replaced: `train` decides when there are too few.
         """
@@ -260,7 +260,7 @@ class Watch:
             self.hosts.stop(host for host in self.hosts.ids if host not in self.exits)
 
     def _replace(self, host: str) -> None:
-        """Start a new container for a lost host. The others keep theirs: `train` there waits for it."""
+        """Starts a new container for a lost host. The others keep theirs: `train` there waits for it."""
         end = self.exits.pop(host)
         self.lost += 1
         self._say(f"{host} was lost ({describe_exit(end.exit_code, end.out_of_memory)}): starting it again")
@@ -269,7 +269,7 @@ class Watch:
         self.deadline = None
 
     def _restart_all(self, end: HostExit) -> None:
-        """Start new containers for all hosts, because the first one, which decides for all, was lost."""
+        """Starts new containers for all hosts, because the first one, which decides for all, was lost."""
         started = time.monotonic()
         first = self.hosts.first
         reason = f"The first host {first} was lost: {describe_exit(end.exit_code, end.out_of_memory)}"

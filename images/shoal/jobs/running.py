@@ -32,7 +32,7 @@ _PAUSE = 0.02
 
 @contextlib.contextmanager
 def mark_running(directory: Path, key: str) -> Iterator[None]:
-    """Mark a job's directory as one that this process runs, and remember it. The mark is removed at the end.
+    """Marks a job's directory as one that this process runs, and remembers it. The mark is removed at the end.
 
     The caller has locked the job's checkpoints. Raises `UsageError` if another command runs the job with others.
     """
@@ -53,7 +53,7 @@ def mark_running(directory: Path, key: str) -> Iterator[None]:
 
 
 def is_running(directory: Path) -> bool:
-    """Return whether a command of this user runs the job with this directory."""
+    """Returns whether a command of this user runs the job with this directory."""
     try:
         with os.fdopen(trust.open_own(directory / MARK, os.O_RDONLY)) as file:
             return not _try_lock(file.fileno(), fcntl.LOCK_SH)
@@ -62,7 +62,7 @@ def is_running(directory: Path) -> bool:
 
 
 def wait_for_end(directory: Path, is_alive: Callable[[], bool] = lambda: True) -> None:
-    """Wait until no command runs the job with this directory.
+    """Waits until no command runs the job with this directory.
 
     Args:
         directory: The job's directory.
@@ -84,7 +84,7 @@ def wait_for_end(directory: Path, is_alive: Callable[[], bool] = lambda: True) -
 
 
 def _try_lock(descriptor: int, kind: int) -> bool:
-    """Lock a file, and return whether that was possible at once."""
+    """Locks a file, and returns whether that was possible at once."""
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -93,7 +93,7 @@ def _try_lock(descriptor: int, kind: int) -> bool:
 
 
 def _state_directory() -> Path:
-    """Return the directory with a directory of links for each machine, which may be missing.
+    """Returns the directory with a directory of links for each machine, which may be missing.
 
     Machines may share a home directory. As the standard says, a relative $XDG_STATE_HOME does not count.
     """
@@ -106,7 +106,7 @@ def _link_name(directory: Path, key: str) -> str:
 
 
 def _remember(directory: Path, key: str) -> None:
-    """Make a link to a job's directory. Print a warning if other commands will not take the job for this user's."""
+    """Makes a link to a job's directory. Prints a warning if other commands will not take the job for this user's."""
     links = _state_directory() / socket.gethostname()
     link = links / _link_name(directory, key)
     fix = f"Fix: shoal trust {directory}"
@@ -122,7 +122,7 @@ def _remember(directory: Path, key: str) -> None:
 
 
 def list_directories() -> list[Path]:
-    """Return the directories of this user's jobs on this machine. Links to those that were removed are removed too.
+    """Returns the directories of this user's jobs on this machine. Links to those that were removed are removed too.
 
     Nothing is read or removed if others can write to the list, or have put a link to other files in its place.
     """
@@ -140,7 +140,7 @@ def list_directories() -> list[Path]:
 
 
 def check_own(directory: Path, key: str, option: str) -> None:
-    """Raise `UsageError` unless the job in a directory is this user's.
+    """Raises `UsageError` unless the job in a directory is this user's.
 
     This user's list of jobs must have it with its key, and no other user may be able to change its files. A list of
     another machine with the same home directory counts too. If the user has named the job's directory with `shoal
@@ -163,7 +163,7 @@ def check_own(directory: Path, key: str, option: str) -> None:
 
 
 def _find_problem(directory: Path, key: str, named: set[str]) -> str | None:
-    """Return why a job does not count as this user's, in words; None if it does."""
+    """Returns why a job does not count as this user's, in words; None if it does."""
     if not trust.is_inside(directory, named):
         if words := trust.find_stranger(directory):
             return words

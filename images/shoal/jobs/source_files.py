@@ -95,7 +95,7 @@ class Selection:
         return "" if is_module else os.path.normpath(self.entry_point or "")
 
     def fail(self, name: str, problem: str) -> UsageError:
-        """Return an error about a file in the directory."""
+        """Returns an error about a file in the directory."""
         return UsageError(_clean(f"--source {self.directory}: {name}: {problem}"))
 
 
@@ -128,7 +128,7 @@ class SourceFile:
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Return whether a pattern is about a file, without regard to upper and lower case.
+    """Returns whether a pattern is about a file, without regard to upper and lower case.
 
     Args:
         pattern: With `*` and `?`. Without a slash it is about the file's name, otherwise about its path or the end of
@@ -140,7 +140,7 @@ def matches(pattern: str, name: str) -> bool:
 
 @functools.cache
 def _compile_pattern(*patterns: str) -> re.Pattern[str]:
-    """Return the expression for patterns, for a path in lower case after a slash."""
+    """Returns the expression for patterns, for a path in lower case after a slash."""
     expressions = []
     for pattern in patterns:
         plain = pattern.lower().removeprefix("./")
@@ -151,7 +151,7 @@ def _compile_pattern(*patterns: str) -> re.Pattern[str]:
 
 
 def read_source(selection: Selection) -> Iterator[SourceFile]:
-    """Yield each file, link and directory of a source, also what is left out. A file is open until the next one.
+    """Yields each file, link and directory of a source, also what is left out. A file is open until the next one.
 
     Raises:
         UsageError: If a link leaves the source, something cannot be read or was exchanged meanwhile, or the script is
@@ -166,7 +166,7 @@ def read_source(selection: Selection) -> Iterator[SourceFile]:
 
 
 def check_directory(selection: Selection) -> None:
-    """Raise `UsageError` if the source itself is a link, unless links are followed."""
+    """Raises `UsageError` if the source itself is a link, unless links are followed."""
     directory = selection.directory
     if directory.is_symlink() and not selection.follow_links:
         real = os.path.realpath(directory)
@@ -191,7 +191,6 @@ class _Directory(NamedTuple):
 
 
 def _read_directory(selection: Selection, directory: _Directory) -> Iterator[SourceFile]:
-    """Yield what is in an open directory."""
     if len(directory.above) > _MAX_DEPTH:
         raise selection.fail(directory.prefix, f"more than {_MAX_DEPTH} directories deep. Fix: move it elsewhere")
     for base in sorted(os.listdir(directory.descriptor)):  # noqa: PTH208 -- a Path has no descriptor
@@ -202,7 +201,7 @@ def _read_directory(selection: Selection, directory: _Directory) -> Iterator[Sou
 
 
 def _read_entry(selection: Selection, directory: _Directory, base: str) -> Iterator[SourceFile]:
-    """Yield a file, a link, or a directory and all that is in it."""
+    """Yields a file, a link, or a directory and all that is in it."""
     name, real = directory.prefix + base, directory.real and directory.real + base
     status = os.stat(base, dir_fd=directory.descriptor, follow_symlinks=False)
     is_link = stat.S_ISLNK(status.st_mode)
@@ -238,7 +237,7 @@ def _read_entry(selection: Selection, directory: _Directory, base: str) -> Itera
 def _read_opened(
     selection: Selection, parent: _Directory, names: Sequence[str], descriptor: int
 ) -> Iterator[SourceFile]:
-    """Yield an open file, or an open directory and all that is in it.
+    """Yields an open file, or an open directory and all that is in it.
 
     Args:
         selection: The source.
@@ -265,7 +264,7 @@ def _read_opened(
 def _find_directory_rule(
     selection: Selection, descriptor: int, names: Sequence[str], status: os.stat_result, parent: _Directory
 ) -> str:
-    """Return why a directory is left out; empty if it is not. A host has its own packages."""
+    """Returns why a directory is left out; empty if it is not. A host has its own packages."""
     if _identify(status) in parent.above:
         return "a link to a directory around it"
     if any(_is_directory(place, status) for place in selection.elsewhere):
@@ -284,7 +283,7 @@ def _find_directory_rule(
 
 
 def _find_ignored_link(selection: Selection, name: str) -> str:
-    """Return why a link that leaves the source is left out, as a virtual environment would be; empty if it is not.
+    """Returns why a link that leaves the source is left out, as a virtual environment would be; empty if it is not.
 
     Nothing is opened or copied through it.
     """
@@ -296,7 +295,7 @@ def _find_ignored_link(selection: Selection, name: str) -> str:
 
 
 def _find_secret_rule(selection: Selection, names: Sequence[str], beginning: bytes) -> str:
-    """Return why a file is left out; empty if it is not. `names`: its path, and its real one behind a link."""
+    """Returns why a file is left out; empty if it is not. `names`: its path, and its real one behind a link."""
     asked = any(matches(pattern, name) for pattern in selection.include for name in names)
     if asked or names[0] == selection.script or _compile_pattern(*_PUBLIC).match(f"/{names[-1].lower()}"):
         return _KEPT
@@ -308,7 +307,7 @@ def _find_secret_rule(selection: Selection, names: Sequence[str], beginning: byt
 
 
 def _resolve(source: Path, name: str, target: str) -> str | None:
-    """Return the path in the source to which a link leads, also through other links; empty for a loop.
+    """Returns the path in the source to which a link leads, also through other links; empty for a loop.
 
     None if it leads out of the source, or only in between. The answer decides whether the link stays one. No file is
     opened through it.
@@ -337,14 +336,14 @@ def _resolve(source: Path, name: str, target: str) -> str | None:
 
 
 def _simplify_link(name: str, target: str, end: str) -> str:
-    """Return a target without `..` after other names, which `train` does not accept in an archive."""
+    """Returns a target without `..` after other names, which `train` does not accept in an archive."""
     climbs_later = ".." in re.sub(r"\A(\.\./+)+", "", target).split("/")
     return os.path.relpath(end, Path(name).parent) if end and climbs_later else target
 
 
 @contextlib.contextmanager
 def _open(name: str | Path, directory: int | None, follow: bool) -> Iterator[int]:
-    """Open a file or directory for reading, and close it at the end. Without `follow` a link raises OSError."""
+    """Opens a file or directory for reading, and closes it at the end. Without `follow` a link raises OSError."""
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
     descriptor = os.open(name, flags, dir_fd=directory)
     try:
@@ -358,14 +357,12 @@ def _identify(status: os.stat_result) -> tuple[int, int]:
 
 
 def _is_directory(place: Path, status: os.stat_result) -> bool:
-    """Return whether a path is the directory with a status."""
     with contextlib.suppress(OSError):
         return os.path.samestat(place.stat(), status)
     return False
 
 
 def _convert_error(selection: Selection, name: str, error: OSError) -> UsageError:
-    """Return the error for a file that cannot be read."""
     fix = {
         PermissionError: f"Fix: make it readable for you (chmod u+r {name}), or move it out of the source",
         FileNotFoundError: "Fix: remove it if it is a link to nothing. If files change all the time, copy the code",
@@ -374,7 +371,7 @@ def _convert_error(selection: Selection, name: str, error: OSError) -> UsageErro
 
 
 def list_source(selection: Selection) -> list[SourceFile]:
-    """Return the files, links and directories of `read_source`, closed.
+    """Returns the files, links and directories of `read_source`, closed.
 
     Raises:
         UsageError: As `read_source`, and if the script is in a directory that is left out.
@@ -391,7 +388,7 @@ def list_source(selection: Selection) -> list[SourceFile]:
 
 
 def copy_source(selection: Selection, target: Path) -> None:
-    """Copy a source into a new directory, which only this user can read. Files keep their permissions and times.
+    """Copies a source into a new directory, which only this user can read. Files keep their permissions and times.
 
     Raises:
         DiskError: If a file has grown meanwhile, and does not fit any more, or there are millions of files.
@@ -419,7 +416,7 @@ def copy_source(selection: Selection, target: Path) -> None:
 
 
 def copy_file(source: SourceFile, place: Path) -> None:
-    """Copy an open file, as long as it was when it was opened. Bits such as setuid are dropped."""
+    """Copies an open file, as long as it was when it was opened. Bits such as setuid are dropped."""
     rest = source.size
     with os.fdopen(os.open(place, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as out:
         while rest and (chunk := os.read(source.descriptor, min(rest, _CHUNK))):
@@ -430,7 +427,7 @@ def copy_file(source: SourceFile, place: Path) -> None:
 
 
 def describe_source(selection: Selection, files: Sequence[SourceFile]) -> list[str]:
-    """Return notes for the user: files that the hosts may miss, and whether the source has data."""
+    """Returns notes for the user: files that the hosts may miss, and whether the source has data."""
     notes = []
     if secrets := [each.name for each in files if each.left_out == _SECRET]:
         notes.append(
@@ -458,18 +455,17 @@ def describe_source(selection: Selection, files: Sequence[SourceFile]) -> list[s
 
 
 def _find_around(files: Iterable[SourceFile], name: str) -> SourceFile | None:
-    """Return the file with a path, or the directory around it; None if there is none."""
+    """Returns the file with a path, or the directory around it; None if there is none."""
     return next((each for each in files if f"{name}/".startswith(f"{each.name}/")), None)
 
 
 def _join_names(names: Sequence[str]) -> str:
-    """Return the first names, and the number of the others."""
     more = f" and {len(names) - _NAMED} more (--list-files)" if len(names) > _NAMED else ""
     return ", ".join(names[:_NAMED]) + more
 
 
 def list_rows(files: Iterable[SourceFile]) -> list[tuple[str, str, str]]:
-    """Return a row for each file, link and left out directory: path, size in bytes, and target or reason."""
+    """Returns a row for each file, link and left out directory: path, size in bytes, and target or reason."""
     rows = []
     for each in files:
         if each.left_out or each.is_packed:
@@ -480,7 +476,7 @@ def list_rows(files: Iterable[SourceFile]) -> list[tuple[str, str, str]]:
 
 
 def _clean(text: str) -> str:
-    """Return a clean text with the name of a file, on one line: the name may have line ends."""
+    """Returns a clean text with the name of a file, on one line: the name may have line ends."""
     return clean_text(text).replace("\n", "\N{REPLACEMENT CHARACTER}")
 
 

@@ -36,7 +36,7 @@ from shoal.jobs.view import PlainView
 
 
 def stop_job(found: KnownJob, console: Console) -> KnownJob:
-    """Stop a job as an interrupt of its command does, wait for its end, and return it as it is then.
+    """Stops a job as an interrupt of its command does, waits for its end, and returns it as it is then.
 
     The script gets SIGTERM and has 30 s to end. If this is called again meanwhile, the script is killed at once. If
     its command was killed, this one stops the hosts, collects files and checkpoints, and cleans up in Docker.
@@ -69,7 +69,7 @@ def stop_job(found: KnownJob, console: Console) -> KnownJob:
 
 
 def _stop_lost(found: KnownJob, console: Console) -> None:
-    """Stop the hosts of a lost job, collect their files, and remove its objects from Docker."""
+    """Stops the hosts of a lost job, collects their files, and removes its objects from Docker."""
     if found.record.request.engine == LOCAL:
         processes.stop_processes(list_host_trees(found.directory))  # they hold the lock of the checkpoints
     place = find_checkpoints(found.record.request, found.directory)
@@ -89,7 +89,7 @@ def _stop_lost(found: KnownJob, console: Console) -> None:
 
 
 def _end_docker_job(opened: OpenJob, console: Console) -> None:
-    """Stop the containers of a job that still run, collect the files of all, and remove them with the network.
+    """Stops the containers of a job that still run, collects the files of all, and removes them with the network.
 
     A volume with checkpoints stays if there is no container to collect them from.
     """
@@ -133,7 +133,7 @@ def _read_exit_code(container: Container) -> int:
 
 
 def _end_local_job(opened: OpenJob) -> None:
-    """Collect the checkpoints of a job that has no process now, pack its results, and remove the copy of its code."""
+    """Collects the checkpoints of a job without a process, packs its results, and removes the copy of its code."""
     trees = {tree.name: tree for tree in list_host_trees(opened.directory)}
     if opened.record.uncollected:  # otherwise no host has started, and its tree may be half filled
         for tree in find_trees(opened.directory):

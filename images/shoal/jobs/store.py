@@ -60,7 +60,7 @@ class JobRecord:
     """The users that own the files of `list_deciding`, by path, when the last command has started it."""
 
     def key(self, name: str) -> str:
-        """Return the key of the job with a name in this user's list of jobs."""
+        """Returns the key of the job with a name in this user's list of jobs."""
         return self.token or self.identity or name
 
 
@@ -104,24 +104,24 @@ class OpenJob(StoredJob):
         return {host: output for host, output in found.items() if output.is_dir()}
 
     def begin(self) -> None:
-        """Write that this process runs the job, with the owners of the files that decide what it runs."""
+        """Writes that this process runs the job, with the owners of the files that decide what it runs."""
         pid = os.getpid()
         owners = _read_owners(self.record.request)
         changes = {"state": RUNNING, "started": time.time(), "ended": None, "owners": owners}
         self.update(**changes, pid=pid, process_start=processes.describe_start(pid))
 
     def update(self, **changes: Any) -> None:
-        """Change the record, and write it."""
+        """Changes the record, and writes it."""
         self.record = replace(self.record, **changes)
         _write_record(self.directory, self.record)
 
     def finish(self, exit_code: int | None, state: str | None = None) -> None:
-        """Write how the job ended. Its state follows from the exit code if none is given."""
+        """Writes how the job ended. Its state follows from the exit code if none is given."""
         self.update(exit_code=exit_code, state=state or (FAILED if exit_code else COMPLETED), ended=time.time())
 
 
 def read_record(output: Path, name: str) -> JobRecord:
-    """Return the record of a job. Raises `UsageError` if the output directory has no such job of this user."""
+    """Returns the record of a job. Raises `UsageError` if the output directory has no such job of this user."""
     path = output / name / RECORD
     if Path(name).name != name or not path.is_file():
         known = [found.parent.name for found in output.glob(f"*/{RECORD}")]
@@ -136,7 +136,7 @@ def read_record(output: Path, name: str) -> JobRecord:
 
 
 def list_deciding(request: job.JobRequest) -> set[Path]:
-    """Return the directory and the files that decide what a job runs: its source, and files of variables."""
+    """Returns the directory and the files that decide what a job runs: its source, and files of variables."""
     return {path for path in (request.source, *request.taken.values()) if path}
 
 
@@ -149,7 +149,7 @@ def _read_owners(request: job.JobRequest) -> dict[str, int]:
 
 
 def check_owners(earlier: JobRecord, request: job.JobRequest, option: str) -> None:
-    """Raise `UsageError` if another user has put files in the place of those that decided what a job runs.
+    """Raises `UsageError` if another user has put files in the place of those that decided what a job runs.
 
     Args:
         earlier: The record of the job.
@@ -165,7 +165,7 @@ def check_owners(earlier: JobRecord, request: job.JobRequest, option: str) -> No
 
 
 def load_record(path: Path, option: str) -> JobRecord:
-    """Return the record in a file, which anybody may have put there.
+    """Returns the record in a file, which anybody may have put there.
 
     Raises `UsageError`, with an option or a job's name, if it is not a record.
     """
@@ -182,7 +182,7 @@ def load_record(path: Path, option: str) -> JobRecord:
 
 
 def _write_record(directory: Path, record: JobRecord) -> None:
-    """Write the record, with absolute paths. Only its owner can read it: environments may have secrets.
+    """Writes the record, with absolute paths. Only its owner can read it: environments may have secrets.
 
     The job's own secret is left out. A resumed job gets a new one. Values that came from the environment or a file are
     left out too: they are read again.
@@ -210,7 +210,7 @@ def _write_record(directory: Path, record: JobRecord) -> None:
 
 @contextlib.contextmanager
 def open_job(record: JobRecord, resumed: str | None, name: str | None = None) -> Iterator[OpenJob]:
-    """Open a new job, or with a name in `resumed`, that one again, and write its record.
+    """Opens a new job, or with a name in `resumed`, that one again, and writes its record.
 
     A new job gets a directory, and if it ends before its hosts start, the directory is removed. In the directory of a
     resumed job, the files of the last command move to attempt-N. Other commands see that the job runs.
@@ -272,13 +272,13 @@ def _make_new(record: JobRecord, name: str | None) -> tuple[JobRecord, str, Path
 
 
 def _remove_unused(directory: Path) -> None:
-    """Remove the directory of a new job without checkpoints, unless it has files of hosts: they never started then."""
+    """Removes the directory of a new job without checkpoints, unless it has files of hosts: they never started then."""
     if {path.name for path in directory.iterdir()} <= {RECORD, OUTPUT, running.MARK, checkpoints.CONTENT}:
         shutil.rmtree(directory)
 
 
 def _prepare_resume(directory: Path, record: JobRecord, opened: checkpoints.CheckpointDirectory) -> JobRecord:
-    """Check that a job can be resumed, and return its new record. Files of the last command move to attempt-N.
+    """Checks that a job can be resumed, and returns its new record. Files of the last command move to attempt-N.
 
     Checkpoints in the tree of a job without Docker that was killed are collected first.
     """
@@ -301,7 +301,7 @@ def _prepare_resume(directory: Path, record: JobRecord, opened: checkpoints.Chec
 
 
 def find_checkpoints(request: job.JobRequest, directory: Path) -> Path:
-    """Return the directory of a job's checkpoints. Raises `UsageError` if the one in its own directory is a link."""
+    """Returns the directory of a job's checkpoints. Raises `UsageError` if the one in its own directory is a link."""
     own = directory / checkpoints.CONTENT
     if request.checkpoints is None and own.is_symlink():
         raise UsageError(
@@ -312,7 +312,7 @@ def find_checkpoints(request: job.JobRequest, directory: Path) -> Path:
 
 
 def collect_tree(tree: Path, directory: checkpoints.CheckpointDirectory) -> None:
-    """Replace the checkpoints of a job by those in its tree, which stay there too, as hard links if possible."""
+    """Replaces the checkpoints of a job by those in its tree, which stay there too, as hard links if possible."""
     _add_permissions(tree / checkpoints.CONTENT)
     with directory.replace() as scratch:
         (scratch / checkpoints.CONTENT).mkdir()
@@ -320,7 +320,7 @@ def collect_tree(tree: Path, directory: checkpoints.CheckpointDirectory) -> None
 
 
 def _add_permissions(root: Path) -> None:
-    """Let this user read, change and remove all files in a directory of a job, as after a job in Docker."""
+    """Lets this user read, change and remove all files in a directory of a job, as after a job in Docker."""
     _add_permission(root, 0o700)
     for directory, names, files in os.walk(root):
         for name in names:
@@ -330,7 +330,7 @@ def _add_permissions(root: Path) -> None:
 
 
 def _add_permission(path: Path, mode: int) -> None:
-    """Add to the permissions of a file or directory, unless it is a link. One that is not this user's is left."""
+    """Adds to the permissions of a file or directory, unless it is a link. One that is not this user's is left."""
     with contextlib.suppress(OSError):
         found = path.lstat().st_mode
         if not stat.S_ISLNK(found) and found & mode != mode:
@@ -338,24 +338,24 @@ def _add_permission(path: Path, mode: int) -> None:
 
 
 def list_host_trees(directory: Path) -> list[Path]:
-    """Return the trees of the hosts of a job without Docker. Links are left out: they may lead anywhere."""
+    """Returns the trees of the hosts of a job without Docker. Links are left out: they may lead anywhere."""
     return [tree for tree in _list_trees(directory) if (tree / job.RESOURCE_CONFIG).is_file()]
 
 
 def find_trees(directory: Path) -> list[Path]:
-    """Return the tree with the checkpoints of a job without Docker that was killed; none for another job."""
+    """Returns the tree with the checkpoints of a job without Docker that was killed; none for another job."""
     places = [tree / checkpoints.CONTENT for tree in _list_trees(directory)]
     return [place.parent for place in places if place.is_dir() and not place.is_symlink()]
 
 
 def _list_trees(directory: Path) -> list[Path]:
-    """Return the directories of hosts in a job's directory, by name."""
+    """Returns the directories of hosts in a job's directory, by name."""
     found = (path for path in directory.iterdir() if path.is_dir() and not path.is_symlink())
     return sorted(path for path in found if not path.name.startswith((".", _EARLIER, checkpoints.CONTENT)))
 
 
 def _move_results(directory: Path) -> None:
-    """Move the files of the last command in the directory of a job to attempt-N."""
+    """Moves the files of the last command in the directory of a job to attempt-N."""
     numbers = [path.name.removeprefix(_EARLIER) for path in directory.glob(f"{_EARLIER}*")]
     number = 1 + max((int(each) for each in numbers if re.fullmatch("[0-9]{1,9}", each)), default=0)
     target = directory / f"{_EARLIER}{number}"
@@ -419,7 +419,7 @@ class KnownJob(StoredJob):
         return None if end is None else end - self.record.started
 
     def describe(self) -> JobDescription:
-        """Return the document that `shoal ps --json` prints about it."""
+        """Returns the document that `shoal ps --json` prints about it."""
         own = self.record
         return JobDescription(
             name=self.name,
@@ -437,7 +437,7 @@ class KnownJob(StoredJob):
 
 
 def read_job(directory: Path) -> KnownJob:
-    """Return the job in a directory. Raises `UsageError` if it has none."""
+    """Returns the job in a directory. Raises `UsageError` if it has none."""
     is_running = running.is_running(directory)
     found = load_record(directory / RECORD, directory.name)
     if not is_running and found.state == RUNNING:
@@ -448,7 +448,7 @@ def read_job(directory: Path) -> KnownJob:
 
 
 def list_jobs() -> list[KnownJob]:
-    """Return the jobs of this user on this machine: running ones, then the others, each newest first."""
+    """Returns the jobs of this user on this machine: running ones, then the others, each newest first."""
     found = []
     for directory in running.list_directories():
         with contextlib.suppress(UsageError, OSError):  # another version's, another user's, or removed meanwhile
@@ -459,7 +459,7 @@ def list_jobs() -> list[KnownJob]:
 
 
 def find_job(name: str) -> KnownJob:
-    """Return the job with a name, or in a directory. Of several: a running one, that in ./jobs, the newest.
+    """Returns the job with a name, or in a directory. Of several: a running one, that in ./jobs, the newest.
 
     One in ./jobs or another directory may be somebody else's, and is only to be read: `running.check_own`.
 
@@ -482,7 +482,7 @@ def find_job(name: str) -> KnownJob:
 
 
 def find_running_job(name: str) -> KnownJob:
-    """Return the running job of this user with a name, or in a directory. Raises `UsageError` if there is none."""
+    """Returns the running job of this user with a name, or in a directory. Raises `UsageError` if there is none."""
     found = find_job(name)
     running.check_own(found.directory, found.key, name)
     if found.is_running:
@@ -492,7 +492,7 @@ def find_running_job(name: str) -> KnownJob:
 
 
 def check_name(name: str, output: Path) -> None:
-    """Raise `UsageError` unless a new job can have a name: SageMaker takes it, and no other job uses it."""
+    """Raises `UsageError` unless a new job can have a name: SageMaker takes it, and no other job uses it."""
     if not _NAME.fullmatch(name):
         raise UsageError(
             f"--name {name}: expected 1 to 63 letters, digits and hyphens, with a letter or digit at both"

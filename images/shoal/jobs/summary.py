@@ -25,7 +25,7 @@ _STOPPED_BY = {
 
 
 def summary_rows(request: JobRequest, result: JobResult) -> list[tuple[str, str]]:
-    """Return names and values: test accuracy and images/s, hosts and ranks, restarts, seconds, files and exit code.
+    """Returns names and values: test accuracy and images/s, hosts and ranks, restarts, seconds, files and exit code.
 
     Metrics and seconds that are unknown are left out. Other metrics are not shown. The directory is listed only after a
     failure.
@@ -59,7 +59,7 @@ def summary_rows(request: JobRequest, result: JobResult) -> list[tuple[str, str]
 
 
 def describe_missing_model(lost: Sequence[str]) -> str:
-    """Return that there is no model, with the first of the files that are lost."""
+    """Returns that there is no model, with the first of the files that are lost."""
     text = "none: the script has written nothing to SM_MODEL_DIR (/opt/ml/model)"
     if not lost:
         return text
@@ -68,7 +68,7 @@ def describe_missing_model(lost: Sequence[str]) -> str:
 
 
 def print_summary(console: Console, request: JobRequest, result: JobResult) -> None:
-    """Print each message of hosts once, after the names of its hosts, each restart, and the table of `summary_rows`.
+    """Prints each message of hosts once, after the names of its hosts, each restart, and the table of `summary_rows`.
 
     After a failure, print the command that continues the job, if it has checkpoints.
     """
@@ -90,33 +90,33 @@ def print_summary(console: Console, request: JobRequest, result: JobResult) -> N
 
 
 def describe_stop(exit_code: int | None) -> str:
-    """Return that a job was stopped, with the signal and its usual sender if the exit code tells them."""
+    """Returns that a job was stopped, with the signal and its usual sender if the exit code tells them."""
     sender = _STOPPED_BY.get(exit_code or 0)
     return f"stopped by {sender}, exit code {exit_code}" if sender else f"stopped, exit code {exit_code}"
 
 
 def describe_restart(restart: Mapping[str, Any]) -> str:
-    """Return a restart in one line. Its values may be anything that a program has written into job.json."""
+    """Returns a restart in one line. Its values may be anything that a program has written into job.json."""
     at, reason, seconds = (restart.get(key) for key in ("at", "reason", "seconds"))
     after = f" ({seconds} s)" if seconds is not None else ""
     return clean_text(f"restart {restart.get('number')} at {at}: {reason}{after}").replace("\n", " ")
 
 
 def describe_restarts(restarts: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield the last restarts, each in one line, after the number of earlier ones."""
+    """Yields the last restarts, each in one line, after the number of earlier ones."""
     if len(restarts) > _SHOWN_RESTARTS:
         yield f"{len(restarts) - _SHOWN_RESTARTS:,} earlier restarts are in job.json"
     yield from map(describe_restart, restarts[-_SHOWN_RESTARTS:])
 
 
 def print_resume_command(console: Console, request: JobRequest, name: str) -> None:
-    """Print the command that continues a job."""
+    """Prints the command that continues a job."""
     output = "" if request.output == JobRequest.output else f" --output {shlex.quote(str(request.output))}"
     print_line(f"to continue: shoal run --resume {name}{output}", console)
 
 
 def format_number(value: object) -> str:
-    """Return a value as text: a float with four digits, or without decimals from 1000 on; any other as `str` does."""
+    """Returns a value as text: a float with four digits, or without decimals from 1000 on; any other as `str` does."""
     if not isinstance(value, float):
         return str(value)
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"

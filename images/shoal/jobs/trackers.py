@@ -43,18 +43,18 @@ class _Scalar(NamedTuple):
 
 
 def is_event_file(path: Path) -> bool:
-    """Return whether a file has the name of an event file."""
+    """Returns whether a file has the name of an event file."""
     return _MARK in path.name
 
 
 def find_event_files(output: Path) -> list[Path]:
-    """Return the event files below the directory `output` of a host, oldest first."""
+    """Returns the event files below the directory `output` of a host, oldest first."""
     found = itertools.islice((path for path in list_files(output, []) if is_event_file(path)), _MOST_EVENT_FILES)
     return sorted(found, key=lambda path: path.name)
 
 
 def read_scalars(output: Path, began: float) -> dict[Key, Series]:
-    """Return the scalars in all event files of a host, by name and directory.
+    """Returns the scalars in all event files of a host, by name and directory.
 
     Args:
         output: The host's directory `output`.
@@ -88,7 +88,7 @@ def _shorten(text: str) -> str:
 
 
 def _read_events(file: IO[bytes], left: int) -> Iterator[_Scalar]:
-    """Yield the scalars of a file. Raises ValueError at a record that is none."""
+    """Yields the scalars of a file. Raises ValueError at a record that is none."""
     while left >= 12 and len(header := file.read(12)) == 12:
         length = int.from_bytes(header[:8], "little")
         left -= length + 16
@@ -101,7 +101,7 @@ def _read_events(file: IO[bytes], left: int) -> Iterator[_Scalar]:
 
 
 def _parse_event(data: bytes) -> Iterator[_Scalar]:
-    """Yield the scalars of an `Event`: its fields are 1 wall_time, 2 step, 5 summary."""
+    """Yields the scalars of an `Event`: its fields are 1 wall_time, 2 step, 5 summary."""
     fields = dict(split_fields(data))
     step, summary = fields.get(2, 0), fields.get(5)
     (seconds,) = struct.unpack("<d", _as_bytes(fields.get(1, bytes(8))))
@@ -114,7 +114,7 @@ def _parse_event(data: bytes) -> Iterator[_Scalar]:
 
 
 def _parse_value(data: bytes) -> tuple[str, float] | None:
-    """Return tag and number of a summary's value: its fields are 1 tag, 2 simple_value, 8 tensor. None: no scalar."""
+    """Returns tag and number of a summary's value: its fields are 1 tag, 2 simple_value, 8 tensor. None: no scalar."""
     fields = dict(split_fields(data))
     tag = _as_bytes(fields.get(1, b"")).decode(errors="replace")
     if 2 in fields:
@@ -138,7 +138,7 @@ _MOST_FILES = 100_000
 
 
 def find_trackers(outputs: Iterable[Path]) -> dict[str, str]:
-    """Return the command that shows the runs of each tracker, by its name. The first host with runs counts.
+    """Returns the command that shows the runs of each tracker, by its name. The first host with runs counts.
 
     Args:
         outputs: The directory `output` of each host, in the hosts' order.
@@ -151,7 +151,7 @@ def find_trackers(outputs: Iterable[Path]) -> dict[str, str]:
 
 
 def _find_in(output: Path) -> dict[str, str]:
-    """Return the command of each tracker for one directory."""
+    """Returns the command of each tracker for one directory."""
     places: dict[str, str] = {}
     for path in itertools.islice(list_files(output, []), _MOST_FILES):
         folders = path.relative_to(output).parts[:-1]

@@ -34,14 +34,14 @@ class GpuMeter:
     _lines: dict[tuple[str, str], tuple[float | None, int]] = field(default_factory=dict)
 
     def add(self, host: str, line: str) -> None:
-        """Keep a line such as `0, 95, 10240` of a host: index, percent and MiB. Other lines are ignored."""
+        """Keeps a line such as `0, 95, 10240` of a host: index, percent and MiB. Other lines are ignored."""
         index, *values = (word.strip() for word in line.split(","))
         if len(values) == 2 and _is_number(index, 3) and _is_number(values[1], 8):
             percent = float(values[0]) if _is_number(values[0], 3) else None
             self._lines[host, index] = percent, int(values[1]) << 20
 
     def read(self, host: str) -> GpuUse | None:
-        """Return the use of the GPUs of a host; None if it is unknown."""
+        """Returns the use of the GPUs of a host; None if it is unknown."""
         found = [use for (name, _), use in self._lines.copy().items() if name == host]
         if not found:
             return None
@@ -51,19 +51,19 @@ class GpuMeter:
 
 
 def _is_number(word: str, digits: int) -> bool:
-    """Return whether a word is a number with at most `digits` digits. A script can replace nvidia-smi."""
+    """Returns whether a word is a number with at most `digits` digits. A script can replace nvidia-smi."""
     return len(word) <= digits and word.isascii() and word.isdecimal()
 
 
 def smi_command(devices: Iterable[str] = ()) -> list[str]:
-    """Return the command that prints the use of these GPUs, or of all, until it is ended."""
+    """Returns the command that prints the use of these GPUs, or of all, until it is ended."""
     ids = [f"--id={','.join(devices)}"] if devices else []
     return ["nvidia-smi", *ids, f"--query-gpu={_FIELDS}", "--format=csv,noheader,nounits", f"--loop={_SMI_SECONDS}"]
 
 
 @contextlib.contextmanager
 def measure_machine(host: str, option: str | None) -> Iterator[GpuMeter]:
-    """Yield a meter of this machine's GPUs, which knows nothing if there is no GPU or no nvidia-smi.
+    """Yields a meter of this machine's GPUs, which knows nothing if there is no GPU or no nvidia-smi.
 
     Args:
         host: The name under which they are measured.
@@ -84,7 +84,6 @@ def measure_machine(host: str, option: str | None) -> Iterator[GpuMeter]:
 
 
 def _start(command: list[str], host: str, meter: GpuMeter) -> subprocess.Popen[str]:
-    """Start nvidia-smi, and a thread that reads its lines."""
     null = subprocess.DEVNULL
     process = subprocess.Popen(command, stdin=null, stdout=subprocess.PIPE, stderr=null, text=True, errors="replace")
     threading.Thread(target=read_lines, args=(process.stdout or (), host, meter), name="GPUs", daemon=True).start()
@@ -122,7 +121,7 @@ Reader = Callable[[], Mapping[str, Usage]]
 
 @contextlib.contextmanager
 def sample_usage(series: dict[Key, Series], began: float, read: Reader) -> Iterator[None]:
-    """Measure in a thread while the body runs, and add the values to `series`.
+    """Measures in a thread while the body runs, and adds the values to `series`.
 
     Args:
         series: The series by name and host.
@@ -167,7 +166,7 @@ def _sample(series: dict[Key, Series], began: float, read: Reader, ended: thread
 
 
 def read_machine(gpus: GpuMeter, proc: Path = Path("/proc")) -> Mapping[str, Usage]:
-    """Return the CPU time and memory that are in use on this machine, from /proc; none on systems without it.
+    """Returns the CPU time and memory that are in use on this machine, from /proc; none on systems without it.
 
     Adds the use of GPUs that a meter has.
     """

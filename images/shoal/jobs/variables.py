@@ -55,12 +55,12 @@ class Secret:
 
     @classmethod
     def parse(cls, text: str) -> Secret:
-        """Return the secret that `NAME[=FILE][,type=env]` describes. Raises `UsageError`."""
+        """Returns the secret that `NAME[=FILE][,type=env]` describes. Raises `UsageError`."""
         name, place, is_variable = split_secret(text)
         return cls(name, Path(place) if place else None, is_variable)
 
     def read(self) -> bytes:
-        """Return the secret. Raises `UsageError` if it is missing, too large, or its variable could not have it."""
+        """Returns the secret. Raises `UsageError` if it is missing, too large, or its variable could not have it."""
         content = self._read_file(self.file) if self.file else self._read_variable()
         if self.is_variable:
             try:
@@ -95,7 +95,7 @@ class Secret:
 
 
 def split_secret(text: str) -> tuple[str, str, bool]:
-    """Return the name, the place and whether there is a variable, of `NAME[=PLACE][,type=env]`. Raises `UsageError`."""
+    """Returns name, place and whether there is a variable, of `NAME[=PLACE][,type=env]`. Raises `UsageError`."""
     is_variable = text.endswith(_AS_VARIABLE)
     name, equals, place = text.removesuffix(_AS_VARIABLE).partition("=")
     if equals and not place:
@@ -107,14 +107,14 @@ def split_secret(text: str) -> tuple[str, str, bool]:
 
 
 def parse_secrets(words: Sequence[str] | None) -> tuple[Secret, ...]:
-    """Return the secrets of a repeatable option. Raises `UsageError`, also for a name that is given twice."""
+    """Returns the secrets of a repeatable option. Raises `UsageError`, also for a name that is given twice."""
     secrets = [Secret.parse(word) for word in words or ()]
     check_unique("--secret", [secret.name for secret in secrets])
     return tuple(secrets)
 
 
 def check_unique(option: str, names: Iterable[str]) -> None:
-    """Raise `UsageError` if a name is given twice."""
+    """Raises `UsageError` if a name is given twice."""
     seen: set[str] = set()
     for name in names:
         if name in seen:
@@ -123,14 +123,14 @@ def check_unique(option: str, names: Iterable[str]) -> None:
 
 
 def read_secrets(secrets: Iterable[Secret]) -> dict[str, bytes]:
-    """Return the content of each secret by name. Raises `UsageError`."""
+    """Returns the content of each secret by name. Raises `UsageError`."""
     return {secret.name: secret.read() for secret in secrets}
 
 
 def read_environment(
     words: Sequence[str] | None, files: Sequence[Path] | None
 ) -> tuple[dict[str, str], dict[str, Path | None]]:
-    """Return the variables of -e and --env-file, and where those come from that are not on the command line.
+    """Returns the variables of -e and --env-file, and where those come from that are not on the command line.
 
     As in Docker, -e wins over --env-file, and a later file over an earlier one.
 
@@ -159,14 +159,14 @@ def read_environment(
 
 
 def take_variable(option: str, name: str) -> str:
-    """Return a variable of the environment. Raises `UsageError`, which names an option or a line, if it is not set."""
+    """Returns a variable of the environment. Raises `UsageError`, which names an option or a line, if it is not set."""
     if name not in os.environ:
         raise UsageError(f"{option}: the environment has no variable {name}. Fix: export {name}, or give {name}=VALUE")
     return os.environ[name]
 
 
 def read_env_file(path: Path) -> dict[str, str]:
-    """Return the variables of a file in Docker's format: NAME=VALUE, or NAME for the variable of the environment.
+    """Returns the variables of a file in Docker's format: NAME=VALUE, or NAME for the variable of the environment.
 
     Quotes are part of a value. Empty lines and lines that begin with # are left out. Raises `UsageError`, with the
     number of a line.
@@ -198,7 +198,7 @@ def read_env_file(path: Path) -> dict[str, str]:
 
 
 def restore_environment(taken: Mapping[str, Path | None], option: str) -> dict[str, str]:
-    """Return the values of variables that the record of a job left out, from where they came.
+    """Returns the values of variables that the record of a job left out, from where they came.
 
     Raises `UsageError`, with the option that continues the job, if one is missing now.
     """
@@ -215,7 +215,7 @@ def restore_environment(taken: Mapping[str, Path | None], option: str) -> dict[s
 
 
 def check_secret_variables(secrets: Iterable[Secret], environment: Mapping[str, str]) -> None:
-    """Raise `UsageError` if a secret cannot be read, or its variable is given in another way too."""
+    """Raises `UsageError` if a secret cannot be read, or its variable is given in another way too."""
     for secret in secrets:
         secret.read()
         if secret.is_variable and secret.name in environment:
@@ -223,7 +223,7 @@ def check_secret_variables(secrets: Iterable[Secret], environment: Mapping[str, 
 
 
 def _check_name(option: str, name: str, allowed: re.Pattern[str] = _NAME) -> None:
-    """Raise `UsageError` unless a name can be a variable's or secret's."""
+    """Raises `UsageError` unless a name can be a variable's or secret's."""
     if not allowed.fullmatch(name):
         raise UsageError(
             f"{option} {name!r}: a name has only letters, digits and '_', and begins with no digit. Fix: such as"
@@ -232,7 +232,7 @@ def _check_name(option: str, name: str, allowed: re.Pattern[str] = _NAME) -> Non
 
 
 def describe_visible_secrets(option: str, pairs: Mapping[str, str], alternatives: str) -> Iterator[str]:
-    """Yield a warning for each value of a command line that looks like a secret.
+    """Yields a warning for each value of a command line that looks like a secret.
 
     Args:
         option: The option that has the values.
@@ -249,7 +249,7 @@ def describe_visible_secrets(option: str, pairs: Mapping[str, str], alternatives
 
 
 def looks_secret(name: str, value: str) -> bool:
-    """Return whether a value of a command line is probably a secret: by its name, or by its form."""
+    """Returns whether a value of a command line is probably a secret: by its name, or by its form."""
     words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|[-.]", "_", name).lower()
     named = _SECRET_WORDS.search(words) and not _NO_SECRET_WORDS.search(words)
     is_value = value.strip("\"' ").lower() not in _NO_VALUES and not re.fullmatch(r"[\d.]{1,3}", value)
@@ -257,7 +257,7 @@ def looks_secret(name: str, value: str) -> bool:
 
 
 def locate_secrets(secrets: Iterable[Secret], directory: str = SECRETS) -> dict[str, str]:
-    """Return the variables that tell the script where its secrets are, NAME_FILE as in Docker's own images.
+    """Returns the variables that tell the script where its secrets are, NAME_FILE as in Docker's own images.
 
     Another one tells `train` which of these files it also sets as variables.
     """

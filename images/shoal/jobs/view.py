@@ -54,7 +54,7 @@ class PanelState:
 
 
 def render_panel(state: PanelState, width: int, height: int) -> Text:
-    """Return the panel as lines that fit on a terminal.
+    """Returns the panel as lines that fit on a terminal.
 
     Args:
         state: What to show.
@@ -70,19 +70,19 @@ def render_panel(state: PanelState, width: int, height: int) -> Text:
 
 
 def render_result(state: PanelState, width: int) -> Text:
-    """Return the lines that stay on the terminal at the end: the last values of all metrics, and the time."""
+    """Returns the lines that stay on the terminal at the end: the last values of all metrics, and the time."""
     width = max(width - 4, 8)
     return _join([*_list_facts(state, width), *_flow(state.metrics, width, _MOST_ROWS)], width)
 
 
 def format_duration(seconds: float) -> str:
-    """Return a duration such as 1:02:03."""
+    """Returns a duration such as 1:02:03."""
     minutes, rest = divmod(int(max(seconds, 0)), 60)
     return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
 
 
 def _list_facts(state: PanelState, width: int) -> Iterator[Text]:
-    """Yield a rule with the job's name and time, and a row with hosts, ranks and lines."""
+    """Yields a rule with the job's name and time, and a row with hosts, ranks and lines."""
     time = format_duration(state.seconds)
     name = Text(clean_text(state.name), style="bold")
     name.truncate(max(width - len(time) - 8, 4), overflow="ellipsis")
@@ -97,14 +97,14 @@ def _count(number: object, noun: str) -> str:
 
 
 def _format_metric(name: str, values: Sequence[float]) -> Text:
-    """Return a name and its value, or the lowest and the highest value of several ranks. NaN counts as both."""
+    """Returns a name and its value, or the lowest and the highest value of several ranks. NaN counts as both."""
     low, high = (format_number(next(filter(math.isnan, values), choose(values))) for choose in (min, max))
     value = low if low == high else f"{low} … {high}"
     return Text.assemble((clean_text(name).replace("\n", " "), "dim"), " ", (value, "bold"))
 
 
 def _list_hosts(usage: Mapping[str, Mapping[str, float]], rows: int) -> Iterator[Text]:
-    """Yield a row for each host, with aligned values. Of too many hosts, the last row has the number of the others."""
+    """Yields a row for each host, with aligned values. Of too many hosts, the last row has the number of the others."""
     shown = list(usage.items())[: rows if len(usage) <= rows else max(rows - 1, 0)]
     table = [[clean_text(host), *map(_format_usage, _FORMATS, map(values.get, _FORMATS))] for host, values in shown]
     widths = [max(map(len, column)) for column in zip(*table)]
@@ -118,7 +118,7 @@ def _list_hosts(usage: Mapping[str, Mapping[str, float]], rows: int) -> Iterator
 
 
 def _format_usage(name: str, value: float | None) -> str:
-    """Return a measured value with its unit. Memory is in MB."""
+    """Returns a measured value with its unit. Memory is in MB."""
     if value is None:
         return ""
     memory = f"{value:.0f} MB" if value < 1000 else f"{value / 1000:,.1f} GB"
@@ -126,7 +126,7 @@ def _format_usage(name: str, value: float | None) -> str:
 
 
 def _flow(metrics: Mapping[str, Sequence[float]], width: int, rows: int) -> list[Text]:
-    """Return rows with as many metrics as fit. The last row ends with the number of metrics that do not."""
+    """Returns rows with as many metrics as fit. The last row ends with the number of metrics that do not."""
     lines: list[Text] = []
     for count, (name, values) in enumerate(metrics.items()):
         cell = _format_metric(name, values)
@@ -142,7 +142,6 @@ def _flow(metrics: Mapping[str, Sequence[float]], width: int, rows: int) -> list
 
 
 def _join(lines: Sequence[Text], width: int) -> Text:
-    """Return rows that are cut at the width, as one text."""
     for line in lines:
         line.truncate(width, overflow="ellipsis")
     return Text("\n", no_wrap=True, overflow="ignore").join(lines)
@@ -168,7 +167,7 @@ class View(Protocol):
     """Whether all that is written to the terminal must come through this view."""
 
     def add(self, shown: str, line: Line, is_overwritten: bool = False) -> None:
-        """Show a line of the log as the text `shown`.
+        """Shows a line of the log as the text `shown`.
 
         Args:
             shown: The text.
@@ -185,7 +184,7 @@ class PlainView:
     is_live: bool = False
 
     def add(self, shown: str, line: Line, is_overwritten: bool = False) -> None:
-        """Print a line, also one that a terminal would overwrite."""
+        """Prints a line, also one that a terminal would overwrite."""
         try:
             print_log_lines([shown], self.console)
         except (OSError, SystemExit):  # no reader, or a full disk: the job goes on, and its log has all lines
@@ -193,7 +192,7 @@ class PlainView:
 
 
 def can_show_panel(console: Console, environment: Mapping[str, str]) -> bool:
-    """Return whether a console is a terminal that obeys control sequences, and neither CI nor NO_COLOR is set."""
+    """Returns whether a console is a terminal that obeys control sequences, and neither CI nor NO_COLOR is set."""
     is_ci = environment.get("CI", "").lower() not in ("", "0", "false")
     return console.file.isatty() and not (console.is_dumb_terminal or is_ci or environment.get("NO_COLOR"))
 
@@ -239,7 +238,7 @@ class LiveView:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Write the lines that still wait, and replace the panel by the last values of the metrics."""
+        """Writes the lines that still wait, and replaces the panel by the last values of the metrics."""
         self._ended.set()
         self._changed.set()
         try:
@@ -256,7 +255,7 @@ class LiveView:
         return live
 
     def add(self, shown: str, line: Line, is_overwritten: bool = False) -> None:
-        """Show a line of the log soon; in the panel if it is a progress bar."""
+        """Shows a line of the log soon; in the panel if it is a progress bar."""
         with self._lock:
             self._added += 1
             if len(self._waiting) == _MAX_WAITING:
@@ -278,7 +277,7 @@ class LiveView:
             self._write()
 
     def _write(self) -> None:
-        """Write the lines that wait, and the panel if it is old or the size of the terminal has changed."""
+        """Writes the lines that wait, and the panel if it is old or the size of the terminal has changed."""
         with self._lock:
             waiting, self._waiting = self._waiting, deque()
             skipped, self._skipped = self._skipped, 0
@@ -305,16 +304,16 @@ class LiveView:
                 self._live.update(_Raw([*self.console.render(panel)]), refresh=True)
 
     def _clear(self) -> None:
-        """Clear the terminal, because its lines may be wrapped in another way now. The log above it stays as it is."""
+        """Clears the terminal, because its lines may be wrapped in another way now. The log above it stays as it is."""
         self._live.stop()
         self.console.control(Control.home())
         self.console.file.write("\x1b[J")
         self._live = self._start_live()
 
     def _read_lines(self, lines: Iterable[Line]) -> str:
-        """Keep the highest rank and the last values of the metric definitions in lines.
+        """Keeps the highest rank and the last values of the metric definitions in lines.
 
-        If the search fails, the numbers of the log take the place of the definitions. Return a line about it, or "".
+        If the search fails, the numbers of the log take the place of the definitions. Returns a line about it, or "".
         """
         lines = [*lines]
         self.ranks = max([self.ranks, *(line.rank + 1 for line in lines if line.rank is not None)])
@@ -330,7 +329,7 @@ class LiveView:
         return ""
 
     def _describe(self) -> PanelState:
-        """Return the state of the job now."""
+        """Returns the state of the job now."""
         seconds = time.time() - self.log.began
         last = {**self.log.steps.copy(), **{key: series.last for key, series in self.log.series.copy().items()}}
         metrics: dict[str, list[float]] = {}

@@ -27,7 +27,7 @@ class Volume:
 
     @classmethod
     def parse(cls, text: str) -> Volume:
-        """Return the volume that `PATH:TARGET[:ro]` describes. Raises `UsageError`."""
+        """Returns the volume that `PATH:TARGET[:ro]` describes. Raises `UsageError`."""
         source, _, rest = text.partition(":")
         target, _, mode = rest.partition(":")
         if not source or not target.startswith("/") or mode not in _MODES:
@@ -37,7 +37,7 @@ class Volume:
         return cls(Path(source), target, _MODES[mode])
 
     def check(self) -> None:
-        """Raise `UsageError` if the source is missing, or the target would hide or change files of the job."""
+        """Raises `UsageError` if the source is missing, or the target would hide or change files of the job."""
         if not self.source.exists():
             raise UsageError(f"--volume {self.source}:{self.target}: no such file or directory: {self.source}")
         target = PurePosixPath(self.target)
@@ -48,7 +48,7 @@ class Volume:
             )
 
     def to_mounts(self) -> Iterator[docker.types.Mount]:
-        """Yield it in the form of Docker's SDK. If it is read-only, each file system that is mounted in it follows.
+        """Yields it in the form of Docker's SDK. If it is read-only, each file system that is mounted in it follows.
 
         Docker before 25 makes only the topmost file system read-only.
         """
@@ -59,7 +59,7 @@ class Volume:
 
 
 def list_mounts(directory: Path, table: Path = Path("/proc/self/mountinfo")) -> list[Path]:
-    """Return the places below a directory at which file systems of this machine are mounted; none without /proc."""
+    """Returns the places below a directory at which file systems of this machine are mounted; none without /proc."""
     try:
         lines = os.fsdecode(table.read_bytes()).splitlines()
     except OSError:

@@ -17,7 +17,7 @@ _MAX_BYTES = 5_000_000 - 100  # without the digits of the lines that are left ou
 
 
 def render_job_page(report: JobReport) -> str:
-    """Return the page of a job as HTML, of at most 5 MB. Writes no file."""
+    """Returns the page of a job as HTML, of at most 5 MB. Writes no file."""
     thin = thin_report(report)
     rest = len(_render(thin, "").encode("utf-8", "replace"))  # texts are in it twice, with escapes
     log = pack_log(report.log, report.omitted, report.omitted_at, _MAX_BYTES - rest)
@@ -29,7 +29,7 @@ def _render(report: JobReport, lines: str) -> str:
 
 
 def render_comparison_page(first: JobReport, second: JobReport) -> str:
-    """Return the page that compares two jobs as HTML: their results, differing settings and curves."""
+    """Returns the page that compares two jobs as HTML: their results, differing settings and curves."""
     jobs = [thin_report(replace(report, omitted=0)) for report in (first, second)]
     return render_page(
         "job_comparison.html.j2",
@@ -41,7 +41,7 @@ def render_comparison_page(first: JobReport, second: JobReport) -> str:
 
 
 def list_differences(first: JobReport, second: JobReport) -> Iterator[tuple[str, str, str, str]]:
-    """Yield the settings and results in which two jobs differ: section, name and both values. A missing one is "–".
+    """Yields the settings and results in which two jobs differ: section, name and both values. A missing one is "–".
 
     The names of the jobs themselves, such as in paths, make no difference.
     """
@@ -55,7 +55,6 @@ def list_differences(first: JobReport, second: JobReport) -> Iterator[tuple[str,
 
 
 def _read_uplot() -> dict[str, Markup]:
-    """Return the program and the style of uPlot, which draws curves."""
     folder = resources.files("shoal.report") / _VENDOR
     names = {"uplot_program": "uPlot.iife.min.js", "uplot_style": "uPlot.min.css"}
     return {key: Markup((folder / name).read_text(encoding="utf-8")) for key, name in names.items()}

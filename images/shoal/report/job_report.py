@@ -74,12 +74,12 @@ _REPORTS = pydantic.TypeAdapter(JobReport)
 
 
 def encode_report(report: JobReport) -> str:
-    """Return a report without its log as JSON that can stand in a script element: no text in it can end the element."""
+    """Returns a report without its log as JSON for a script element: no text in it can end the element."""
     return _REPORTS.dump_json(replace(report, log=())).decode().replace("<", "\\u003c")
 
 
 def read_report(path: Path) -> JobReport:
-    """Return the report in a page, or in the page of a job's directory, with its log.
+    """Returns the report in a page, or in the page of a job's directory, with its log.
 
     Raises `UsageError` if there is none.
     """
@@ -100,13 +100,13 @@ def read_report(path: Path) -> JobReport:
 
 
 def thin_report(report: JobReport) -> JobReport:
-    """Return a report that fits into a page, without its log. Curves may have fewer points."""
+    """Returns a report that fits into a page, without its log. Curves may have fewer points."""
     metrics, scalars, usage = map(_thin_curves, (report.metrics, report.scalars, report.usage))
     return replace(report, metrics=metrics, scalars=scalars, usage=usage, log=())
 
 
 def _thin_curves(curves: Sequence[Curve]) -> list[Curve]:
-    """Return curves that have `_MAX_POINTS` points together. Points are left out at equal distances."""
+    """Returns curves that have `_MAX_POINTS` points together. Points are left out at equal distances."""
     kept = curves[:_MAX_CURVES]
     most = max(_MAX_POINTS // max(len(kept), 1), 2)
     return [_thin_curve(curve, most) for curve in kept]

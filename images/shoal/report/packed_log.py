@@ -42,7 +42,7 @@ class PackedLog(NamedTuple):
 
 
 def pack_log(lines: Sequence[LogLine], omitted: int, omitted_at: int, most: int) -> PackedLog:
-    """Return a log that takes at most `most` bytes, without its middle if necessary. Long lines are cut.
+    """Returns a log that takes at most `most` bytes, without its middle if necessary. Long lines are cut.
 
     Args:
         lines: The lines.
@@ -82,7 +82,7 @@ def _encode(lines: Sequence[LogLine]) -> str:
 
 
 def unpack_log(data: str) -> list[LogLine]:
-    """Return the lines of `PackedLog.data`. Raises ValueError if it is something else."""
+    """Returns the lines of `PackedLog.data`. Raises ValueError if it is something else."""
     try:
         stream = zlib.decompressobj()
         text = stream.decompress(base64.b64decode(data, validate=True), _MAX_UNPACKED)
@@ -95,7 +95,7 @@ def unpack_log(data: str) -> list[LogLine]:
 
 
 def _count_fitting(sizes: Iterable[int], budget: int) -> int:
-    """Return how many of the first sizes have a sum of at most `budget`."""
+    """Returns how many of the first sizes have a sum of at most `budget`."""
     return sum(1 for _ in itertools.takewhile(lambda total: total <= budget, itertools.accumulate(sizes)))
 
 

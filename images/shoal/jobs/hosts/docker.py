@@ -120,7 +120,7 @@ class DockerHosts:
         return self.request.host_names[0]
 
     def create(self, host: str, environment: Mapping[str, str] | None = None) -> None:
-        """Create the container of a host with its /opt/ml, its GPUs and the job's secret, and remove an earlier one.
+        """Creates the container of a host with its /opt/ml, its GPUs and the job's secret, and removes an earlier one.
 
         Args:
             host: The name of the host.
@@ -157,7 +157,7 @@ class DockerHosts:
             container.put_archive("/", archive.pack_file(path, content, 0o400, self.owner))
 
     def start(self, *hosts: str) -> None:
-        """Start containers, and threads that print their logs and put their exits into `arrivals`."""
+        """Starts containers, and threads that print their logs and put their exits into `arrivals`."""
         for host in hosts:
             self.readers.append(start_log_reader(str(self.by_name[host].id), host, self.view, self.log))
         for host in hosts:
@@ -173,7 +173,7 @@ class DockerHosts:
                 threading.Thread(target=measure_gpus, args=measured, daemon=True).start()
 
     def stop(self, hosts: Iterable[str]) -> None:
-        """Stop containers, all at the same time, and wait for them; an interrupt ends the wait."""
+        """Stops containers, all at the same time, and waits for them; an interrupt ends the wait."""
         stop_containers(str(self.by_name[host].id) for host in hosts)
 
     def join_readers(self) -> None:
@@ -182,13 +182,13 @@ class DockerHosts:
             reader.join()
 
     def kill(self) -> None:
-        """Kill all containers that still run."""
+        """Kills all containers that still run."""
         for container in self.by_name.values():
             with contextlib.suppress(docker.errors.APIError):  # it has ended
                 container.kill()
 
     def fill(self, directory: checkpoints.CheckpointDirectory) -> None:
-        """Copy checkpoints into the volume."""
+        """Copies checkpoints into the volume."""
         if directory.has_files():
             with TemporaryFile(dir=directory.path.parent) as packed:
                 directory.pack(_CHECKPOINTS, packed, self.owner)
@@ -221,7 +221,7 @@ class DockerHosts:
         return trees
 
     def _collect_checkpoints(self, directory: checkpoints.CheckpointDirectory) -> None:
-        """Replace the content of a directory by the volume's. Files that are not copied are printed.
+        """Replaces the content of a directory by the volume's. Files that are not copied are printed.
 
         An interrupt waits meanwhile, but not for longer than `containers.HANGS`.
         """
@@ -233,14 +233,14 @@ class DockerHosts:
             self._print_omissions("", archive.unpack_safely(file, scratch, _ML))
 
     def _find_container(self) -> Container:
-        """Return a container that still exists, or the first one. All of them have the volume."""
+        """Returns a container that still exists, or the first one. All of them have the volume."""
         filters = {"label": f"{containers.JOB_LABEL}={self.identity}"}
         present = {each["Id"] for each in self.client.api.containers(all=True, filters=filters)}
         found = (container for container in self.by_name.values() if container.id in present)
         return next(found, self.by_name[self.first])
 
     def fetch_results(self, host: str, target: Path) -> Path:
-        """Copy model and output of a host to `target`, which is created, and return it.
+        """Copies model and output of a host to `target`, which is created, and returns it.
 
         Directories that the container does not have are left out. Files that are not copied, such as devices, are
         printed. If a directory does not fit on the disk, nothing of it is kept, and that is printed.
@@ -259,7 +259,7 @@ class DockerHosts:
         return target
 
     def list_lost_files(self) -> list[str]:
-        """Return the files that the script has written beside the code on the first host, relative to the code.
+        """Returns the files that the script has written beside the code on the first host, relative to the code.
 
         They go with the container. Bytecode, and files of the image, which are older than the container, are left out.
         The list ends after some seconds, and at a large file.
@@ -286,7 +286,7 @@ class DockerHosts:
         return sorted(found)
 
     def read_usage(self) -> dict[str, Usage]:
-        """Return the CPU time, memory and GPUs of the containers that run. Only one thread may call this."""
+        """Returns the CPU time, memory and GPUs of the containers that run. Only one thread may call this."""
         found = {host: read_usage(self._usage_client.api, number) for host, number in self.ids.items()}
         return {host: replace(usage, gpu=self.meter.read(host)) for host, usage in found.items() if usage}
 
@@ -295,7 +295,7 @@ class DockerHosts:
         return docker_client.connect()  # clients are not shared between threads
 
     def _print_omissions(self, start: str, omissions: Iterable[str]) -> None:
-        """Print the first files that are not copied, and the number of the others: a script can make millions."""
+        """Prints the first files that are not copied, and the number of the others: a script can make millions."""
         count = 0
         for count, omission in enumerate(omissions, 1):
             if count <= _SHOWN_OMISSIONS:
@@ -307,11 +307,11 @@ class DockerHosts:
         print_line(text, self.console)
 
     def has_result(self, host: str) -> bool:
-        """Return whether `train` has written a result on a host."""
+        """Returns whether `train` has written a result on a host."""
         return any(self._read_file(host, f"output/{name}") is not None for name in ("success", "failure"))
 
     def read_restarts(self, host: str) -> list[dict[str, Any]]:
-        """Return the restarts that `train` has listed in job.json on a host; none if it has not."""
+        """Returns the restarts that `train` has listed in job.json on a host; none if it has not."""
         return run.parse_restarts(self._read_file(host, "output/job.json") or b"")
 
     def _read_file(self, host: str, path: str) -> bytes | None:
@@ -327,7 +327,7 @@ def create_hosts(
     log: JobLog | None = None,
     identity: str | None = None,
 ) -> Iterator[DockerHosts]:
-    """Create the network, the volume and the containers of a job, and yield them. Start nothing.
+    """Creates the network, the volume and the containers of a job, and yields them. Starts nothing.
 
     The caller removes all of them at the end, by their label `identity`, by default the job's name. If the volume
     exists already, it is used.
@@ -401,7 +401,7 @@ def run_job_in_docker(opened: OpenJob, view: View) -> job.JobResult:
 def check_train(
     client: docker.DockerClient, request: job.JobRequest, trees: Mapping[str, Path], result: job.JobResult
 ) -> job.JobResult:
-    """Return the result with a message if the job succeeded and `train` never ran. If ranks were asked for, it failed.
+    """Returns the result with a message if the job succeeded and `train` never ran. If ranks were asked for, it failed.
 
     `train` writes files into output/. Nothing is known of a host with an output that could not be collected.
     """
@@ -433,7 +433,7 @@ def _list_lost_files(hosts: DockerHosts, trees: Mapping[str, Path]) -> tuple[str
 
 
 def _keep_volume(client: docker.DockerClient, opened: OpenJob, console: Console) -> bool:
-    """Remove the objects of an earlier command from Docker, and return whether its volume has the newest checkpoints.
+    """Removes the objects of an earlier command from Docker, and returns whether its volume has the newest checkpoints.
 
     Prints a line if it should have them, but is gone. Raises `UsageError` if the job still runs, or then has none.
     """
@@ -451,7 +451,7 @@ def _keep_volume(client: docker.DockerClient, opened: OpenJob, console: Console)
 
 @contextlib.contextmanager
 def _remove_all_at_end(client: docker.DockerClient, opened: OpenJob, console: Console) -> Iterator[None]:
-    """Remove all that the job has in Docker at the end. A volume with checkpoints that could not be collected stays."""
+    """Removes the job's objects from Docker at the end. A volume with checkpoints that could not be collected stays."""
     try:
         yield
     finally:

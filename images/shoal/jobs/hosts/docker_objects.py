@@ -37,19 +37,19 @@ _CHECKPOINTS = f"opt/ml/{checkpoints.CONTENT}"
 
 
 def volume_name(identity: str) -> str:
-    """Return the name of the volume with the checkpoints of a job."""
+    """Returns the name of the volume with the checkpoints of a job."""
     return f"shoal-{identity}"
 
 
 def find_containers(client: docker.DockerClient, identity: str, hosts: Iterable[str]) -> dict[str, Container]:
-    """Return the containers of a job by host, in the order of the hosts. Those without a container are left out."""
+    """Returns the containers of a job by host, in the order of the hosts. Those without a container are left out."""
     found = client.containers.list(all=True, filters={"label": f"{containers.JOB_LABEL}={identity}"})
     by_host = {host: [each for each in found if str(each.name).endswith(f"-{host}")] for host in hosts}
     return {host: each[0] for host, each in by_host.items() if each}
 
 
 def remove_earlier(client: docker.DockerClient, name: str, identity: str, keep_volume: bool) -> bool:
-    """Remove the objects of an earlier command for a job from Docker, and return whether its volume is kept.
+    """Removes the objects of an earlier command for a job from Docker, and returns whether its volume is kept.
 
     Raises `UsageError` if a container of the job still runs.
     """
@@ -67,7 +67,7 @@ def remove_earlier(client: docker.DockerClient, name: str, identity: str, keep_v
 
 
 def create_network(client: docker.DockerClient, identity: str) -> Network:
-    """Create the job's network, with the MTU of Docker's default network if there is one. A signal waits meanwhile."""
+    """Creates the job's network, with the MTU of Docker's default network if there is one. A signal waits meanwhile."""
     key = "com.docker.network.driver.mtu"
     options: dict[str, str] = {}
     with contextlib.suppress(docker.errors.NotFound):
@@ -79,7 +79,7 @@ def create_network(client: docker.DockerClient, identity: str) -> Network:
 
 
 def _read_most_processes() -> int:
-    """Return how many processes and threads this machine can have. Docker may run on another machine.
+    """Returns how many processes and threads this machine can have. Docker may run on another machine.
 
     The kernel has two limits: of their numbers, and of the memory for them.
     """
@@ -90,7 +90,7 @@ def _read_most_processes() -> int:
 
 
 def container_settings(request: job.JobRequest, name: str, identity: str, network: str) -> dict[str, Any]:
-    """Return the settings that the containers of all hosts share: environment, label, mounts, network and limits.
+    """Returns the settings that the containers of all hosts share: environment, label, mounts, network and limits.
 
     The request's environment wins over defaults, except over the job's name. The secret itself is not among them.
     """
@@ -125,7 +125,7 @@ def container_settings(request: job.JobRequest, name: str, identity: str, networ
 
 
 def start_log_reader(container_id: str, host: str, view: View, log: JobLog) -> threading.Thread:
-    """Start a thread that shows and keeps a host's log; return once it is attached, so that no line is lost."""
+    """Starts a thread that shows and keeps a host's log; return once it is attached, so that no line is lost."""
     attached = threading.Event()
 
     def print_lines() -> None:
@@ -172,7 +172,7 @@ def measure_gpus(host: str, container_id: str, meter: GpuMeter) -> None:
 
 
 def read_usage(api: docker.APIClient, container_id: str) -> Usage | None:
-    """Return the CPU time and memory of a container; None if it does not run."""
+    """Returns the CPU time and memory of a container; None if it does not run."""
     try:
         stats = api.stats(container_id, stream=False, one_shot=True)
         cache = stats["memory_stats"].get("stats", {}).get("inactive_file", 0)
@@ -182,7 +182,7 @@ def read_usage(api: docker.APIClient, container_id: str) -> Usage | None:
 
 
 def stop_containers(ids: Iterable[str]) -> None:
-    """Stop containers, all at the same time, and wait for them; an interrupt ends the wait."""
+    """Stops containers, all at the same time, and waits for them; an interrupt ends the wait."""
     threads = [threading.Thread(target=_stop_container, args=(each,), daemon=True) for each in ids]
     for thread in threads:
         thread.start()
@@ -191,6 +191,6 @@ def stop_containers(ids: Iterable[str]) -> None:
 
 
 def _stop_container(container_id: str) -> None:
-    """Stop a container; Docker kills it 35 s later. Errors are ignored: it is removed by force later."""
+    """Stops a container; Docker kills it 35 s later. Errors are ignored: it is removed by force later."""
     with contextlib.suppress(docker.errors.DockerException, requests.RequestException, DockerError):
         docker_client.connect().api.stop(container_id, timeout=STOP_SECONDS + _STOP_MARGIN)

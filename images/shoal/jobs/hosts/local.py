@@ -79,7 +79,7 @@ class LocalHosts:
         return next(iter(self.trees))
 
     def create(self, host: str, environment: Mapping[str, str] | None = None) -> None:
-        """Prepare a host for a start, with more variables than the job's own. Files of an earlier start are removed."""
+        """Prepares a host for a start, with variables beside the job's own. Files of an earlier start are removed."""
         tree = self.trees[host]
         if host in self.ids:
             for part in ("model", "output"):
@@ -90,7 +90,7 @@ class LocalHosts:
         self.ids[host] = str(next(self._numbers))
 
     def start(self, *hosts: str) -> None:
-        """Start `train` of hosts, and threads that put their exits into `arrivals`. Several hosts' output has names.
+        """Starts `train` of hosts, and threads that put their exits into `arrivals`. Several hosts' output has names.
 
         Processes that a killed `train` leaves become children of this one from now on.
         """
@@ -124,7 +124,7 @@ class LocalHosts:
         self.arrivals.put((host, number, HostExit(128 - code if code < 0 else code)))
 
     def _start_readers(self, host: str, process: subprocess.Popen[bytes]) -> list[threading.Thread]:
-        """Start threads that show and keep the output of a host.
+        """Starts threads that show and keep the output of a host.
 
         One host's bytes are not changed, unless they go to the terminal of a live view.
         """
@@ -155,7 +155,7 @@ class LocalHosts:
             self.log.add(host, line)
 
     def stop(self, hosts: Iterable[str]) -> None:
-        """Stop hosts, all at the same time, and wait for them; an interrupt ends the wait."""
+        """Stops hosts, all at the same time, and waits for them; an interrupt ends the wait."""
         stopping = [self._running[host] for host in hosts]
         for process, _ in stopping:
             process.terminate()
@@ -163,7 +163,7 @@ class LocalHosts:
             thread.join()
 
     def kill(self) -> None:
-        """Kill all hosts that still run, with their processes."""
+        """Kills all hosts that still run, with their processes."""
         for process, _ in self._running.values():
             process.kill()
         for _, thread in self._running.values():
@@ -204,11 +204,11 @@ class LocalHosts:
             results.remove_tree(tree / "code")
 
     def has_result(self, host: str) -> bool:
-        """Return whether `train` has written a result on a host."""
+        """Returns whether `train` has written a result on a host."""
         return any((self.trees[host] / "output" / name).exists() for name in ("success", "failure"))
 
     def read_restarts(self, host: str) -> list[dict[str, Any]]:
-        """Return the restarts that `train` has listed in job.json on a host; none if it has not."""
+        """Returns the restarts that `train` has listed in job.json on a host; none if it has not."""
         try:
             return run.parse_restarts(read_file(self.trees[host] / "output" / "job.json", MOST_REPORT))
         except (OSError, ValueError):
@@ -220,7 +220,7 @@ def _read_chunks(stream: IO[bytes]) -> Iterator[bytes]:
 
 
 def _copy_chunks(chunks: Iterable[bytes], target: int) -> Iterator[bytes]:
-    """Yield the chunks, each after it was written to a file descriptor. After an error nothing more is written."""
+    """Yields the chunks, each after it was written to a file descriptor. After an error nothing more is written."""
     for chunk in chunks:
         try:
             rest = chunk
@@ -232,7 +232,7 @@ def _copy_chunks(chunks: Iterable[bytes], target: int) -> Iterator[bytes]:
 
 
 def kill_orphans(tree: Path) -> None:
-    """Kill the processes of a host's tree that `train` has left, which have become children of this one.
+    """Kills the processes of a host's tree that `train` has left, which have become children of this one.
 
     Others of this host become children when their parents end, and are killed then.
     """
@@ -253,7 +253,7 @@ SECRETS = ".secrets"
 
 
 def run_job_locally(opened: OpenJob, view: View) -> job.JobResult:
-    """Run a job on this machine to its end. All ranks run on one host, so the world size is as requested.
+    """Runs a job on this machine to its end. All ranks run on one host, so the world size is as requested.
 
     With a range of hosts, each is a `train` of its own, on a loopback address and without GPUs.
 
@@ -288,7 +288,7 @@ def run_job_locally(opened: OpenJob, view: View) -> job.JobResult:
 
 
 def _create_hosts(opened: OpenJob, view: View, temporary: str, meter: usage.GpuMeter) -> LocalHosts:
-    """Make the tree of each host, and return hosts that are ready to start. They share one directory of checkpoints."""
+    """Makes the tree of each host, and returns hosts that are ready to start. They share a directory of checkpoints."""
     train = Path(sys.executable).with_name("train")
     if not train.exists():
         toolkit = project.find_shipped().root / "toolkit"
@@ -319,7 +319,7 @@ def _create_hosts(opened: OpenJob, view: View, temporary: str, meter: usage.GpuM
 
 
 def _make_environment(opened: OpenJob, temporary: str) -> dict[str, str]:
-    """Return the variables that all hosts share. Several hosts get free ports, so that jobs can run side by side."""
+    """Returns the variables that all hosts share. Several hosts get free ports, so that jobs can run side by side."""
     request = opened.record.request
     environment = {
         "SHOAL_STOP_GRACE": str(STOP_SECONDS),
@@ -345,7 +345,7 @@ def _make_environment(opened: OpenJob, temporary: str) -> dict[str, str]:
 
 
 def _write_secrets(request: job.JobRequest, directory: Path) -> None:
-    """Write a file for each secret. The caller removes the directory."""
+    """Writes a file for each secret. The caller removes the directory."""
     results.remove_tree(directory)  # of a command that was killed; a job that was copied here may have a link
     directory.mkdir(mode=0o700)
     for name, content in variables.read_secrets(request.secrets).items():
@@ -353,12 +353,11 @@ def _write_secrets(request: job.JobRequest, directory: Path) -> None:
 
 
 def _extend_path(directory: Path) -> str:
-    """Return PATH with a directory before the others."""
     return f"{directory}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
 
 
 def list_loopback_names(request: job.JobRequest) -> list[str]:
-    """Return the addresses that are the names of several hosts on this machine.
+    """Returns the addresses that are the names of several hosts on this machine.
 
     Raises `UsageError` if the job needs MPI or GPUs: mpirun takes these hosts for one, and they would share the GPUs.
     """
@@ -378,7 +377,7 @@ def list_loopback_names(request: job.JobRequest) -> list[str]:
 
 
 def merge_hosts(request: job.JobRequest, console: Console) -> job.JobRequest:
-    """Return the request with all ranks on one host, started by MPI, or torchrun if selected; print a line then.
+    """Returns the request with all ranks on one host, started by MPI, or torchrun if selected; print a line then.
 
     A request for one host is returned as it is. Raises `UsageError` if there are several hosts, and `distribution`
     contradicts `procs_per_host`.
@@ -398,7 +397,7 @@ def merge_hosts(request: job.JobRequest, console: Console) -> job.JobRequest:
 
 
 def _gpu_environment(option: str | None, devices: Path = Path("/dev")) -> dict[str, str]:
-    """Return the variable that limits the script to the GPUs of `--gpus`; no variable for `all` or None.
+    """Returns the variable that limits the script to the GPUs of `--gpus`; no variable for `all` or None.
 
     Raises `DockerError` if GPUs are requested, and this machine has none. Their numbers are not checked.
     """

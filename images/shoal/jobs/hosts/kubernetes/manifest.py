@@ -40,7 +40,7 @@ _WARNING = "It contains secrets of the job: do not commit it, and write a new on
 
 
 def build_objects(request: KubernetesRequest) -> list[Object]:
-    """Return all objects of a job, in the order in which to create them: pods start last, as a policy may be refused.
+    """Returns all objects of a job, in the order in which to create them: pods start last, as a policy may be refused.
 
     They contain a secret unless the environment names a file with it: SHOAL_JOB_SECRET there, otherwise a new one.
     Variables of the user with values that are not on the command line are in another Secret.
@@ -71,7 +71,7 @@ def _build_object(request: KubernetesRequest, kind: str, part: str, **content: A
 
 
 def _build_config_map(request: KubernetesRequest) -> Object:
-    """Return the files of /opt/ml/input/config, and the archive of the source.
+    """Returns the files of /opt/ml/input/config, and the archive of the source.
 
     Raises `UsageError` if the source cannot be read, or all that does not fit into a ConfigMap.
     """
@@ -92,7 +92,7 @@ def _build_config_map(request: KubernetesRequest) -> Object:
 
 
 def _check_config_map(source: Path | str | None, size: int, limit: int) -> None:
-    """Raise `UsageError` if files of this size, in bytes, do not fit into a ConfigMap."""
+    """Raises `UsageError` if files of this size, in bytes, do not fit into a ConfigMap."""
     if size > limit:
         raise UsageError(
             f"--source {source}: {size / 2**20:.1f} MiB do not fit into a ConfigMap, which holds 1 MiB after packing."
@@ -102,7 +102,7 @@ def _check_config_map(source: Path | str | None, size: int, limit: int) -> None:
 
 
 def pack_source(selection: Selection) -> bytes:
-    """Return a source as .tar.gz: the same bytes for the same files.
+    """Returns a source as .tar.gz: the same bytes for the same files.
 
     Raises:
         UsageError: If a file cannot be read, or they are too large.
@@ -126,7 +126,7 @@ def pack_source(selection: Selection) -> bytes:
 
 
 def _build_network_policy(request: KubernetesRequest) -> Object:
-    """Return the policy by which the pods of the job reach each other, DNS and `request.egress`, and nothing else."""
+    """Returns the policy by which the pods of the job reach each other, DNS and `request.egress`, and nothing else."""
     peers = {"podSelector": {"matchLabels": job_labels(request)}}
     dns = [{"protocol": protocol, "port": 53} for protocol in ("UDP", "TCP")]
     return {
@@ -148,7 +148,7 @@ def _build_network_policy(request: KubernetesRequest) -> Object:
 
 
 def format_manifest(request: KubernetesRequest, objects: Sequence[Object]) -> str:
-    """Return the objects as one YAML file, with the same meaning in YAML 1.1 (kubectl) and 1.2.
+    """Returns the objects as one YAML file, with the same meaning in YAML 1.1 (kubectl) and 1.2.
 
     It begins with a comment: how to create the job, and a warning if the file has the secret.
     """
@@ -164,7 +164,7 @@ def format_manifest(request: KubernetesRequest, objects: Sequence[Object]) -> st
 
 
 def _quote(value: Any) -> Any:
-    """Return a copy in which text is in quotes if YAML could read it as something else."""
+    """Returns a copy in which text is in quotes if YAML could read it as something else."""
     if isinstance(value, dict):
         return {_quote(key): _quote(each) for key, each in value.items()}
     if isinstance(value, list):
@@ -176,7 +176,7 @@ def _quote(value: Any) -> Any:
 
 
 def write_manifest(path: Path, text: str) -> None:
-    """Write the file, which only its owner can read. An existing file is replaced."""
+    """Writes the file, which only its owner can read. An existing file is replaced."""
     path.unlink(missing_ok=True)
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
         file.write(text)

@@ -32,22 +32,22 @@ Object = dict[str, Any]
 
 
 def name_object(request: KubernetesRequest, part: str) -> str:
-    """Return the name of an object that belongs to the job. The MPI Operator makes NAME-config and NAME-ssh."""
+    """Returns the name of an object that belongs to the job. The MPI Operator makes NAME-config and NAME-ssh."""
     return f"{request.name}-{part}"
 
 
 def job_labels(request: KubernetesRequest) -> dict[str, str]:
-    """Return the labels by which the pods of the job know each other."""
+    """Returns the labels by which the pods of the job know each other."""
     return {"app.kubernetes.io/name": "shoal-job", "app.kubernetes.io/instance": request.name}
 
 
 def has_secret(request: KubernetesRequest) -> bool:
-    """Return whether the job gets a secret. Not if the image has a file with it, which the environment names."""
+    """Returns whether the job gets a secret. Not if the image has a file with it, which the environment names."""
     return job.SECRET_FILE not in request.environment
 
 
 def build_pod_template(request: KubernetesRequest, container: str = "train") -> Object:
-    """Return the template of the pods; `container`: the name of the container."""
+    """Returns the template of the pods; `container`: the name of the container."""
     mounts = _list_mounts(request)
     spec: Object = {
         "restartPolicy": "Never",
@@ -76,7 +76,7 @@ def build_pod_template(request: KubernetesRequest, container: str = "train") -> 
 
 
 def _build_pod_security(request: KubernetesRequest) -> Object:
-    """Return the settings of the Pod Security Standard "restricted"; as root, as far as possible."""
+    """Returns the settings of the Pod Security Standard "restricted"; as root, as far as possible."""
     ids = {"runAsUser": request.user, "runAsGroup": request.user, "fsGroup": request.user}
     return {
         **({"runAsNonRoot": True} if request.user else {}),
@@ -87,7 +87,7 @@ def _build_pod_security(request: KubernetesRequest) -> Object:
 
 
 def _build_environment(request: KubernetesRequest) -> list[Object]:
-    """Return the variables of the container. `--env` overrides them; a secret in it is left out."""
+    """Returns the variables of the container. `--env` overrides them; a secret in it is left out."""
     values: dict[str, str] = {"TRAINING_JOB_NAME": request.name, "SHOAL_HOSTS_TIMEOUT": str(START_SECONDS)}
     values |= job.limit_variables(request.max_restarts)
     if request.entry_point:
@@ -111,22 +111,21 @@ def _build_environment(request: KubernetesRequest) -> list[Object]:
 
 
 def list_taken(request: KubernetesRequest) -> list[str]:
-    """Return the variables of the user with values that are in a Secret of the file."""
+    """Returns the variables of the user with values that are in a Secret of the file."""
     return sorted(request.taken.keys() - {job.SECRET})
 
 
 def _refer(variable: str, secret: str, key: str) -> Object:
-    """Return a variable with the value of a key of a Secret."""
     return {"name": variable, "valueFrom": {"secretKeyRef": {"name": secret, "key": key}}}
 
 
 def _escape(text: str) -> str:
-    """Return the form of a text in which it stays as it is: Kubernetes replaces $(NAME), and $$ stands for $."""
+    """Returns the form of a text in which it stays as it is: Kubernetes replaces $(NAME), and $$ stands for $."""
     return text.replace("$", "$$")
 
 
 def _find_fields(request: KubernetesRequest) -> dict[str, str]:
-    """Return the variables with the value of a field of the pod, which only its controller knows."""
+    """Returns the variables with the value of a field of the pod, which only its controller knows."""
     fields = {}
     if request.results and (index := _INDEX.get(request.kind)):
         fields[index] = _REPLICA_INDEX
@@ -136,13 +135,13 @@ def _find_fields(request: KubernetesRequest) -> dict[str, str]:
 
 
 def list_hosts(request: KubernetesRequest) -> str:
-    """Return the hosts of an Indexed Job or JobSet, as `train` reads them: train-[0-3].train."""
+    """Returns the hosts of an Indexed Job or JobSet, as `train` reads them: train-[0-3].train."""
     numbers = f"[0-{request.hosts - 1}]" if request.hosts > 1 else "0"
     return f"{request.pod_prefix}-{numbers}.{request.name}"
 
 
 def _build_resources(request: KubernetesRequest) -> Object:
-    """Return the limits of the container, to which Kubernetes also sets its requests; none if none are set."""
+    """Returns the limits of the container, to which Kubernetes also sets its requests; none if none are set."""
     limits: dict[str, str] = {}
     if request.cpus:
         limits["cpu"] = request.cpus
@@ -154,14 +153,14 @@ def _build_resources(request: KubernetesRequest) -> Object:
 
 
 def format_quantity(size: int) -> str:
-    """Return a size in bytes for Kubernetes: 2Gi or 512Mi if it is a multiple of these units, otherwise 1000."""
+    """Returns a size in bytes for Kubernetes: 2Gi or 512Mi if it is a multiple of these units, otherwise 1000."""
     return next(
         (f"{size // unit}{name}" for name, unit in (("Gi", 2**30), ("Mi", 2**20)) if size % unit == 0), str(size)
     )
 
 
 def _list_mounts(request: KubernetesRequest) -> list[tuple[Object, Object]]:
-    """Return each volume with its mount."""
+    """Returns each volume with its mount."""
     shm = {"medium": "Memory", "sizeLimit": format_quantity(job.check_size("--shm-size", request.shm_size))}
     mounts: list[tuple[Object, Object]] = [
         _mount({"name": "shm", "emptyDir": shm}, "/dev/shm"),
@@ -187,7 +186,7 @@ def _list_mounts(request: KubernetesRequest) -> list[tuple[Object, Object]]:
 
 
 def _mount_results(request: KubernetesRequest, storage: Storage) -> list[tuple[Object, Object]]:
-    """Return the mounts of NAME/host-INDEX/model, NAME/host-INDEX/output and NAME/checkpoints.
+    """Returns the mounts of NAME/host-INDEX/model, NAME/host-INDEX/output and NAME/checkpoints.
 
     All hosts share the checkpoints, as on SageMaker. Each has its own model and output.
     """
@@ -199,7 +198,6 @@ def _mount_results(request: KubernetesRequest, storage: Storage) -> list[tuple[O
 
 
 def _build_volume(name: str, storage: Storage) -> tuple[Object, str]:
-    """Return the volume for a storage, and the directory inside it."""
     if storage.claim:
         return {"name": name, "persistentVolumeClaim": {"claimName": storage.claim}}, storage.path
     return {"name": name, "hostPath": {"path": storage.path, "type": "Directory"}}, ""

@@ -64,7 +64,7 @@ class Storage:
 
     @classmethod
     def parse(cls, option: str, text: str) -> Storage:
-        """Return the storage that an option names: CLAIM, CLAIM/DIRECTORY or /DIRECTORY. Raises `UsageError`."""
+        """Returns the storage that an option names: CLAIM, CLAIM/DIRECTORY or /DIRECTORY. Raises `UsageError`."""
         _check_text(option, text)
         if ".." in PurePosixPath(text).parts:
             raise UsageError(f"{option}: {text} must not contain '..'")
@@ -91,7 +91,7 @@ class SecretReference:
 
     @classmethod
     def parse(cls, text: str) -> SecretReference:
-        """Return the reference that `NAME=SECRET[/KEY][,type=env]` describes. Raises `UsageError`."""
+        """Returns the reference that `NAME=SECRET[/KEY][,type=env]` describes. Raises `UsageError`."""
         _check_text("--secret", text)
         name, place, is_variable = split_secret(text)
         secret, _, key = place.partition("/")
@@ -129,7 +129,7 @@ class KubernetesRequest(job.Job):
     service_account: str | None = None
 
     def check(self) -> None:
-        """Raise `UsageError` if Kubernetes would refuse the job, or it could not run."""
+        """Raises `UsageError` if Kubernetes would refuse the job, or it could not run."""
         self._check_names()
         _check_text("the image", self.image)
         if "://" in self.image or re.search(r"\s", self.image):
@@ -144,7 +144,7 @@ class KubernetesRequest(job.Job):
         self.encode_hyperparameters(self.name)
 
     def _check_limits(self) -> None:
-        """Raise `UsageError` if a size, number of cores or user is not one."""
+        """Raises `UsageError` if a size, number of cores or user is not one."""
         memory, shm = job.check_size("--memory", self.memory), job.check_size("--shm-size", self.shm_size)
         if memory and shm >= memory:
             raise UsageError(
@@ -157,7 +157,7 @@ class KubernetesRequest(job.Job):
             raise UsageError(f"--user {self.user}: the largest user of Kubernetes is {MAX_USER}")
 
     def _check_environment(self) -> None:
-        """Raise `UsageError` if a variable is not one, or the job could not run with it."""
+        """Raises `UsageError` if a variable is not one, or the job could not run with it."""
         for variable, value in self.environment.items():
             if not _VARIABLE.fullmatch(variable):
                 raise UsageError(
@@ -173,7 +173,7 @@ class KubernetesRequest(job.Job):
                 raise UsageError(f"--secret {secret.name} and --env {secret.name}: both set it. Fix: leave out one")
 
     def _check_names(self) -> None:
-        """Raise `UsageError` if the name of the job or the namespace is not valid in DNS, or a host's is too long."""
+        """Raises `UsageError` if the name of the job or the namespace is not valid in DNS, or a host's is too long."""
         if not (_NAME.fullmatch(self.name) and len(self.name) <= MAX_LABEL):
             raise UsageError(
                 f"--name {self.name}: a name may have only lower-case letters, digits and '-' (RFC 1123). It begins"
@@ -199,7 +199,7 @@ class KubernetesRequest(job.Job):
             )
 
     def _check_source(self) -> None:
-        """Raise `UsageError` if the code cannot be found, or its requirements could not be installed."""
+        """Raises `UsageError` if the code cannot be found, or its requirements could not be installed."""
         _check_text("--entry-point", self.entry_point or "")
         for argument in self.arguments:
             _check_text("an argument for the script", argument)
@@ -236,7 +236,7 @@ class KubernetesRequest(job.Job):
         return f"{self.pod_prefix}-{self.hosts - 1}{random_part}"
 
     def list_notes(self) -> list[str]:
-        """Return warnings: the job is valid, but may do something else than expected."""
+        """Returns warnings: the job is valid, but may do something else than expected."""
         notes = []
         if "/" not in self.image:
             notes.append(
@@ -264,7 +264,7 @@ class KubernetesRequest(job.Job):
 
 
 def _check_text(option: str, text: str) -> None:
-    """Raise `UsageError` if a text has bytes that are not UTF-8: Python reads them as lone surrogates."""
+    """Raises `UsageError` if a text has bytes that are not UTF-8: Python reads them as lone surrogates."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -272,7 +272,7 @@ def _check_text(option: str, text: str) -> None:
 
 
 def parse_network(text: str) -> str:
-    """Return a network as Kubernetes accepts it: with its prefix, also for one address. Raises `UsageError`."""
+    """Returns a network as Kubernetes accepts it: with its prefix, also for one address. Raises `UsageError`."""
     try:
         network = ipaddress.ip_network(text)
     except ValueError as error:
@@ -284,12 +284,12 @@ def parse_network(text: str) -> str:
 
 
 def suggest_name(source: Path | str | None, image: str) -> str:
-    """Return a name for a job: the name of its source directory, otherwise of its image."""
+    """Returns a name for a job: the name of its source directory, otherwise of its image."""
     if isinstance(source, Path):
         return _suggest_label(source.resolve().name)
     return _suggest_label(image.partition("@")[0].rpartition("/")[2].partition(":")[0])
 
 
 def _suggest_label(text: str) -> str:
-    """Return the closest valid name; `train` if the text has no letter."""
+    """Returns the closest valid name; `train` if the text has no letter."""
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).lstrip("-0123456789")[:MAX_LABEL].strip("-") or "train"

@@ -29,7 +29,7 @@ _FINAL_REASONS = ("PodFailurePolicy", "DeadlineExceeded")
 
 
 def build_workload(request: KubernetesRequest) -> list[Object]:
-    """Return the object that starts the pods, and before it the objects that it refers to by name."""
+    """Returns the object that starts the pods, and before it the objects that it refers to by name."""
     builders = {
         Kind.job: _build_job,
         Kind.jobset: _build_job_set,
@@ -40,13 +40,13 @@ def build_workload(request: KubernetesRequest) -> list[Object]:
 
 
 def build_metadata(request: KubernetesRequest, name: str) -> Object:
-    """Return the metadata of an object of the job."""
+    """Returns the metadata of an object of the job."""
     namespace = {"namespace": request.namespace} if request.namespace else {}
     return {"name": name, **namespace, "labels": job_labels(request)}
 
 
 def _build_job(request: KubernetesRequest) -> list[Object]:
-    """Return the headless service by which pods find each other, and the Job."""
+    """Returns the headless service by which pods find each other, and the Job."""
     service: Object = {
         "apiVersion": "v1",
         "kind": "Service",
@@ -67,12 +67,12 @@ def _build_job(request: KubernetesRequest) -> list[Object]:
 
 
 def _build_deadline(request: KubernetesRequest) -> Object:
-    """Return the field that limits the time of a job; Jobs, TrainJobs and MPIJobs have it."""
+    """Returns the field that limits the time of a job; Jobs, TrainJobs and MPIJobs have it."""
     return {"activeDeadlineSeconds": request.max_seconds} if request.max_seconds else {}
 
 
 def _build_job_spec(request: KubernetesRequest, container: str, retries: int) -> Object:
-    """Return the specification of an Indexed Job; `retries`: how often all its pods may fail, in addition to
+    """Returns the specification of an Indexed Job; `retries`: how often all its pods may fail, in addition to
     `max_restarts`.
 
     With `max_restarts` alone, only lost pods are made again: `train` has decided that the script does not start again.
@@ -98,7 +98,7 @@ def _build_job_spec(request: KubernetesRequest, container: str, retries: int) ->
 
 
 def _build_job_set_spec(request: KubernetesRequest, name: str, container: str, labels: Object) -> Object:
-    """Return the specification of a JobSet with one Job. A Job that fails is made again, with all its pods."""
+    """Returns the specification of a JobSet with one Job. A Job that fails is made again, with all its pods."""
     return {
         "failurePolicy": {
             "maxRestarts": request.retries,
@@ -117,7 +117,7 @@ def _build_job_set_spec(request: KubernetesRequest, name: str, container: str, l
 
 
 def _build_job_set(request: KubernetesRequest) -> list[Object]:
-    """Return the JobSet. Its controller makes the headless service. A JobSet has no deadline, but its Job has."""
+    """Returns the JobSet. Its controller makes the headless service. A JobSet has no deadline, but its Job has."""
     spec = _build_job_set_spec(request, "host", "train", {})
     spec["replicatedJobs"][0]["template"]["spec"] |= _build_deadline(request)
     return [
@@ -131,7 +131,7 @@ def _build_job_set(request: KubernetesRequest) -> list[Object]:
 
 
 def _build_train_job(request: KubernetesRequest) -> list[Object]:
-    """Return a TrainingRuntime with the pods, and the TrainJob that refers to it.
+    """Returns a TrainingRuntime with the pods, and the TrainJob that refers to it.
 
     With `torch` as policy, Kubeflow Trainer sets the variables PET_*, in which `train` finds the hosts.
     """
@@ -156,7 +156,7 @@ def _build_train_job(request: KubernetesRequest) -> list[Object]:
 
 
 def _build_mpi_job(request: KubernetesRequest) -> list[Object]:
-    """Return the MPIJob. The launcher and all workers run `train`, and no sshd: `train` starts the ranks itself.
+    """Returns the MPIJob. The launcher and all workers run `train`, and no sshd: `train` starts the ranks itself.
 
     The operator mounts its hostfile, in which `train` finds the hosts, in the launcher only. Here workers mount it too.
     """

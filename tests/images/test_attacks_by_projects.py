@@ -26,7 +26,7 @@ from shoal.docker_client import archive
 from shoal.errors import SpecError, UsageError
 from shoal.jobs import checkpoints, job_log, running, store
 from shoal.jobs.job import LOCAL, JobRequest
-from shoal.jobs.metric_definitions import MetricDefinition, MetricSearch
+from shoal.jobs.metric_definitions import MetricPattern, MetricSearch
 from shoal.jobs.store import JobRecord, open_job
 from shoal.limits import MOST_LOCK
 from shoal.matrix import project as projects
@@ -414,7 +414,7 @@ def test_no_module_of_the_working_directory_is_imported(copy: Path, monkeypatch:
     assert shoal(copy, "lock", "pytorch-*-cu117-*").returncode == 3
     monkeypatch.chdir(copy)
     bundle._pip_download(copy, ["shoal-none"])
-    search = MetricSearch([MetricDefinition("loss", re.compile(r"loss (\S+)"))])
+    search = MetricSearch([MetricPattern("loss", re.compile(r"loss (\S+)"))])
     try:
         assert search.search(["loss 1"]) == [[("loss", 1.0)]]
     finally:

@@ -31,10 +31,10 @@ from shoal.jobs import source_files, summary, volumes
 from shoal.jobs.checkpoints import copy_tree, open_directory
 from shoal.jobs.hosts import docker_objects
 from shoal.jobs.hosts.docker import DockerHosts
-from shoal.jobs.job import JobRequest, JobResult
+from shoal.jobs.job import FinishedJob, JobRequest
 from shoal.jobs.job_log import JobLog, parse_line
 from shoal.jobs.metric_definitions import read_metrics
-from shoal.jobs.printed_metrics import MetricReader
+from shoal.jobs.printed_metrics import LineReader
 from shoal.jobs.source_files import Selection
 from shoal.jobs.store import JobRecord, OpenJob
 from shoal.jobs.usage import GpuMeter, GpuUse, read_lines
@@ -76,7 +76,7 @@ def test_numbers_of_a_line_are_found_at_once() -> None:
     """A line of digits took 0.6 s, and readers of the log fell behind."""
     began = time.monotonic()
     for _ in range(50):
-        assert MetricReader().read("loss=" + "1" * 1900 + "x b=" + "1" * 1900 + "ex c=1.5 acc=1").metrics == {
+        assert LineReader().read("loss=" + "1" * 1900 + "x b=" + "1" * 1900 + "ex c=1.5 acc=1").metrics == {
             "c": 1.5,
             "acc": 1,
         }
@@ -113,13 +113,13 @@ def test_a_hostile_result_fills_neither_page_nor_terminal(tmp_path: Path, change
     assert len(cast(io.StringIO, console.file).getvalue().splitlines()) < 1_000
 
 
-def check_report(directory: Path, metrics: str, changes: dict[str, Any]) -> JobResult:
+def check_report(directory: Path, metrics: str, changes: dict[str, Any]) -> FinishedJob:
     """Write the report of a job, and check that it is not large and can be read again."""
     (directory / "algo-1" / "output").mkdir(parents=True)
     (directory / "algo-1" / "output" / "metrics.jsonl").write_text(metrics)
     fields: dict[str, Any] = {"name": "j", "exit_code": 3, "directory": directory}
     fields |= {"archives": {}, "launch": {}, "metrics": {}, "messages": {}}
-    result = JobResult(**{**fields, **changes})
+    result = FinishedJob(**{**fields, **changes})
     outputs = {"algo-1": directory / "algo-1" / "output"}
     opened = SimpleNamespace(
         name="j",
@@ -305,7 +305,7 @@ CLOSED = """
 import os, sys
 from pathlib import Path
 from shoal.jobs.checkpoints import open_directory
-from shoal.jobs.store import collect_tree
+from shoal.jobs.checkpoints import collect_tree
 if not os.geteuid(): os.setgid(65534); os.setuid(65534)
 os.umask(0o022)
 tree, kept, copied = (Path(sys.argv[1], name) for name in ("algo-1", "kept", "copied"))

@@ -17,13 +17,13 @@ import pytest
 
 from shoal.errors import UsageError
 from shoal.jobs import checkpoints, store
-from shoal.jobs.checkpoints import CONTENT, MARK, CheckpointDirectory, open_directory
+from shoal.jobs.checkpoints import CONTENT, MARK, LockedCheckpoints, open_directory
 from shoal.jobs.job import DOCKER, LOCAL, SECRET, JobRequest
 from shoal.jobs.store import JobRecord, open_job, read_record
 from shoal.jobs.volumes import Volume
 
 
-def replace(opened: CheckpointDirectory, **files: str) -> None:
+def replace(opened: LockedCheckpoints, **files: str) -> None:
     with opened.replace() as scratch:
         (scratch / CONTENT).mkdir()
         for name, text in files.items():

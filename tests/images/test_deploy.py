@@ -23,7 +23,7 @@ from shoal.commands import deploy
 from shoal.commands.common import app
 from shoal.errors import UsageError
 from shoal.jobs.hosts.kubernetes import manifest
-from shoal.jobs.hosts.kubernetes.request import Kind, KubernetesRequest, SecretReference, Storage, suggest_name
+from shoal.jobs.hosts.kubernetes.request import KubernetesRequest, SecretReference, Storage, WorkloadKind, suggest_name
 from shoal.jobs.source_files import Selection
 
 from .. import kubelet
@@ -79,7 +79,7 @@ def source(tmp_path: Path) -> Path:
 
 def make_request(source: Path | str | None, **options: Any) -> KubernetesRequest:
     entry_point = "train.py" if isinstance(source, Path) else None
-    values = {"kind": Kind.job, "name": "digits", "image": IMAGE, "source": source, "entry_point": entry_point}
+    values = {"kind": WorkloadKind.job, "name": "digits", "image": IMAGE, "source": source, "entry_point": entry_point}
     return KubernetesRequest(**{**values, "hosts": 2, **options})
 
 
@@ -123,8 +123,8 @@ FULL: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("kind", Kind)
-def test_the_published_schemas_accept_each_kind(source: Path, kind: Kind) -> None:
+@pytest.mark.parametrize("kind", WorkloadKind)
+def test_the_published_schemas_accept_each_kind(source: Path, kind: WorkloadKind) -> None:
     for options in ({"hosts": 1}, FULL):
         objects = build(make_request(source, kind=kind, **options))
         for version in VERSIONS:
@@ -134,12 +134,12 @@ def test_the_published_schemas_accept_each_kind(source: Path, kind: Kind) -> Non
 
 
 def test_the_schemas_refuse_misspelt_fields(source: Path) -> None:
-    for kind in Kind:
+    for kind in WorkloadKind:
         *_, workload = build(make_request(source, kind=kind)).values()
         workload["spec"]["replica"] = 1
         for pod in find_pods(workload):
             pod["containers"][0]["imag"] = "x"
-        pods = kind is not Kind.trainjob  # its pods are in the runtime
+        pods = kind is not WorkloadKind.trainjob  # its pods are in the runtime
         assert len(find_errors(workload, VERSIONS[-1])) >= 1 + pods
 
 
@@ -179,20 +179,20 @@ def test_an_indexed_job_names_its_hosts(source: Path) -> None:
 
 
 def test_other_kinds_find_their_hosts(source: Path) -> None:
-    job_set = build(make_request(source, kind=Kind.jobset))["JobSet"]
+    job_set = build(make_request(source, kind=WorkloadKind.jobset))["JobSet"]
     assert variables(next(find_pods(job_set)))["SHOAL_HOSTS"] == "digits-host-0-[0-1].digits"
-    objects = build(make_request(source, kind=Kind.trainjob))
+    objects = build(make_request(source, kind=WorkloadKind.trainjob))
     assert objects["TrainJob"]["spec"]["runtimeRef"]["name"] == objects["TrainingRuntime"]["metadata"]["name"]
     assert objects["TrainingRuntime"]["spec"]["mlPolicy"] == {"numNodes": 2, "torch": {}}
-    replicas = build(make_request(source, kind=Kind.mpijob, hosts=3))["MPIJob"]["spec"]["mpiReplicaSpecs"]
+    replicas = build(make_request(source, kind=WorkloadKind.mpijob, hosts=3))["MPIJob"]["spec"]["mpiReplicaSpecs"]
     assert replicas["Worker"]["replicas"] == 2
     mounts = {name: part["template"]["spec"]["containers"][0]["volumeMounts"] for name, part in replicas.items()}
     assert {"name": "hostfile", "mountPath": "/etc/mpi"} in mounts["Worker"]
     assert "/etc/mpi" not in [mount["mountPath"] for mount in mounts["Launcher"]]  # the operator mounts it
 
 
-@pytest.mark.parametrize("kind", Kind)
-def test_the_secret_is_new_and_only_in_its_object(source: Path, kind: Kind) -> None:
+@pytest.mark.parametrize("kind", WorkloadKind)
+def test_the_secret_is_new_and_only_in_its_object(source: Path, kind: WorkloadKind) -> None:
     request = make_request(source, kind=kind)
     one, other = build(request), build(request)
     secret = one["Secret"]["stringData"]["job-secret"]
@@ -232,15 +232,15 @@ def test_networks_have_their_prefix(source: Path) -> None:
     assert networks == ["10.0.0.1/32", "10.0.0.0/8", "2001:db8::1/128"]
 
 
-@pytest.mark.parametrize("kind", Kind)
-def test_pods_are_created_last(source: Path, kind: Kind) -> None:
+@pytest.mark.parametrize("kind", WorkloadKind)
+def test_pods_are_created_last(source: Path, kind: WorkloadKind) -> None:
     kinds = list(build(make_request(source, kind=kind)))
     assert kinds[:3] == ["NetworkPolicy", "ConfigMap", "Secret"]
     assert kinds[-1].lower() == kind
 
 
-@pytest.mark.parametrize("kind", Kind)
-def test_pods_meet_the_restricted_standard(source: Path, kind: Kind) -> None:
+@pytest.mark.parametrize("kind", WorkloadKind)
+def test_pods_meet_the_restricted_standard(source: Path, kind: WorkloadKind) -> None:
     """The rules of Kubernetes' Pod Security Standard "restricted"."""
     pods = list(find_pods(list(build(make_request(source, kind=kind, results=Storage("models", ""))).values())))
     assert pods
@@ -261,13 +261,13 @@ def test_exit_codes_decide_what_happens_next(source: Path) -> None:
     codes = {rule["onExitCodes"]["values"][0]: rule["action"] for rule in rules if "onExitCodes" in rule}
     assert codes == {143: "Ignore", 2: "FailJob"}
     assert spec["template"]["spec"]["restartPolicy"] == "Never"
-    job_set = build(make_request(source, kind=Kind.jobset, retries=2))["JobSet"]["spec"]
+    job_set = build(make_request(source, kind=WorkloadKind.jobset, retries=2))["JobSet"]["spec"]
     assert job_set["failurePolicy"]["maxRestarts"] == 2
     assert job_set["replicatedJobs"][0]["template"]["spec"]["backoffLimit"] == 0
 
 
-@pytest.mark.parametrize("kind", Kind)
-def test_secrets_of_the_cluster_are_references(source: Path, kind: Kind) -> None:
+@pytest.mark.parametrize("kind", WorkloadKind)
+def test_secrets_of_the_cluster_are_references(source: Path, kind: WorkloadKind) -> None:
     secrets = tuple(map(SecretReference.parse, ("HF_TOKEN=tokens/hugging-face,type=env", "KEY=keys")))
     request = make_request(source, kind=kind, secrets=secrets, environment={"A": "1", "B": "t@ken"}, taken={"B": None})
     objects = manifest.build_objects(request)
@@ -301,12 +301,12 @@ def test_wrong_references_are_errors(text: str) -> None:
         SecretReference.parse(text)
 
 
-@pytest.mark.parametrize("kind", Kind)
-def test_pods_know_how_often_they_were_made_again_if_the_controller_tells(kind: Kind) -> None:
+@pytest.mark.parametrize("kind", WorkloadKind)
+def test_pods_know_how_often_they_were_made_again_if_the_controller_tells(kind: WorkloadKind) -> None:
     """JobSets have a label with that number, and a TrainJob makes a JobSet."""
     found = variables(next(find_pods(build(make_request(None, kind=kind, hosts=2)))))
     field = {"fieldRef": {"fieldPath": "metadata.labels['jobset.sigs.k8s.io/restart-attempt']"}}
-    assert found.get("SHOAL_RESTART") == (field if kind in (Kind.jobset, Kind.trainjob) else None)
+    assert found.get("SHOAL_RESTART") == (field if kind in (WorkloadKind.jobset, WorkloadKind.trainjob) else None)
     request = make_request(None, kind=kind, hosts=2, environment={"SHOAL_RESTART": "4"})
     assert variables(next(find_pods(build(request))))["SHOAL_RESTART"] == "4"
 
@@ -315,15 +315,15 @@ def test_pods_know_how_often_they_were_made_again_if_the_controller_tells(kind: 
 def test_lost_pods_are_made_again(retries: int, final: tuple[str, list[int]]) -> None:
     """Without retries, nothing else is: `train` has restarted the script as often as it may."""
     options = {"hosts": 4, "retries": retries, "max_restarts": 3}
-    for kind, expected in ((Kind.job, 4 * (retries + 3)), (Kind.jobset, 4 * 3)):
+    for kind, expected in ((WorkloadKind.job, 4 * (retries + 3)), (WorkloadKind.jobset, 4 * 3)):
         objects = build(make_request(None, kind=kind, **options))
         assert variables(next(find_pods(objects)))["SHOAL_MAX_RESTARTS"] == "3"
         spec = list(objects.values())[-1]["spec"]
-        job = spec if kind is Kind.job else spec["replicatedJobs"][0]["template"]["spec"]
+        job = spec if kind is WorkloadKind.job else spec["replicatedJobs"][0]["template"]["spec"]
         assert job["backoffLimit"] == expected
         *_, rule = job["podFailurePolicy"]["rules"]
         assert (rule["onExitCodes"]["operator"], rule["onExitCodes"]["values"]) == final
-    spec = build(make_request(None, kind=Kind.mpijob, **options))["MPIJob"]["spec"]
+    spec = build(make_request(None, kind=WorkloadKind.mpijob, **options))["MPIJob"]["spec"]
     assert spec["mpiReplicaSpecs"]["Worker"]["restartPolicy"] == "OnFailure"
     assert spec["runPolicy"]["backoffLimit"] == retries + 3
 
@@ -331,13 +331,13 @@ def test_lost_pods_are_made_again(retries: int, final: tuple[str, list[int]]) ->
 @pytest.mark.parametrize(
     ("kind", "place"),
     [
-        (Kind.job, ()),
-        (Kind.jobset, ("replicatedJobs", 0, "template", "spec")),
-        (Kind.trainjob, ()),
-        (Kind.mpijob, ("runPolicy",)),
+        (WorkloadKind.job, ()),
+        (WorkloadKind.jobset, ("replicatedJobs", 0, "template", "spec")),
+        (WorkloadKind.trainjob, ()),
+        (WorkloadKind.mpijob, ("runPolicy",)),
     ],
 )
-def test_a_job_can_have_a_deadline(kind: Kind, place: tuple[str | int, ...]) -> None:
+def test_a_job_can_have_a_deadline(kind: WorkloadKind, place: tuple[str | int, ...]) -> None:
     for seconds in (None, 60):
         *_, workload = build(make_request(None, kind=kind, max_seconds=seconds)).values()
         limited: Any = workload["spec"]
@@ -347,7 +347,7 @@ def test_a_job_can_have_a_deadline(kind: Kind, place: tuple[str | int, ...]) -> 
 
 
 def test_a_job_set_does_not_start_again_after_its_deadline() -> None:
-    spec = build(make_request(None, kind=Kind.jobset, max_seconds=60, retries=3))["JobSet"]["spec"]
+    spec = build(make_request(None, kind=WorkloadKind.jobset, max_seconds=60, retries=3))["JobSet"]["spec"]
     (rule,) = spec["failurePolicy"]["rules"]
     assert rule["action"] == "FailJobSet"
     assert "DeadlineExceeded" in rule["onJobFailureReasons"]
@@ -415,9 +415,9 @@ def test_the_configuration_is_the_contract(source: Path) -> None:
         ({"name": "a" * 64}, "at most 63 characters"),
         ({"name": "a" * 61, "hosts": 10}, None),
         ({"name": "a" * 61, "hosts": 11}, "at most 60 characters"),
-        ({"name": "a" * 49, "kind": Kind.jobset, "hosts": 10}, "at most 48 characters"),
-        ({"name": "a" * 48, "kind": Kind.jobset, "hosts": 10}, None),
-        ({"name": "a" * 55, "kind": Kind.mpijob}, "digits-launcher".replace("digits", "a" * 55)),
+        ({"name": "a" * 49, "kind": WorkloadKind.jobset, "hosts": 10}, "at most 48 characters"),
+        ({"name": "a" * 48, "kind": WorkloadKind.jobset, "hosts": 10}, None),
+        ({"name": "a" * 55, "kind": WorkloadKind.mpijob}, "digits-launcher".replace("digits", "a" * 55)),
         ({"namespace": "Team"}, "--namespace Team"),
         ({"image": "https://registry/x"}, "not the name of an image"),
         ({"channels": {"a b": Storage("c", "")}}, "--channel 'a b'"),
@@ -594,7 +594,7 @@ def test_a_script_that_is_not_clear_is_an_error(source: Path, words: list[str], 
 VALUES: dict[str, Any] = {
     "script": Path("train.py"),
     "arguments": ["--lr", "1"],
-    "kind": Kind.jobset,
+    "kind": WorkloadKind.jobset,
     "name": "other",
     "namespace": "ml",
     "registry": "registry.example.org",

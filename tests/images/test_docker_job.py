@@ -24,7 +24,7 @@ from shoal.jobs.hosts import local
 from shoal.jobs.hosts.docker import DockerHosts
 from shoal.jobs.hosts.docker_objects import SECRET_PATH
 from shoal.jobs.hosts.local import LocalHosts
-from shoal.jobs.job import LOCAL, SECRET, SECRET_FILE, JobRequest, JobResult
+from shoal.jobs.job import LOCAL, SECRET, SECRET_FILE, FinishedJob, JobRequest
 from shoal.jobs.run import HostExit
 from shoal.jobs.store import JobRecord, open_job
 from shoal.jobs.variables import Secret
@@ -239,7 +239,7 @@ def test_a_job_in_which_train_never_ran(
         (trees["algo-2"] / "output").rmdir()
     elif written:
         (trees["algo-2"] / "output" / written).touch()
-    result = JobResult("j", exit_code, tmp_path, {}, {}, {}, {"algo-1": "metrics.json: odd"})
+    result = FinishedJob("j", exit_code, tmp_path, {}, {}, {}, {"algo-1": "metrics.json: odd"})
     request = replace(request_, **options)
     checked = docker_hosts.check_train(client, request, trees, result)  # type: ignore[arg-type]
     if code is None:

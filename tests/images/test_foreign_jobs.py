@@ -386,7 +386,7 @@ def test_a_link_in_the_place_of_a_jobs_checkpoints_is_refused(request_: JobReque
     assert [each.name for each in private.iterdir()] == ["key"]
 
 
-def replace(opened: checkpoints.CheckpointDirectory, name: str) -> None:
+def replace(opened: checkpoints.LockedCheckpoints, name: str) -> None:
     with opened.replace() as scratch:
         (scratch / CONTENT).mkdir()
         (scratch / CONTENT / name).write_text(name)

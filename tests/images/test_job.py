@@ -435,7 +435,7 @@ def test_local_job_merges_hosts_and_prints_that(request_: job.JobRequest) -> Non
 
 
 def test_refused_job_has_a_table_and_one_message(request_: job.JobRequest, tmp_path: Path) -> None:
-    result = job.JobResult(
+    result = job.FinishedJob(
         name="j",
         exit_code=2,
         directory=tmp_path,
@@ -452,7 +452,7 @@ def test_refused_job_has_a_table_and_one_message(request_: job.JobRequest, tmp_p
 
 
 def test_summary_table(request_: job.JobRequest, tmp_path: Path) -> None:
-    result = job.JobResult(
+    result = job.FinishedJob(
         name="j",
         exit_code=0,
         directory=tmp_path,

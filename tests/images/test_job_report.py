@@ -17,10 +17,10 @@ from rich.console import Console
 from shoal.commands import job_reports
 from shoal.errors import UsageError
 from shoal.jobs import job_log
-from shoal.jobs.job import JobRequest, JobResult
+from shoal.jobs.job import FinishedJob, JobRequest
 from shoal.jobs.job_log import JobLog, parse_line
 from shoal.jobs.metric_definitions import read_metrics
-from shoal.jobs.printed_metrics import MetricReader
+from shoal.jobs.printed_metrics import LineReader
 from shoal.jobs.store import JobRecord, OpenJob
 from shoal.jobs.usage import CPU, MEMORY, Usage, sample_usage
 from shoal.report.job_page import list_differences, render_comparison_page, render_job_page
@@ -164,7 +164,7 @@ def test_lines_have_the_rank_that_wrote_them(text: str, expected: tuple[str, int
 
 def test_numbers_of_lines() -> None:
     line = "loss=0.25 lr=1e-3, name=x path=1.2.3 big=1e999 step=7"
-    assert MetricReader().read(line) == ({"loss": 0.25, "lr": 0.001}, ("step", 7.0))
+    assert LineReader().read(line) == ({"loss": 0.25, "lr": 0.001}, ("step", 7.0))
 
 
 @pytest.mark.parametrize(("step", "axis"), [("step {0}", "step"), ("epoch {0} iterations 12", ""), ("", "")])
@@ -210,7 +210,7 @@ def test_secrets_are_masked_everywhere(tmp_path: Path) -> None:
         "variables": masked,
         "environment": {"SM_HPS": '{"db_password": "******", "lr": 0.1}'},
     }
-    result = JobResult("digits-1", 1, tmp_path, {}, {}, {}, {"algo-1": "hunter2-x failed"}, plan=plan)
+    result = FinishedJob("digits-1", 1, tmp_path, {}, {}, {}, {"algo-1": "hunter2-x failed"}, plan=plan)
     report = job_reports.collect_report(opened, result)
     page = render_job_page(report)
     assert not [secret for secret in (*secrets.values(), "hunter2-x") if secret in page]

@@ -23,7 +23,7 @@ from shoal.docker_client.containers import split_lines, split_pieces
 from shoal.jobs import usage
 from shoal.jobs.job_log import JobLog, Line, Series
 from shoal.jobs.metric_definitions import (
-    MetricDefinition,
+    MetricPattern,
     MetricSearch,
     encode_definitions,
     find_metrics,
@@ -202,18 +202,18 @@ def test_definitions_replace_the_numbers_of_the_log(tmp_path: Path) -> None:
 
 def test_an_expression_that_takes_years_keeps_no_terminal() -> None:
     """It may be in a file beside the script, and the script chooses the lines. No thread runs during a search."""
-    search = MetricSearch([MetricDefinition("loss", re.compile("((a+)+)$"))])
+    search = MetricSearch([MetricPattern("loss", re.compile("((a+)+)$"))])
     began = time.monotonic()
     assert search.search(["a" * 60 + "b"], seconds=0.5) is None
     assert time.monotonic() - began < 20
-    dead = MetricSearch([MetricDefinition("loss", re.compile("loss (.)"))])
+    dead = MetricSearch([MetricPattern("loss", re.compile("loss (.)"))])
     assert dead.search(["loss 1"]) == [[("loss", 1.0)]]
     assert dead._process
     dead._process.kill()
     dead._process.wait()
     assert dead.search(["loss 1"]) is None
     receiver, sender = os.pipe()
-    view = make_view(sender, definitions=[MetricDefinition("loss", re.compile("((a+)+)$"))])
+    view = make_view(sender, definitions=[MetricPattern("loss", re.compile("((a+)+)$"))])
     with view:
         view.add("", view.log.add("algo-1", "a" * 60 + "b=1 other=2"))
     view.console.file.close()

@@ -53,5 +53,5 @@ def test_a_factory_without_a_file_is_an_error(tmp_path: Path, factory: str) -> N
 def test_with_this_machines_python(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(model_plan, "_COMMAND", ("-c", "import sys; print(sys.argv[1:])"))
     with pytest.raises(typer.Exit):
-        jobs.plan_model("pytorch", "m.py:f", engine=jobs.Engine.none, as_json=True)
+        jobs.plan_model("pytorch", "m.py:f", engine=jobs.RunEngine.none, as_json=True)
     assert capfd.readouterr().out == "['m.py:f', '--json']\n"

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import pytest
 
 from shoal.jobs.job_log import JobLog
-from shoal.jobs.printed_metrics import MetricReader, Reading, X
+from shoal.jobs.printed_metrics import LineReader, Reading, X
 
 CORPUS = Path(__file__).parent / "data" / "printed_lines.txt"
 LEAST = 0.95
@@ -41,11 +41,11 @@ def is_same(one: float, other: float) -> bool:
 
 
 def read_corpus() -> Iterator[Printed]:
-    program, reader = "", MetricReader()
+    program, reader = "", LineReader()
     lines = [line for line in CORPUS.read_text().splitlines() if line and not line.startswith("# ")]
     for line, after in zip(lines, [*lines[1:], ""]):
         if line.startswith("## "):
-            program, reader = line[3:], MetricReader()
+            program, reader = line[3:], LineReader()
         elif not line.startswith("» "):
             metrics, _, x = after.removeprefix("» ").partition(" @ ") if after.startswith("» ") else ("", "", "")
             pairs = [pair.rpartition("=") for pair in metrics.split()]
@@ -56,7 +56,7 @@ def read_corpus() -> Iterator[Printed]:
 
 
 def read(text: str) -> dict[str, float]:
-    return MetricReader().read(text).metrics
+    return LineReader().read(text).metrics
 
 
 def test_metrics_of_printed_lines() -> None:
@@ -162,7 +162,7 @@ MORE = (
 @pytest.mark.parametrize("piece", PIECES + MORE)
 def test_long_lines_take_no_time(piece: str) -> None:
     began = time.monotonic()
-    reader = MetricReader()
+    reader = LineReader()
     reader.read("epoch  train_loss  time")
     for _ in range(20):
         reader.read(f"loss {piece * (4000 // len(piece))}!")

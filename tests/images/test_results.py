@@ -22,7 +22,7 @@ from shoal.commands.common import format_json
 from shoal.docker_client import archive, containers
 from shoal.errors import DiskError
 from shoal.jobs import job_log, results, summary
-from shoal.jobs.job import JobRequest, JobResult
+from shoal.jobs.job import FinishedJob, JobRequest
 from shoal.jobs.job_log import JobLog
 
 NOBODY = 65534
@@ -37,17 +37,17 @@ def make_tree(root: Path) -> Path:
     return tree
 
 
-def read(tree: Path) -> JobResult:
+def read(tree: Path) -> FinishedJob:
     return results.read_result("j", {"algo-1": 0}, tree.parent, {"algo-1": tree})
 
 
-def show(result: JobResult) -> str:
+def show(result: FinishedJob) -> str:
     screen = io.StringIO()
     summary.print_summary(Console(file=screen, width=300), JobRequest(), result)
     return screen.getvalue()
 
 
-def check_success(result: JobResult) -> str:
+def check_success(result: FinishedJob) -> str:
     """Check that a result is a success with its model, and can be shown and written as JSON; return the shown text."""
     assert result.exit_code == 0
     with tarfile.open(result.archives["model.tar.gz"]) as packed:

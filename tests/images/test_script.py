@@ -17,7 +17,7 @@ from shoal.commands.common import app
 from shoal.commands.script import split_script
 from shoal.errors import UsageError
 from shoal.jobs.hosts import docker as docker_hosts
-from shoal.jobs.job import JobRequest, JobResult
+from shoal.jobs.job import FinishedJob, JobRequest
 from shoal.jobs.store import JobRecord, OpenJob
 from shoal.jobs.view import PlainView
 from shoal.jobs.volumes import Volume
@@ -110,9 +110,9 @@ def test_image_may_name_the_script(
     monkeypatch.setattr(docker_client, "connect", lambda: engine)
     found: list[OpenJob] = []
 
-    def run(opened: OpenJob, *_: object) -> JobResult:
+    def run(opened: OpenJob, *_: object) -> FinishedJob:
         found.append(opened)
-        return JobResult(opened.name, 0, opened.directory, {}, {}, {}, {})
+        return FinishedJob(opened.name, 0, opened.directory, {}, {}, {}, {})
 
     monkeypatch.setattr(jobs, "run_job_in_docker", run)
     result = CliRunner().invoke(app, ["run", "me/mine:1", *options, "--", "-v"])

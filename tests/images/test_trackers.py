@@ -17,7 +17,7 @@ import pytest
 
 from shoal.commands import job_reports
 from shoal.jobs import trackers
-from shoal.jobs.job import JobRequest, JobResult
+from shoal.jobs.job import FinishedJob, JobRequest
 from shoal.jobs.job_log import Key, Series
 from shoal.jobs.store import JobRecord, OpenJob
 from shoal.jobs.summary import summary_rows
@@ -160,7 +160,7 @@ def test_the_report_has_the_scalars_of_all_hosts(tmp_path: Path, hosts: int, run
         (place / TORCH.name).write_bytes(TORCH.read_bytes())
     opened = open_job(tmp_path, hosts=hosts)
     trackers = find_trackers(opened.outputs.values())
-    result = JobResult("digits-1", 0, tmp_path, {}, {}, {}, {}, trackers=trackers)
+    result = FinishedJob("digits-1", 0, tmp_path, {}, {}, {}, {}, trackers=trackers)
     command = f"tensorboard --logdir {tmp_path}/algo-1/output/tensorboard"
     assert ("TensorBoard", command) in summary_rows(opened.record.request, result)
     (tmp_path / "report.html").write_text(render_job_page(job_reports.collect_report(opened, result)))

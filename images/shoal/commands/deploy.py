@@ -39,7 +39,7 @@ from shoal.commands.script import (
 from shoal.console import print_line
 from shoal.errors import UsageError
 from shoal.jobs.hosts.kubernetes import manifest
-from shoal.jobs.hosts.kubernetes.request import Kind, KubernetesRequest, SecretReference, Storage, suggest_name
+from shoal.jobs.hosts.kubernetes.request import KubernetesRequest, SecretReference, Storage, WorkloadKind, suggest_name
 from shoal.jobs.job import SHM_SIZE
 from shoal.jobs.variables import read_environment
 
@@ -77,7 +77,7 @@ class KubernetesOptions:
     image: Image
     script: Script = None
     arguments: Arguments = None
-    kind: Annotated[Kind, typer.Option(help=_KIND_HELP)] = Kind.job
+    kind: Annotated[WorkloadKind, typer.Option(help=_KIND_HELP)] = WorkloadKind.job
     name: Annotated[str | None, typer.Option(help="Name of the job. Default: from --source or the image.")] = None
     namespace: Annotated[str | None, typer.Option(help="Namespace. Default: kubectl's current namespace.")] = None
     registry: Annotated[

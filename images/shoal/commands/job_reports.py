@@ -22,7 +22,7 @@ from shoal import __version__
 from shoal.clean_text import clean_text, cut_line
 from shoal.console import print_line
 from shoal.jobs import summary, trackers
-from shoal.jobs.job import LOCAL, SECRET, JobRequest, JobResult
+from shoal.jobs.job import LOCAL, SECRET, FinishedJob, JobRequest
 from shoal.jobs.job_log import MAX_SERIES, Key, Series
 from shoal.jobs.metric_definitions import HYPERPARAMETER
 from shoal.jobs.store import OpenJob
@@ -41,7 +41,7 @@ _MIN_SECRET_DIGITS = 12
 _MIN_SECRET = 5  # characters; a shorter value appears by chance
 
 
-def write_job_report(console: Console, opened: OpenJob, result: JobResult | None) -> Path | None:
+def write_job_report(console: Console, opened: OpenJob, result: FinishedJob | None) -> Path | None:
     """Writes the page of a job that has ended. If that fails, prints a warning, and changes nothing else.
 
     Args:
@@ -62,7 +62,7 @@ def write_job_report(console: Console, opened: OpenJob, result: JobResult | None
     return page
 
 
-def collect_report(opened: OpenJob, result: JobResult | None) -> JobReport:
+def collect_report(opened: OpenJob, result: FinishedJob | None) -> JobReport:
     """Returns the data of a job's report, with masked secrets."""
     request, log = opened.record.request, opened.log
     plan = result.plan if result else _find_plan(opened.directory)
@@ -149,7 +149,7 @@ def _read_masked_hyperparameters(plan: Mapping[str, Any]) -> Mapping[str, Any]:
     return found
 
 
-def _list_causes(result: JobResult) -> list[tuple[str, str]]:
+def _list_causes(result: FinishedJob) -> list[tuple[str, str]]:
     hosts: dict[str, list[str]] = {}
     for host, message in result.messages.items():
         hosts.setdefault(message, []).append(host)

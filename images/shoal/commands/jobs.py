@@ -62,7 +62,7 @@ from shoal.errors import ImageError, UsageError
 from shoal.jobs import background, metric_definitions, model_plan, store, summary, trackers
 from shoal.jobs.hosts.docker import run_job_in_docker
 from shoal.jobs.hosts.local import list_loopback_names, run_job_locally
-from shoal.jobs.job import DOCKER, LOCAL, JobRequest, JobResult
+from shoal.jobs.job import DOCKER, LOCAL, FinishedJob, JobRequest
 from shoal.jobs.store import (
     FAILED,
     OUTPUT,
@@ -122,7 +122,7 @@ _EXTENDED = ("channels", "hyperparameters", "environment", "taken")
 """Fields of a resumed job that are extended by those that are given again, name by name."""
 
 
-class Engine(StrEnum):
+class RunEngine(StrEnum):
     """The place in which a job runs: Docker, or this machine without Docker."""
 
     docker = DOCKER
@@ -132,11 +132,11 @@ class Engine(StrEnum):
 Local = Annotated[bool, typer.Option("--local", help="Run on this machine, without Docker: --engine none.")]
 
 
-def choose_engine(engine: Engine | None, local: bool) -> Engine | None:
+def choose_engine(engine: RunEngine | None, local: bool) -> RunEngine | None:
     """Returns the value of `--engine` or `--local`; None if neither is given. Raises `UsageError` for both."""
-    if local and engine is Engine.docker:
+    if local and engine is RunEngine.docker:
         raise UsageError("--local and --engine docker: contradict each other. Fix: leave out one")
-    return Engine.none if local else engine
+    return RunEngine.none if local else engine
 
 
 @dataclass(frozen=True)
@@ -196,7 +196,7 @@ class RunOptions:
     max_restarts: Annotated[int | None, typer.Option(min=0, metavar="N", help=_RESTARTS_HELP)] = None
     build: Annotated[bool, typer.Option("--build", help="Build the image first, if it is not up to date.")] = False
     engine: Annotated[
-        Engine | None,
+        RunEngine | None,
         typer.Option(
             "--engine", help="none: run on this machine, without Docker. Default: docker.", show_default=False
         ),
@@ -344,7 +344,7 @@ def run_job(options: RunOptions) -> None:
     raise typer.Exit(result.exit_code)
 
 
-def _run_to_end(opened: OpenJob, progress: Console, options: RunOptions, build_seconds: float | None) -> JobResult:
+def _run_to_end(opened: OpenJob, progress: Console, options: RunOptions, build_seconds: float | None) -> FinishedJob:
     """Runs a job, records how it ended, also after an error, writes its report, and returns its result."""
     run = run_job_locally if opened.record.request.engine == LOCAL else run_job_in_docker
     try:
@@ -412,7 +412,7 @@ def plan_model(
     factory: Annotated[str, typer.Argument(metavar="FILE.py:NAME", help="Function that returns (model, batch).")],
     options: Annotated[list[str] | None, typer.Argument(metavar="[OPTION]...", help=_PLAN_HELP)] = None,
     engine: Annotated[
-        Engine | None,
+        RunEngine | None,
         typer.Option("--engine", help="none: use this machine's Python, without Docker. Default: docker."),
     ] = None,
     local: Local = False,
@@ -424,7 +424,7 @@ def plan_model(
 
     Example: shoal estimate pytorch model.py:make --memory 16
     """
-    if choose_engine(engine, local) is Engine.none:
+    if choose_engine(engine, local) is RunEngine.none:
         code = model_plan.run_locally(factory, options or [], as_json=as_json)
     else:
         tag, progress = resolve_tag(image), progress_console(as_json)

@@ -16,7 +16,7 @@ from shoal.commands.common import parse_pairs, print_columns, print_json
 from shoal.console import print_line
 from shoal.errors import UsageError, did_you_mean
 from shoal.jobs.distribution import parse_distribution
-from shoal.jobs.job import Job
+from shoal.jobs.job import JobSpec
 from shoal.jobs.source_files import Selection, describe_source, list_rows, list_source
 from shoal.jobs.variables import describe_visible_secrets
 
@@ -105,7 +105,7 @@ def _name(ctx: Any) -> str:
     return f"{_name(ctx.parent)} {ctx.info_name}" if ctx.parent else "shoal"
 
 
-def read_options(options: object, kind: type[Job], readers: Mapping[str, Callable[[Any], Any]]) -> dict[str, Any]:
+def read_options(options: object, kind: type[JobSpec], readers: Mapping[str, Callable[[Any], Any]]) -> dict[str, Any]:
     """Returns the fields of a job that options of the same names give. Those that are not given are left out.
 
     Args:

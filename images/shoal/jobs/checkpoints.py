@@ -36,7 +36,7 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux
 
 
 @dataclass(frozen=True)
-class CheckpointDirectory:
+class LockedCheckpoints:
     """A directory that this command has locked and marked with its job."""
 
     path: Path
@@ -113,7 +113,7 @@ class CheckpointDirectory:
 
 
 @contextlib.contextmanager
-def open_directory(path: Path, job: str, option: str, *, can_claim: bool = True) -> Iterator[CheckpointDirectory]:
+def open_directory(path: Path, job: str, option: str, *, can_claim: bool = True) -> Iterator[LockedCheckpoints]:
     """Locks a directory for this command and mark it with a job. It is created if it is missing.
 
     The lock ends with the process, also if it is killed. The rest of an earlier command that was killed is removed.
@@ -150,7 +150,7 @@ def open_directory(path: Path, job: str, option: str, *, can_claim: bool = True)
                 " nothing was changed. Fix: move them to another directory"
             )
         _write_mark(path, job, is_found)
-        yield CheckpointDirectory(path, job, lock)
+        yield LockedCheckpoints(path, job, lock)
 
 
 def _clear_scratch(scratch: Path, option: str) -> None:
@@ -364,3 +364,29 @@ def _exchange(new: Path, path: Path) -> None:
         old.rename(path)
         raise
     shutil.rmtree(old, ignore_errors=True)
+
+
+def collect_tree(tree: Path, directory: LockedCheckpoints) -> None:
+    """Replaces the checkpoints of a job by those in its tree, which stay there too, as hard links if possible."""
+    _add_permissions(tree / CONTENT)
+    with directory.replace() as scratch:
+        (scratch / CONTENT).mkdir()
+        copy_tree(tree / CONTENT, scratch / CONTENT, link=True)
+
+
+def _add_permissions(root: Path) -> None:
+    """Lets this user read, change and remove all files in a directory of a job, as after a job in Docker."""
+    _add_permission(root, 0o700)
+    for directory, names, files in os.walk(root):
+        for name in names:
+            _add_permission(Path(directory, name), 0o700)
+        for name in files:
+            _add_permission(Path(directory, name), 0o600)
+
+
+def _add_permission(path: Path, mode: int) -> None:
+    """Adds to the permissions of a file or directory, unless it is a link. One that is not this user's is left."""
+    with contextlib.suppress(OSError):
+        found = path.lstat().st_mode
+        if not stat.S_ISLNK(found) and found & mode != mode:
+            path.chmod(stat.S_IMODE(found) | mode)

@@ -41,7 +41,7 @@ SHM_SIZE = "1g"
 
 
 @dataclass(frozen=True)
-class Job:
+class JobSpec:
     """A training job, as the user describes it, for any place that can run it.
 
     The options of a command fill it, the record keeps it, the hosts take it, and the report shows it.
@@ -117,7 +117,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class JobRequest(Job):
+class JobRequest(JobSpec):
     """A job for this machine: in Docker, or without it."""
 
     source: Path | None = None
@@ -230,7 +230,7 @@ class JobRequest(Job):
 
 
 @dataclass(frozen=True)
-class JobResult:
+class FinishedJob:
     """How a job ended."""
 
     name: str

@@ -23,7 +23,7 @@ from typing import IO, NamedTuple
 from shoal.clean_text import cut_line, print_error
 from shoal.errors import UsageError
 from shoal.jobs import running
-from shoal.jobs.printed_metrics import MetricReader, X
+from shoal.jobs.printed_metrics import LineReader, X
 from shoal.limits import MOST_LOG, MOST_LOG_LINE, open_regular
 
 LOG = "log.jsonl"
@@ -136,7 +136,7 @@ class JobLog:
     _head: list[Line] = field(default_factory=list)
     _tail: deque[Line] = field(default_factory=lambda: deque(maxlen=_HALF))
     _lock: threading.Lock = field(default_factory=threading.Lock)
-    _readers: dict[tuple[str, int | None], MetricReader] = field(default_factory=dict)
+    _readers: dict[tuple[str, int | None], LineReader] = field(default_factory=dict)
 
     @property
     def not_finite(self) -> dict[Key, float]:
@@ -205,7 +205,7 @@ class JobLog:
         origin = line.host, line.rank
         if origin not in self._readers and len(self._readers) >= MAX_SERIES:
             return
-        metrics, x = self._readers.setdefault(origin, MetricReader()).read(line.text)
+        metrics, x = self._readers.setdefault(origin, LineReader()).read(line.text)
         if x and len(self.steps) < MAX_SERIES:
             self.steps[(x.name, *origin)] = x.value
         for name, value in metrics.items():

@@ -57,7 +57,7 @@ def check_definitions(hyperparameters: Mapping[str, str]) -> None:
         ) from error
 
 
-def read_definitions(hyperparameters: Mapping[str, str], source: Path | None) -> list[MetricDefinition]:
+def read_definitions(hyperparameters: Mapping[str, str], source: Path | None) -> list[MetricPattern]:
     """Returns the definitions in the hyperparameter or in metrics.json of the source, which `train` reads too.
 
     Wrong ones are left out: `train` reports them.
@@ -74,14 +74,14 @@ def read_definitions(hyperparameters: Mapping[str, str], source: Path | None) ->
     return list(_compile(listed if isinstance(listed, list) else []))
 
 
-def _compile(listed: Iterable[Any]) -> Iterator[MetricDefinition]:
+def _compile(listed: Iterable[Any]) -> Iterator[MetricPattern]:
     for each in listed:
         try:
             pattern = re.compile(each["Regex"])
         except (TypeError, KeyError, re.error, OverflowError, RecursionError):
             continue
         if pattern.groups:
-            yield MetricDefinition(str(each.get("Name")), pattern)
+            yield MetricPattern(str(each.get("Name")), pattern)
 
 
 def read_metrics(directory: Path, began: float) -> dict[Key, Series]:
@@ -121,7 +121,7 @@ _SECONDS = 5.0
 """How long the search in the lines of one write to the terminal may take. It usually takes milliseconds."""
 
 
-class MetricDefinition(NamedTuple):
+class MetricPattern(NamedTuple):
     """A metric. Its value is the first group of the expression."""
 
     name: str
@@ -131,7 +131,7 @@ class MetricDefinition(NamedTuple):
 class MetricSearch:
     """The process that searches. It starts with the first lines, and ends with `close`."""
 
-    def __init__(self, definitions: Sequence[MetricDefinition]) -> None:
+    def __init__(self, definitions: Sequence[MetricPattern]) -> None:
         self._definitions = definitions
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -154,7 +154,7 @@ class MetricSearch:
                 self._process.kill()
 
 
-def find_metrics(definitions: Iterable[MetricDefinition], text: str) -> Iterator[tuple[str, float]]:
+def find_metrics(definitions: Iterable[MetricPattern], text: str) -> Iterator[tuple[str, float]]:
     """Yields the names and values of the metrics in a line."""
     for name, pattern in definitions:
         for match in pattern.finditer(text[:_MAX_LENGTH]):
@@ -195,7 +195,7 @@ def _receive(file: IO[bytes] | None, deadline: float) -> bytes:
 def _serve() -> None:
     """Body of the process: answer each line of standard input, until its end."""
     given = (json.loads(line) for line in sys.stdin.buffer)
-    definitions = [MetricDefinition(name, re.compile(pattern)) for name, pattern in next(given)]
+    definitions = [MetricPattern(name, re.compile(pattern)) for name, pattern in next(given)]
     with os.fdopen(1, "wb") as out:
         for lines in given:
             _send(out, [list(find_metrics(definitions, line)) for line in lines])

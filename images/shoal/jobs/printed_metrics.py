@@ -248,7 +248,7 @@ _NOTHING = Reading({}, None)
 
 
 @dataclass
-class MetricReader:
+class LineReader:
     """Reads the lines of one rank. Remembers the header of a table, and of an epoch (`Epoch 3/10`)."""
 
     _header: EpochHeader = field(default_factory=EpochHeader)

@@ -14,7 +14,7 @@ from typing import Any
 
 from shoal.docker_client.archive import make_relative, stays_inside
 from shoal.errors import ShoalError
-from shoal.jobs.job import JobResult
+from shoal.jobs.job import FinishedJob
 from shoal.limits import MOST_DEPTH, MOST_FAILURE, MOST_REPORT, Room, open_file, parse_json, read_file
 
 FAILURE, REPORT, METRICS = "output/failure", "output/job.json", "output/data/metrics.json"
@@ -29,7 +29,7 @@ def read_result(
     directory: Path,
     trees: Mapping[str, Path],
     notes: Mapping[str, str] | None = None,
-) -> JobResult:
+) -> FinishedJob:
     """Packs the files of a job that has ended, and reads its reports.
 
     Args:
@@ -57,7 +57,7 @@ def read_result(
     plan = report.pop("plan", None)
     metrics = _read_object(host, tree, METRICS, messages)
     archives = pack_results(directory, trees, messages)
-    return JobResult(
+    return FinishedJob(
         name=name,
         exit_code=next((code for code in exit_codes.values() if code), 0),
         directory=directory,

@@ -290,7 +290,7 @@ class Watch:
         print_line(f"shoal | {text}", self.hosts.console)
 
 
-def run_job(opened: OpenJob, hosts: CollectedHosts) -> job.JobResult:
+def run_job(opened: OpenJob, hosts: CollectedHosts) -> job.FinishedJob:
     """Runs the hosts of a job, which are ready to start, to their end, and collects its files.
 
     Args:

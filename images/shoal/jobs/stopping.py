@@ -26,7 +26,6 @@ from shoal.jobs.store import (
     STOPPED,
     KnownJob,
     OpenJob,
-    collect_tree,
     find_checkpoints,
     find_trees,
     list_host_trees,
@@ -137,7 +136,7 @@ def _end_local_job(opened: OpenJob) -> None:
     trees = {tree.name: tree for tree in list_host_trees(opened.directory)}
     if opened.record.uncollected:  # otherwise no host has started, and its tree may be half filled
         for tree in find_trees(opened.directory):
-            collect_tree(tree, opened.checkpoints)
+            checkpoints.collect_tree(tree, opened.checkpoints)
     opened.update(uncollected=False)
     for tree in trees.values():
         results.remove_tree(tree / checkpoints.CONTENT)

@@ -10,7 +10,6 @@ import os
 import re
 import secrets
 import shutil
-import stat
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -85,7 +84,7 @@ class StoredJob:
 class OpenJob(StoredJob):
     """A job that this command runs. No other command can run it or use its checkpoints meanwhile."""
 
-    checkpoints: checkpoints.CheckpointDirectory
+    checkpoints: checkpoints.LockedCheckpoints
     resumed: bool
     log: JobLog = field(default_factory=JobLog)
     """The log of this command."""
@@ -277,7 +276,7 @@ def _remove_unused(directory: Path) -> None:
         shutil.rmtree(directory)
 
 
-def _prepare_resume(directory: Path, record: JobRecord, opened: checkpoints.CheckpointDirectory) -> JobRecord:
+def _prepare_resume(directory: Path, record: JobRecord, opened: checkpoints.LockedCheckpoints) -> JobRecord:
     """Checks that a job can be resumed, and returns its new record. Files of the last command move to attempt-N.
 
     Checkpoints in the tree of a job without Docker that was killed are collected first.
@@ -289,7 +288,7 @@ def _prepare_resume(directory: Path, record: JobRecord, opened: checkpoints.Chec
     is_uncollected = last.uncollected
     if is_uncollected and last.request.engine == job.LOCAL:
         for tree in find_trees(directory):
-            collect_tree(tree, opened)
+            checkpoints.collect_tree(tree, opened)
         _write_record(directory, replace(last, uncollected=False))
         is_uncollected = False
     elif is_uncollected and record.request.engine != job.DOCKER:
@@ -309,32 +308,6 @@ def find_checkpoints(request: job.JobRequest, directory: Path) -> Path:
             " with --checkpoints"
         )
     return request.checkpoints or own
-
-
-def collect_tree(tree: Path, directory: checkpoints.CheckpointDirectory) -> None:
-    """Replaces the checkpoints of a job by those in its tree, which stay there too, as hard links if possible."""
-    _add_permissions(tree / checkpoints.CONTENT)
-    with directory.replace() as scratch:
-        (scratch / checkpoints.CONTENT).mkdir()
-        checkpoints.copy_tree(tree / checkpoints.CONTENT, scratch / checkpoints.CONTENT, link=True)
-
-
-def _add_permissions(root: Path) -> None:
-    """Lets this user read, change and remove all files in a directory of a job, as after a job in Docker."""
-    _add_permission(root, 0o700)
-    for directory, names, files in os.walk(root):
-        for name in names:
-            _add_permission(Path(directory, name), 0o700)
-        for name in files:
-            _add_permission(Path(directory, name), 0o600)
-
-
-def _add_permission(path: Path, mode: int) -> None:
-    """Adds to the permissions of a file or directory, unless it is a link. One that is not this user's is left."""
-    with contextlib.suppress(OSError):
-        found = path.lstat().st_mode
-        if not stat.S_ISLNK(found) and found & mode != mode:
-            path.chmod(stat.S_IMODE(found) | mode)
 
 
 def list_host_trees(directory: Path) -> list[Path]:

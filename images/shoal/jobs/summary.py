@@ -12,7 +12,7 @@ from rich.markup import escape
 
 from shoal.clean_text import clean_text, cut_line
 from shoal.console import print_line
-from shoal.jobs.job import JobRequest, JobResult
+from shoal.jobs.job import FinishedJob, JobRequest
 
 _SHOWN_FILES, _SHOWN_METRICS, _SHOWN_RESTARTS = 3, 5, 20
 _MOST_METRIC = 200  # characters
@@ -24,7 +24,7 @@ _STOPPED_BY = {
 """Who stops a job, by the exit code of its command."""
 
 
-def summary_rows(request: JobRequest, result: JobResult) -> list[tuple[str, str]]:
+def summary_rows(request: JobRequest, result: FinishedJob) -> list[tuple[str, str]]:
     """Returns names and values: test accuracy and images/s, hosts and ranks, restarts, seconds, files and exit code.
 
     Metrics and seconds that are unknown are left out. Other metrics are not shown. The directory is listed only after a
@@ -67,7 +67,7 @@ def describe_missing_model(lost: Sequence[str]) -> str:
     return f"{text}. Lost: {', '.join(lost[:_SHOWN_FILES])}{more}. Fix: save them in the directory $SM_MODEL_DIR"
 
 
-def print_summary(console: Console, request: JobRequest, result: JobResult) -> None:
+def print_summary(console: Console, request: JobRequest, result: FinishedJob) -> None:
     """Prints each message of hosts once, after the names of its hosts, each restart, and the table of `summary_rows`.
 
     After a failure, print the command that continues the job, if it has checkpoints.

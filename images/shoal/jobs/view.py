@@ -24,7 +24,7 @@ from rich.text import Text
 from shoal.clean_text import COLORS, clean_log_line, clean_text
 from shoal.console import LogLines, print_log_lines
 from shoal.jobs.job_log import JobLog, Key, Line
-from shoal.jobs.metric_definitions import MetricDefinition, MetricSearch
+from shoal.jobs.metric_definitions import MetricPattern, MetricSearch
 from shoal.jobs.summary import format_number
 from shoal.jobs.usage import CPU, GPU, GPU_MEMORY, MEMORY
 
@@ -212,7 +212,7 @@ class LiveView:
     """The number of hosts, or a range."""
     ranks: int
     """The number of ranks, if the log does not show more of them."""
-    definitions: Sequence[MetricDefinition] = ()
+    definitions: Sequence[MetricPattern] = ()
     """The metrics to show; none: all numbers that lines name."""
     is_live: bool = True
     _waiting: deque[tuple[str, Line, bool]] = field(default_factory=deque)

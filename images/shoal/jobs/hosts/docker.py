@@ -187,7 +187,7 @@ class DockerHosts:
             with contextlib.suppress(docker.errors.APIError):  # it has ended
                 container.kill()
 
-    def fill(self, directory: checkpoints.CheckpointDirectory) -> None:
+    def fill(self, directory: checkpoints.LockedCheckpoints) -> None:
         """Copies checkpoints into the volume."""
         if directory.has_files():
             with TemporaryFile(dir=directory.path.parent) as packed:
@@ -220,7 +220,7 @@ class DockerHosts:
             trees = {host: self.fetch_results(host, opened.directory / host) for host in self.by_name}
         return trees
 
-    def _collect_checkpoints(self, directory: checkpoints.CheckpointDirectory) -> None:
+    def _collect_checkpoints(self, directory: checkpoints.LockedCheckpoints) -> None:
         """Replaces the content of a directory by the volume's. Files that are not copied are printed.
 
         An interrupt waits meanwhile, but not for longer than `containers.HANGS`.
@@ -366,7 +366,7 @@ def create_hosts(
 _NEVER_RAN = 1  # the exit code of `train` for a job that could not run
 
 
-def run_job_in_docker(opened: OpenJob, view: View) -> job.JobResult:
+def run_job_in_docker(opened: OpenJob, view: View) -> job.FinishedJob:
     """Runs a job in containers to its end, and shows the hosts' logs with the host's name before each line.
 
     The files of each host are copied to the job's directory, and its checkpoints to their own directory, also if the
@@ -399,8 +399,8 @@ def run_job_in_docker(opened: OpenJob, view: View) -> job.JobResult:
 
 
 def check_train(
-    client: docker.DockerClient, request: job.JobRequest, trees: Mapping[str, Path], result: job.JobResult
-) -> job.JobResult:
+    client: docker.DockerClient, request: job.JobRequest, trees: Mapping[str, Path], result: job.FinishedJob
+) -> job.FinishedJob:
     """Returns the result with a message if the job succeeded and `train` never ran. If ranks were asked for, it failed.
 
     `train` writes files into output/. Nothing is known of a host with an output that could not be collected.

@@ -30,7 +30,7 @@ from shoal.jobs import checkpoints, distribution, gpus, job, results, run, usage
 from shoal.jobs.job_log import JobLog
 from shoal.jobs.processes import BASE, STOP_SECONDS, read_environment
 from shoal.jobs.run import Arrival, HostExit
-from shoal.jobs.store import OpenJob, collect_tree
+from shoal.jobs.store import OpenJob
 from shoal.jobs.view import View
 from shoal.limits import MOST_REPORT, read_file
 from shoal.matrix import project
@@ -189,7 +189,7 @@ class LocalHosts:
         with containers.delay_interrupts():
             self.kill()
             try:
-                collect_tree(shared, opened.checkpoints)
+                checkpoints.collect_tree(shared, opened.checkpoints)
                 opened.update(uncollected=False)
             except (OSError, shutil.Error, RecursionError, DiskError) as error:  # the job has its result all the same
                 place = shared / checkpoints.CONTENT
@@ -252,7 +252,7 @@ SECRETS = ".secrets"
 """The directory with the user's secrets, while the job runs. A resumed job leaves names with a dot in their place."""
 
 
-def run_job_locally(opened: OpenJob, view: View) -> job.JobResult:
+def run_job_locally(opened: OpenJob, view: View) -> job.FinishedJob:
     """Runs a job on this machine to its end. All ranks run on one host, so the world size is as requested.
 
     With a range of hosts, each is a `train` of its own, on a loopback address and without GPUs.

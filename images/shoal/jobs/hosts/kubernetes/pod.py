@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from shoal.jobs import gpus, job, run
-from shoal.jobs.hosts.kubernetes.request import Kind, KubernetesRequest, Storage
+from shoal.jobs.hosts.kubernetes.request import KubernetesRequest, Storage, WorkloadKind
 from shoal.jobs.variables import SECRETS
 
 CONFIG = "/opt/ml/input/config"
@@ -21,7 +21,7 @@ STOP_SECONDS = 120
 START_SECONDS = 1800
 """How long the hosts wait for each other: nodes pull images of several GiB, at different times."""
 GPU = "nvidia.com/gpu"
-_INDEX = {Kind.mpijob: "HOST_INDEX"}
+_INDEX = {WorkloadKind.mpijob: "HOST_INDEX"}
 """The variable with the index of a host. Jobs, and so JobSets, set JOB_COMPLETION_INDEX."""
 _REPLICA_INDEX = "metadata.labels['training.kubeflow.org/replica-index']"
 _ATTEMPT = "metadata.labels['jobset.sigs.k8s.io/restart-attempt']"
@@ -97,7 +97,7 @@ def _build_environment(request: KubernetesRequest) -> list[Object]:
         values["SAGEMAKER_SUBMIT_DIRECTORY"] = str(request.source) if is_address else f"{CONFIG}/{ARCHIVE}"
     if not request.gpus:  # a node's runtime may give all GPUs to a container that names none
         values |= gpus.gpu_environment(())
-    if request.kind in (Kind.job, Kind.jobset):
+    if request.kind in (WorkloadKind.job, WorkloadKind.jobset):
         values["SHOAL_HOSTS"] = list_hosts(request)
     if has_secret(request):
         values[job.SECRET_FILE] = f"{SECRET_DIRECTORY}/{SECRET_KEY}"
@@ -129,7 +129,7 @@ def _find_fields(request: KubernetesRequest) -> dict[str, str]:
     fields = {}
     if request.results and (index := _INDEX.get(request.kind)):
         fields[index] = _REPLICA_INDEX
-    if request.kind in (Kind.jobset, Kind.trainjob) and run.RESTART not in request.environment:
+    if request.kind in (WorkloadKind.jobset, WorkloadKind.trainjob) and run.RESTART not in request.environment:
         fields[run.RESTART] = _ATTEMPT
     return fields
 

@@ -40,7 +40,7 @@ _RESERVED = {
 """Variables that `--env` cannot set, with the reason."""
 
 
-class Kind(StrEnum):
+class WorkloadKind(StrEnum):
     """The object that starts the pods of a job, and the controller that it needs."""
 
     job = "job"
@@ -104,10 +104,10 @@ class SecretReference:
 
 
 @dataclass(frozen=True)
-class KubernetesRequest(job.Job):
+class KubernetesRequest(job.JobSpec):
     """A job to describe for Kubernetes. Its source may be an s3:// address."""
 
-    kind: Kind = Kind.job
+    kind: WorkloadKind = WorkloadKind.job
     name: str = ""
     namespace: str | None = None
     gpus: int = 0
@@ -224,15 +224,20 @@ class KubernetesRequest(job.Job):
     @property
     def pod_prefix(self) -> str:
         """The names of the pods' hosts before the hyphen and index; the launcher of an MPIJob has another one."""
-        suffixes = {Kind.job: "", Kind.jobset: "-host-0", Kind.trainjob: "-node-0", Kind.mpijob: "-worker"}
+        suffixes = {
+            WorkloadKind.job: "",
+            WorkloadKind.jobset: "-host-0",
+            WorkloadKind.trainjob: "-node-0",
+            WorkloadKind.mpijob: "-worker",
+        }
         return self.name + suffixes[self.kind]
 
     @property
     def longest_pod_name(self) -> str:
         """The longest name of a pod that the controller makes from the job's name."""
-        if self.kind is Kind.mpijob:
+        if self.kind is WorkloadKind.mpijob:
             return max(f"{self.name}-launcher", f"{self.pod_prefix}-{max(0, self.hosts - 2)}", key=len)
-        random_part = "" if self.kind is Kind.job else "-xxxxx"
+        random_part = "" if self.kind is WorkloadKind.job else "-xxxxx"
         return f"{self.pod_prefix}-{self.hosts - 1}{random_part}"
 
     def list_notes(self) -> list[str]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from shoal.jobs import run
 from shoal.jobs.hosts.kubernetes.pod import Object, build_pod_template, job_labels, name_object
-from shoal.jobs.hosts.kubernetes.request import Kind, KubernetesRequest
+from shoal.jobs.hosts.kubernetes.request import KubernetesRequest, WorkloadKind
 
 _LOST = (137, run.HOST_LOST)
 """Exit codes of a pod that was killed, and of `train` in the pods that have lost it."""
@@ -31,10 +31,10 @@ _FINAL_REASONS = ("PodFailurePolicy", "DeadlineExceeded")
 def build_workload(request: KubernetesRequest) -> list[Object]:
     """Returns the object that starts the pods, and before it the objects that it refers to by name."""
     builders = {
-        Kind.job: _build_job,
-        Kind.jobset: _build_job_set,
-        Kind.trainjob: _build_train_job,
-        Kind.mpijob: _build_mpi_job,
+        WorkloadKind.job: _build_job,
+        WorkloadKind.jobset: _build_job_set,
+        WorkloadKind.trainjob: _build_train_job,
+        WorkloadKind.mpijob: _build_mpi_job,
     }
     return builders[request.kind](request)
 

@@ -218,7 +218,7 @@ def test_a_channel_that_is_a_link_to_nothing(tmp_path: Path) -> None:
         ),
         ({"shm_size": "lots"}, "--shm-size lots"),
         ({"gpus": "0,0"}, "--gpus 0,0: expected all, none, or different GPUs"),
-        ({"gpus": "0;1"}, "Example: --gpus 0,1"),
+        ({"gpus": "0;1"}, "Fix: such as --gpus 0,1"),
         ({"gpus": ""}, "--gpus : expected"),
         ({"gpus": "0"}, "--gpus 0: 1 GPUs cannot be divided evenly between 2 hosts"),
         ({"gpus": "0,1,2"}, "Fix: name 2 GPUs or a multiple of that, or use --gpus none"),

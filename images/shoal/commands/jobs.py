@@ -283,7 +283,9 @@ def _parse_hosts(text: str) -> dict[str, int]:
     least, colon, most = text.rpartition(":")
     numbers = [int(word) if re.fullmatch("[0-9]{1,6}", word) else 0 for word in ([least, most] if colon else [most])]
     if not all(numbers):
-        raise UsageError(f"--hosts {text}: expected a number from 1 on, or MIN:MAX. Examples: --hosts 4, --hosts 2:4")
+        raise UsageError(
+            f"--hosts {text}: expected a number from 1 on, or MIN:MAX. Fix: such as --hosts 4, or --hosts 2:4"
+        )
     return {"hosts": numbers[-1], "min_hosts": numbers[0] if colon else 0}
 
 

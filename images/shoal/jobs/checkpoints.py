@@ -168,7 +168,7 @@ def _sibling(path: Path, suffix: str) -> Path:
 def _check_place(path: Path, option: str) -> None:
     """Raises `UsageError` if a path is not a directory, or one that must not be replaced by another."""
     if path.exists() and not path.is_dir():
-        raise UsageError(f"{option}: not a directory")
+        raise UsageError(f"{option}: not a directory. Fix: name a directory only for checkpoints")
     if Path.cwd().is_relative_to(path) or Path.home().is_relative_to(path):
         raise UsageError(
             f"{option}: {path} contains this directory or your home, and the job replaces it as a whole. Fix: name a"

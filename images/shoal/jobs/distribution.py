@@ -216,10 +216,10 @@ def _check_smdistributed(options: Mapping[str, Any], mpi: bool) -> dict[str, Any
 def _check_options(options: object, allowed: tuple[str, ...], where: str) -> None:
     """Raises `UsageError` unless `options` is a dictionary with no keys but these, and its `enabled` a boolean."""
     if not isinstance(options, Mapping):
-        raise UsageError(f"{where}: expected a dictionary, found {options!r}")
+        raise UsageError(f'{where}: expected a dictionary, found {options!r}. Fix: such as {{"enabled": true}}')
     for key in options:
         if key not in allowed:
             hint = did_you_mean(str(key), allowed)
             raise UsageError(f"{where}: unknown key {key!r}.{hint} Allowed: {', '.join(allowed)}")
     if not isinstance(enabled := options.get("enabled", False), bool):
-        raise UsageError(f"{where}.enabled: expected true or false, found {enabled!r}")
+        raise UsageError(f"{where}.enabled: expected true or false, found {enabled!r}. Fix: write it without quotes")

@@ -38,7 +38,7 @@ def check_gpus_option(option: str | None, hosts: int) -> None:
     if not all(map(_NAME.fullmatch, names)) or len(set(names)) < len(names):
         raise UsageError(
             f"--gpus {option}: expected all, none, or different GPUs separated by commas: indexes or UUIDs as listed by"
-            " nvidia-smi -L. Example: --gpus 0,1"
+            " nvidia-smi -L. Fix: such as --gpus 0,1"
         )
     if len(names) % hosts:
         raise UsageError(

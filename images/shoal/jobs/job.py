@@ -270,7 +270,7 @@ def check_source(selection: Selection) -> None:
     check_no_address("--source", source)
     if not source.is_dir():
         problem = "not a directory" if source.exists() else "no such directory"
-        raise UsageError(f"--source {source}: {problem}")
+        raise UsageError(f"--source {source}: {problem}. Fix: name the directory of the script")
     source_files.check_directory(selection)
     # `-m module`, and scripts that requirements install, can only be checked in the container.
     if script.startswith(("/", "../")):
@@ -329,7 +329,7 @@ def check_size(option: str, size: str | None) -> int:
     """Returns a size such as 512m or 2g in bytes, 0 for None. Raises `UsageError`, also for a size of 0."""
     if size is None:
         return 0
-    expected = f"{option} {size}: expected a size such as 512m or 2g"
+    expected = f"{option} {size}: expected a size such as 512m or 2g. Fix: {option} 2g"
     try:
         count = int(docker.utils.parse_bytes(size))
     except (docker.errors.DockerException, ValueError, OverflowError) as error:
@@ -365,7 +365,7 @@ def check_channel_name(name: str) -> None:
     if not re.fullmatch(r"[A-Za-z0-9_.-]+", name) or name in (".", ".."):
         raise UsageError(
             f"--channel {name!r}: a name may have only letters, digits, '_', '.' and '-', as it names a directory."
-            " It cannot be '.' or '..'"
+            " It cannot be '.' or '..'. Fix: such as --channel training=DIR"
         )
 
 
@@ -401,7 +401,9 @@ def make_job_directory(request: JobRequest, name: str) -> Path:
     try:
         directory.mkdir(mode=0o700, parents=True)
     except OSError as error:
-        raise UsageError(f"--output {request.output}: {directory} cannot be created: {error.strerror}") from error
+        raise UsageError(
+            f"--output {request.output}: {directory} cannot be created: {error.strerror}. Fix: another --output"
+        ) from error
     return directory
 
 

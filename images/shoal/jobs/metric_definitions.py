@@ -37,7 +37,10 @@ def encode_definitions(given: Mapping[str, str]) -> str:
         try:
             groups = re.compile(regex).groups
         except (re.error, OverflowError, RecursionError) as error:
-            raise UsageError(f"--metric {name}={regex}: not a regular expression: {error}") from error
+            raise UsageError(
+                f"--metric {name}={regex}: not a regular expression: {error}. Fix: put a backslash before each"
+                " special character that is meant literally"
+            ) from error
         if not groups:
             raise UsageError(
                 f"--metric {name}={regex}: has no group for the value. Fix: put the value in parentheses, such as"

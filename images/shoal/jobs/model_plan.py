@@ -42,7 +42,9 @@ def run_in_container(image: str, factory: str, options: Sequence[str], console: 
     file, _, name = factory.rpartition(":")
     path = Path(file)
     if not file or not path.is_file():
-        raise UsageError(f"{factory}: expected FILE.py:NAME, an existing file and a function in it")
+        raise UsageError(
+            f"{factory}: expected FILE.py:NAME, an existing file and a function in it. Fix: such as model.py:make"
+        )
     label = containers.unique_name("plan")
     client = docker_client.connect()
     settings = {

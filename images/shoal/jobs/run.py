@@ -214,7 +214,10 @@ class Watch:
         if container_id != self.hosts.ids[host]:  # replaced meanwhile
             return
         if isinstance(end, Exception):
-            raise DockerError(f"lost the connection to Docker while {host} ran: {end}") from end
+            raise DockerError(
+                f"lost the connection to Docker while {host} ran: {end}. Fix: start Docker, and then shoal run"
+                " --resume JOB"
+            ) from end
         self.exits[host] = end
         self.deadline = time.monotonic() + STRAGGLER_SECONDS
         if host == self.hosts.first:

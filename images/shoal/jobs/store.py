@@ -176,7 +176,9 @@ def load_record(path: Path, option: str) -> JobRecord:
             raise ValueError("no image")
     except ValueError as error:
         words = error.errors()[0]["msg"] if isinstance(error, pydantic.ValidationError) else str(error)
-        raise UsageError(f"{option}: {path} was not written by this version: {words}") from error
+        raise UsageError(
+            f"{option}: {path} was not written by this version: {words}. Fix: start the job again"
+        ) from error
     return found
 
 
@@ -469,7 +471,7 @@ def check_name(name: str, output: Path) -> None:
     if not _NAME.fullmatch(name):
         raise UsageError(
             f"--name {name}: expected 1 to 63 letters, digits and hyphens, with a letter or digit at both"
-            " ends, as in SageMaker. Example: --name digits-1"
+            " ends, as in SageMaker. Fix: such as --name digits-1"
         )
     for each in list_jobs():
         if each.name == name and each.state in (RUNNING, LOST):  # hosts of a lost one may still run

@@ -39,7 +39,10 @@ class Volume:
     def check(self) -> None:
         """Raises `UsageError` if the source is missing, or the target would hide or change files of the job."""
         if not self.source.exists():
-            raise UsageError(f"--volume {self.source}:{self.target}: no such file or directory: {self.source}")
+            raise UsageError(
+                f"--volume {self.source}:{self.target}: no such file or directory: {self.source}. Fix: name one"
+                " that exists"
+            )
         target = PurePosixPath(self.target)
         if ".." in target.parts or target.is_relative_to(_TREE) or _TREE.is_relative_to(target):
             raise UsageError(

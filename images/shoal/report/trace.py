@@ -168,8 +168,8 @@ def _read_tracks(file: Path) -> Iterator[_Track]:
             of_pid[pid].append(event)
     if not any(event["ph"] == "X" for events in of_pid.values() for event in events):
         raise TraceError(
-            f"{file}: contains no spans (events of phase X): training may have stopped before the first step."
-            " Fix: train longer"
+            f"{file}: contains no spans (events of phase X). Training may have stopped before the first step."
+            " Fix: leave out the file"
         )
     for pid, recorded in of_pid.items():
         if type(pid) is not int or pid not in range(MOST_RANKS):

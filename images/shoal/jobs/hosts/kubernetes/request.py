@@ -67,14 +67,14 @@ class Storage:
         """Returns the storage that an option names: CLAIM, CLAIM/DIRECTORY or /DIRECTORY. Raises `UsageError`."""
         _check_text(option, text)
         if ".." in PurePosixPath(text).parts:
-            raise UsageError(f"{option}: {text} must not contain '..'")
+            raise UsageError(f"{option}: {text} must not contain '..'. Fix: write the path without it")
         if text.startswith("/"):
             return cls("", str(PurePosixPath(text)))
         claim, _, path = text.partition("/")
         if not _SUBDOMAIN.fullmatch(claim):
             raise UsageError(
                 f"{option}: {text!r} is neither the name of a PersistentVolumeClaim, as `kubectl get pvc` lists them,"
-                " nor an absolute path on the nodes. Example: training-data, or training-data/digits, or /mnt/data"
+                " nor an absolute path on the nodes. Fix: such as training-data, or training-data/digits, or /mnt/data"
             )
         return cls(claim, path.strip("/"))
 
@@ -98,7 +98,7 @@ class SecretReference:
         if not (_SUBDOMAIN.fullmatch(secret) and _KEY.fullmatch(key or name)):
             raise UsageError(
                 f"--secret {text}: expected NAME=SECRET or NAME=SECRET/KEY, with a Secret that `kubectl get secrets`"
-                " lists. Example: --secret HF_TOKEN=tokens/hugging-face"
+                " lists. Fix: such as --secret HF_TOKEN=tokens/hugging-face"
             )
         return cls(name, secret, key or name, is_variable)
 
@@ -133,7 +133,9 @@ class KubernetesRequest(job.JobSpec):
         self._check_names()
         _check_text("the image", self.image)
         if "://" in self.image or re.search(r"\s", self.image):
-            raise UsageError(f"{self.image}: not the name of an image. Example: registry.example.org/team/image:tag")
+            raise UsageError(
+                f"{self.image}: not the name of an image. Fix: such as registry.example.org/team/image:tag"
+            )
         self._check_source()
         for name in self.channels:
             job.check_channel_name(name)
@@ -152,16 +154,22 @@ class KubernetesRequest(job.JobSpec):
                 " Fix: a smaller --shm-size, or more --memory"
             )
         if self.cpus is not None and not (_CPUS.fullmatch(self.cpus) and re.search("[1-9]", self.cpus)):
-            raise UsageError(f"--cpus {self.cpus}: expected a number of cores such as 4, 0.5 or 500m")
+            raise UsageError(
+                f"--cpus {self.cpus}: expected a number of cores, or thousandths with m. Fix: such as --cpus 4,"
+                " 0.5 or 500m"
+            )
         if self.user > MAX_USER:
-            raise UsageError(f"--user {self.user}: the largest user of Kubernetes is {MAX_USER}")
+            raise UsageError(
+                f"--user {self.user}: the largest user of Kubernetes is {MAX_USER}. Fix: such as --user 1000"
+            )
 
     def _check_environment(self) -> None:
         """Raises `UsageError` if a variable is not one, or the job could not run with it."""
         for variable, value in self.environment.items():
             if not _VARIABLE.fullmatch(variable):
                 raise UsageError(
-                    f"--env {variable}: a name may have only letters, digits and '_', and no digit at its start"
+                    f"--env {variable}: a name may have only letters, digits and '_', and no digit at its start."
+                    " Fix: such as --env MY_NAME=VALUE"
                 )
             if variable in _RESERVED:
                 raise UsageError(f"--env {variable}: {_RESERVED[variable]}")
@@ -184,12 +192,13 @@ class KubernetesRequest(job.JobSpec):
         if space is not None and not (_LABEL.fullmatch(space) and len(space) <= MAX_LABEL):
             raise UsageError(
                 f"--namespace {space}: a namespace may have only lower-case letters, digits and '-' (RFC 1123), and at"
-                f" most {MAX_LABEL} characters. `kubectl get namespaces` lists yours"
+                f" most {MAX_LABEL} characters. Fix: use one that `kubectl get namespaces` lists"
             )
         account = self.service_account
         if account is not None and not _SUBDOMAIN.fullmatch(account):
             raise UsageError(
-                f"--service-account {account!r}: not the name of one, as `kubectl get serviceaccounts` lists them"
+                f"--service-account {account!r}: not the name of one. Fix: use one that `kubectl get"
+                " serviceaccounts` lists"
             )
         if (excess := len(self.longest_pod_name) - MAX_LABEL) > 0:
             raise UsageError(
@@ -273,7 +282,7 @@ def _check_text(option: str, text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise UsageError(f"{option}: {text!r} is not UTF-8, which a YAML file needs") from error
+        raise UsageError(f"{option}: {text!r} is not UTF-8, which a YAML file needs. Fix: write it in UTF-8") from error
 
 
 def parse_network(text: str) -> str:
@@ -281,10 +290,13 @@ def parse_network(text: str) -> str:
     try:
         network = ipaddress.ip_network(text)
     except ValueError as error:
-        raise UsageError(f"--egress {text}: {error}. Example: 0.0.0.0/0 for all addresses") from error
+        raise UsageError(f"--egress {text}: {error}. Fix: such as 0.0.0.0/0 for all addresses") from error
     first = network.network_address
     if isinstance(first, ipaddress.IPv6Address) and (first.scope_id or first.ipv4_mapped):
-        raise UsageError(f"--egress {text}: Kubernetes takes no interface and no IPv4 address in an IPv6 network")
+        raise UsageError(
+            f"--egress {text}: Kubernetes takes no interface and no IPv4 address in an IPv6 network. Fix: write"
+            " the IPv4 network"
+        )
     return str(network)
 
 

@@ -24,7 +24,6 @@ import pytest
 from rich.console import Console
 
 from shoal.clean_text import clean_message
-from shoal.commands import job_reports
 from shoal.docker_client import containers
 from shoal.errors import DiskError, TraceError, UsageError
 from shoal.jobs import source_files, summary, volumes
@@ -40,7 +39,7 @@ from shoal.jobs.store import JobRecord, OpenJob
 from shoal.jobs.usage import GpuMeter, GpuUse, read_lines
 from shoal.jobs.volumes import Volume
 from shoal.limits import MIB
-from shoal.report import timeline
+from shoal.report import job_collection, timeline
 from shoal.report.job_report import read_report
 from shoal.report.packed_log import unpack_log
 
@@ -128,7 +127,7 @@ def check_report(directory: Path, metrics: str, changes: dict[str, Any]) -> Fini
         record=JobRecord(JobRequest(image="i:1")),
         log=JobLog(began=0.0, defined=read_metrics(directory, 0.0)),
     )
-    page = job_reports.write_job_report(Mock(), cast(OpenJob, opened), result)
+    page = job_collection.write_job_report(Mock(), cast(OpenJob, opened), result)
     assert page is not None
     assert page.stat().st_size < MOST_PAGE
     read_report(directory)

@@ -14,7 +14,6 @@ from unittest.mock import Mock
 import pytest
 from rich.console import Console
 
-from shoal.commands import job_reports
 from shoal.errors import UsageError
 from shoal.jobs import job_log
 from shoal.jobs.job import FinishedJob, JobRequest
@@ -23,6 +22,7 @@ from shoal.jobs.metric_definitions import read_metrics
 from shoal.jobs.printed_metrics import LineReader
 from shoal.jobs.store import JobRecord, OpenJob
 from shoal.jobs.usage import CPU, MEMORY, Usage, sample_usage
+from shoal.report import job_collection
 from shoal.report.job_page import list_differences, render_comparison_page, render_job_page
 from shoal.report.job_report import Curve, JobReport, read_report
 from shoal.report.packed_log import LogLine, pack_log, unpack_log
@@ -172,7 +172,7 @@ def test_steps_that_tell_no_values_apart_are_no_axis(tmp_path: Path, step: str, 
     opened = open_finished_job(tmp_path)
     for at in range(4):
         opened.log.add("algo-1", f"{step.format(at)} loss {at}.5")
-    (curve,) = job_reports.collect_report(opened, None).metrics
+    (curve,) = job_collection.collect_report(opened, None).metrics
     assert (curve.x_name, len(curve.xs), len(curve.times)) == (axis, 4 if axis else 0, 4)
 
 
@@ -211,7 +211,7 @@ def test_secrets_are_masked_everywhere(tmp_path: Path) -> None:
         "environment": {"SM_HPS": '{"db_password": "******", "lr": 0.1}'},
     }
     result = FinishedJob("digits-1", 1, tmp_path, {}, {}, {}, {"algo-1": "hunter2-x failed"}, plan=plan)
-    report = job_reports.collect_report(opened, result)
+    report = job_collection.collect_report(opened, result)
     page = render_job_page(report)
     assert not [secret for secret in (*secrets.values(), "hunter2-x") if secret in page]
     assert [line.text for line in report.log][-2:] == ["the value is debug.", "the value is 0.1."]
@@ -225,7 +225,7 @@ def test_values_are_masked_if_train_has_not_named_the_secrets(tmp_path: Path) ->
     defined = {"sagemaker_metric_definitions": "[]"}
     opened = open_finished_job(tmp_path, environment={"PLAIN": "perhaps-secret"}, hyperparameters={"a": "b", **defined})
     opened.log.add("algo-1", "perhaps-secret")
-    report = job_reports.collect_report(opened, None)
+    report = job_collection.collect_report(opened, None)
     assert "perhaps-secret" not in render_job_page(report)
     assert report.settings["hyperparameters"] == {"a": "******", **defined}
     assert report.exit_code is None
@@ -234,7 +234,7 @@ def test_values_are_masked_if_train_has_not_named_the_secrets(tmp_path: Path) ->
 def test_metric_definitions_come_before_numbers_in_the_log(tmp_path: Path) -> None:
     opened = open_finished_job(tmp_path)
     opened.log.add("algo-1", "[0,algo-1] other=1")
-    assert [curve.name for curve in job_reports.collect_report(opened, None).metrics] == ["other"]
+    assert [curve.name for curve in job_collection.collect_report(opened, None).metrics] == ["other"]
     output = tmp_path / "algo-1" / "output"
     output.mkdir(parents=True)
     record = {"time": "2026-01-31T12:00:00.500Z", "name": "loss", "value": 0.25, "rank": 1, "host": "algo-1"}
@@ -242,7 +242,7 @@ def test_metric_definitions_come_before_numbers_in_the_log(tmp_path: Path) -> No
     (output / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)))
     opened.log.began = 1769860800.0
     opened.log.defined = read_metrics(tmp_path, opened.log.began)
-    (curve,) = job_reports.collect_report(opened, None).metrics
+    (curve,) = job_collection.collect_report(opened, None).metrics
     assert (curve.name, curve.rank, [*curve.times], [*curve.values]) == ("loss", 1, [0.5], [0.25])
     assert curve.marks == [(0.5, None, "nan")]
     assert {name: str(value) for (name, _, _), value in opened.log.not_finite.items()} == {"loss": "nan"}
@@ -254,7 +254,7 @@ def test_metric_definitions_come_before_numbers_in_the_log(tmp_path: Path) -> No
 def test_a_report_that_cannot_be_written_is_a_warning(tmp_path: Path) -> None:
     (tmp_path / "report.html").mkdir()
     said = io.StringIO()
-    assert job_reports.write_job_report(Console(file=said), open_finished_job(tmp_path), None) is None
+    assert job_collection.write_job_report(Console(file=said), open_finished_job(tmp_path), None) is None
     assert "warning: the report" in said.getvalue()
 
 

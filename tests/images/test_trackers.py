@@ -15,13 +15,13 @@ from typing import Any, cast
 
 import pytest
 
-from shoal.commands import job_reports
 from shoal.jobs import trackers
 from shoal.jobs.job import FinishedJob, JobRequest
 from shoal.jobs.job_log import Key, Series
 from shoal.jobs.store import JobRecord, OpenJob
 from shoal.jobs.summary import summary_rows
 from shoal.jobs.trackers import find_trackers, read_scalars
+from shoal.report import job_collection
 from shoal.report.job_page import render_job_page
 from shoal.report.job_report import read_report
 
@@ -163,7 +163,7 @@ def test_the_report_has_the_scalars_of_all_hosts(tmp_path: Path, hosts: int, run
     result = FinishedJob("digits-1", 0, tmp_path, {}, {}, {}, {}, trackers=trackers)
     command = f"tensorboard --logdir {tmp_path}/algo-1/output/tensorboard"
     assert ("TensorBoard", command) in summary_rows(opened.record.request, result)
-    (tmp_path / "report.html").write_text(render_job_page(job_reports.collect_report(opened, result)))
+    (tmp_path / "report.html").write_text(render_job_page(job_collection.collect_report(opened, result)))
     report = read_report(tmp_path)
     assert {curve.host for curve in report.scalars} == runs
     assert {(curve.name, curve.x_name, len(curve.values)) for curve in report.scalars} == {

@@ -20,7 +20,6 @@ from rich.console import Console
 
 from shoal import docker_client
 from shoal.builds import builder
-from shoal.commands import job_reports
 from shoal.commands.common import (
     EVERY_DAY,
     RUN,
@@ -78,7 +77,7 @@ from shoal.jobs.store import (
 from shoal.jobs.variables import parse_secrets, read_environment, restore_environment
 from shoal.jobs.view import LiveView, PlainView, View, can_show_panel
 from shoal.jobs.volumes import Volume
-from shoal.report import timeline
+from shoal.report import job_collection, timeline
 from shoal.report.job_page import render_comparison_page
 from shoal.report.job_report import PAGE, read_report
 from shoal.report.output_files import choose_files, write_files
@@ -360,7 +359,7 @@ def _run_to_end(opened: OpenJob, progress: Console, options: RunOptions, build_s
                 opened.finish(code, state)
         if opened.log.lines:
             opened.log.defined = metric_definitions.read_metrics(opened.directory, opened.log.began)
-            page = job_reports.write_job_report(progress, opened, None)
+            page = job_collection.write_job_report(progress, opened, None)
             _print_report(progress, page)
         if opened.has_checkpoints:
             summary.print_resume_command(progress, opened.record.request, opened.name)
@@ -380,7 +379,7 @@ def _run_to_end(opened: OpenJob, progress: Console, options: RunOptions, build_s
         metrics={**opened.log.last_metrics, **result.metrics},
         trackers=trackers.find_trackers(opened.outputs.values()),
     )
-    return dataclasses.replace(result, report=job_reports.write_job_report(progress, opened, result))
+    return dataclasses.replace(result, report=job_collection.write_job_report(progress, opened, result))
 
 
 def _describe_exception(error: BaseException) -> tuple[int, str]:

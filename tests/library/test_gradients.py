@@ -14,10 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from shoal_toolkit.hooks.idle import wait_for_idle_threads
-from smdistributed.modelparallel.torch.script import master_weights, reducer
-from smdistributed.modelparallel.torch.script.gradient_norms import clip_gradients
-from smdistributed.modelparallel.torch.script.loss_scale import LossScale
-from smdistributed.modelparallel.torch.script.master_weights import MasterWeights
+from smdistributed.modelparallel.torch.script import gradients, half_precision
+from smdistributed.modelparallel.torch.script.gradients import clip_gradients
+from smdistributed.modelparallel.torch.script.half_precision import LossScale, MasterWeights
 
 COUNT = 30
 
@@ -50,8 +49,8 @@ class Device(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def reduced(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What the stage, which is alone, gives to collectives."""
     given: list[Any] = []
-    monkeypatch.setattr(master_weights, "dist", SimpleNamespace(all_reduce=given.append))
-    monkeypatch.setattr(master_weights, "device_of", lambda _: torch.device("cpu"))
+    monkeypatch.setattr(half_precision, "dist", SimpleNamespace(all_reduce=given.append))
+    monkeypatch.setattr(half_precision, "device_of", lambda _: torch.device("cpu"))
 
     def never(_: torch.Tensor) -> torch.Tensor:
         raise AssertionError("a copy to the host waits for the device")
@@ -129,6 +128,6 @@ def test_parameters_are_broadcast_in_buckets(monkeypatch: pytest.MonkeyPatch, ev
 
     monkeypatch.setattr(torch.distributed, "_broadcast_coalesced", counted)
     given = parameters(3.0)
-    reducer.broadcast_in_buckets(given, everybody, 0)
-    reducer.broadcast_in_buckets([], everybody, 0)
+    gradients.broadcast_in_buckets(given, everybody, 0)
+    gradients.broadcast_in_buckets([], everybody, 0)
     assert sent == [sum(1 for parameter in given if parameter.numel())]

@@ -16,8 +16,7 @@ from tests.repeats import SEED, SOAK, times
 
 from smdistributed.modelparallel.backend.config import Config
 from smdistributed.modelparallel.backend.exceptions import SMPRuntimeError
-from smdistributed.modelparallel.backend.schedule import Schedule, TurnKind
-from smdistributed.modelparallel.backend.slot import Slot
+from smdistributed.modelparallel.backend.schedule import Schedule, Slot, TurnKind
 from smdistributed.modelparallel.torch.pipeline import failures
 from smdistributed.modelparallel.torch.pipeline.messages import Kind, Message
 from smdistributed.modelparallel.torch.pipeline.observation import Observer

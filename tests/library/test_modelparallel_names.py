@@ -25,7 +25,7 @@ from smdistributed.modelparallel.backend.exceptions import (
     StepUsageError,
 )
 from smdistributed.modelparallel.torch.optimizers import FusedLAMB, FusedNovoGrad
-from smdistributed.modelparallel.torch.script.loss_scale import LossScale
+from smdistributed.modelparallel.torch.script.half_precision import LossScale
 from smdistributed.modelparallel.torch.utils import get_distribution_axis, rmsg
 
 own_pickle = types.ModuleType("own_pickle")

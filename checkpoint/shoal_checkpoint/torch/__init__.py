@@ -28,7 +28,7 @@ from shoal_checkpoint.torch.batches import ExactLoader
 from shoal_checkpoint.torch.pickles import UntrustedError
 from shoal_checkpoint.torch.random_states import derive_random_states, read_random_states, set_random_states
 from shoal_checkpoint.torch.ranks import StopAgreement
-from shoal_checkpoint.torch.writer import Writer
+from shoal_checkpoint.torch.storage import Writer
 
 __all__ = ["Checkpoint", "CheckpointError", "StopAgreement"]
 

@@ -57,14 +57,14 @@ class Shares:
 
 
 class _Indices:
-    """Iterates over the indices of an epoch's batches, with random states of their own: those that `begin` sets.
+    """Iterates over the indices of an epoch's batches, with random states of their own: those that `seed_generators` sets.
 
     So the order does not change if the loader asks earlier for the next batch, or if other code draws.
     """
 
-    def __init__(self, inner: Any, skip: int, seed: int | None, begin: Callable[[], None]) -> None:
+    def __init__(self, inner: Any, skip: int, seed: int | None, seed_generators: Callable[[], None]) -> None:
         self._inner, self._number, self._seed = inner, skip, seed
-        self._begin: Callable[[], None] | None = begin
+        self._seed_generators: Callable[[], None] | None = seed_generators
         self._indices: Iterator[Any] = iter(())
         self._states: dict[str, Any] = {}
 
@@ -88,11 +88,11 @@ class _Indices:
 
     def _enter(self) -> None:
         """Sets the random states of the sampler. The first time, draws the indices that are skipped."""
-        if self._begin is None:
+        if self._seed_generators is None:
             set_random_states(self._states)
             return
-        self._begin()
-        self._begin = None
+        self._seed_generators()
+        self._seed_generators = None
         self._indices = iter(self._inner)
         for _ in islice(self._indices, self._number):
             pass
@@ -208,12 +208,12 @@ class ExactLoader:
                 pass
             return batches
 
-        def begin() -> None:
+        def seed_generators() -> None:
             seed_all(seed)
             for generator, own in seeds:
                 generator.manual_seed(own)
 
-        self._indices.start = inner, skip, seed if self.loader.num_workers else None, begin
+        self._indices.start = inner, skip, seed if self.loader.num_workers else None, seed_generators
         attributes = vars(self.loader)  # a DataLoader refuses to set them in the ordinary way
         attributes[self._attribute] = self._indices
         try:

@@ -8,6 +8,8 @@ collectives in the same order. Tensors on a GPU are copied through host memory.
 import smdistributed.core.tensorflow  # noqa: F401 (says what to do where it is not installed)
 from smdistributed.dataparallel.reduce_op import ReduceOp
 from smdistributed.dataparallel.tensorflow.collectives import (
+    BroadcastGlobalVariablesHook,
+    Compression,
     allreduce,
     broadcast,
     broadcast_global_variables,
@@ -15,10 +17,8 @@ from smdistributed.dataparallel.tensorflow.collectives import (
     oob_allreduce,
     overlap,
 )
-from smdistributed.dataparallel.tensorflow.compression import Compression
 from smdistributed.dataparallel.tensorflow.gathering import allgather, alltoall, barrier, broadcast_object, join
 from smdistributed.dataparallel.tensorflow.gradients import DistributedGradientTape
-from smdistributed.dataparallel.tensorflow.hooks import BroadcastGlobalVariablesHook
 from smdistributed.dataparallel.tensorflow.job import (
     init,
     is_initialized,

@@ -15,8 +15,38 @@ from smdistributed.core.options import only_known, warn_without_effect
 from smdistributed.core.tensorflow import operations
 from smdistributed.dataparallel.exceptions import SMDDPError
 from smdistributed.dataparallel.reduce_op import ReduceOp
-from smdistributed.dataparallel.tensorflow.compression import Compression
 from smdistributed.dataparallel.tensorflow.job import require_size
+
+
+class _None:
+    @staticmethod
+    def compress(tensor: Any) -> tuple[Any, Any]:
+        return tensor, None
+
+    @staticmethod
+    def decompress(tensor: Any, dtype: Any) -> Any:
+        return tensor
+
+
+class _Fp16:
+    """Sends float32 and float64 as float16: numbers below 6e-8 become 0, those above 65,504 infinite."""
+
+    @staticmethod
+    def compress(tensor: Any) -> tuple[Any, Any]:
+        wide = tensor.dtype in (tf.float32, tf.float64)
+        return (tf.cast(tensor, tf.float16), tensor.dtype) if wide else (tensor, None)
+
+    @staticmethod
+    def decompress(tensor: Any, dtype: Any) -> Any:
+        return tensor if dtype is None else tf.cast(tensor, dtype)
+
+
+class Compression:
+    """Values of `compression`. `compress` returns a tensor, and the context that `decompress` needs."""
+
+    none = _None
+    fp16 = _Fp16
+
 
 BUCKET_MB = 25
 _OPS = {ReduceOp.AVERAGE: "avg", ReduceOp.SUM: "sum", ReduceOp.MIN: "min", ReduceOp.MAX: "max"}
@@ -227,3 +257,23 @@ def _run_collective(collective: Any, tensors: list[Any], argument: Any) -> list[
     except tf.errors.InternalError as error:
         raise SMDDPError(operations.failure_reason(error)) from None
     return found
+
+
+class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):  # type: ignore[misc]
+    """Sets all global variables to the values of one rank, after a session has initialized or restored them.
+
+    Args:
+        root_rank: The rank, from 0.
+    """
+
+    def __init__(self, root_rank: int) -> None:
+        self._root_rank = root_rank
+        self._broadcast: Any = None
+
+    def begin(self) -> None:
+        """Adds the broadcast to the graph."""
+        self._broadcast = broadcast_global_variables(self._root_rank)
+
+    def after_create_session(self, session: Any, coord: Any) -> None:
+        """Runs the broadcast; all ranks wait for each other."""
+        session.run(self._broadcast)

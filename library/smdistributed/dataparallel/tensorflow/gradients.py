@@ -9,8 +9,7 @@ import tensorflow as tf
 from smdistributed.core.options import only_known
 from smdistributed.dataparallel.exceptions import SMDDPError
 from smdistributed.dataparallel.reduce_op import ReduceOp
-from smdistributed.dataparallel.tensorflow.collectives import parse_reduce_op, reduce_tensors
-from smdistributed.dataparallel.tensorflow.compression import Compression
+from smdistributed.dataparallel.tensorflow.collectives import Compression, parse_reduce_op, reduce_tensors
 
 
 class DistributedGradientTape(tf.GradientTape):  # type: ignore[misc]

@@ -9,8 +9,7 @@ import tensorflow as tf
 from smdistributed.core.options import only_known, warn_without_effect
 from smdistributed.dataparallel.exceptions import SMDDPError
 from smdistributed.dataparallel.reduce_op import ReduceOp
-from smdistributed.dataparallel.tensorflow.collectives import BUCKET_MB, parse_reduce_op, reduce_tensors
-from smdistributed.dataparallel.tensorflow.compression import Compression
+from smdistributed.dataparallel.tensorflow.collectives import BUCKET_MB, Compression, parse_reduce_op, reduce_tensors
 from smdistributed.dataparallel.tensorflow.gradients import reject_unsupported
 
 _MARK = "_smddp_combines"

@@ -34,7 +34,7 @@ from smdistributed.dataparallel.tensorflow import (
     shutdown,
     size,
 )
-from smdistributed.dataparallel.tensorflow.hooks import (
+from smdistributed.dataparallel.tensorflow.collectives import (
     BroadcastGlobalVariablesHook as _BroadcastGlobalVariablesHook,
 )
 

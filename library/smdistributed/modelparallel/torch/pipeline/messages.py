@@ -1,4 +1,4 @@
-"""Sends and reads messages between stages: a kind, the step and the microbatch they belong to, and tensors.
+"""Messages between stages: a kind, the step and the microbatch they belong to, and tensors or Python objects.
 
 Tensors of any device go through the host's memory: docs/decisions/stages-through-the-host.md has the reasons.
 """
@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from smdistributed.modelparallel.backend.object_exchange import ObjectExchange
 from smdistributed.modelparallel.backend.transport import Transport
 from smdistributed.modelparallel.torch.pipeline.devices import move_here
-from smdistributed.modelparallel.torch.pipeline.packing import Meta, from_buffer, meta_of, to_buffer
+from smdistributed.modelparallel.torch.pipeline.packing import Meta, from_buffer, meta_of, pack, to_buffer, unpack
 
 
 class Kind(enum.IntEnum):
@@ -107,3 +108,26 @@ def receive(source: int, head: bytes, bodies: Sequence[bytearray]) -> Message:
     rest = iter(bodies)
     tensors = [meta and ReceivedTensor(from_buffer(next(rest), meta), meta) for meta in metas]
     return Message(Kind(kind), source, step, microbatch, call, about, tensors)
+
+
+def open_object_exchange(transport: Transport, rank: int, seconds: float) -> ObjectExchange:
+    """Makes this rank's object exchange; deliver messages of `Kind.OBJECT` to it.
+
+    Args:
+        transport: Carries the messages.
+        rank: This process's rank in the job.
+        seconds: How long `receive` waits.
+
+    Returns:
+        The exchange. Sending and receiving use `transport` only when they are called.
+    """
+
+    def send_object(to: int, channel: str, obj: object) -> None:
+        body, tensors = pack(obj)
+        send(transport, to, Kind.OBJECT, 0, call=channel, about=body, tensors=tensors)
+
+    return ObjectExchange(rank, send_object, _read, seconds)
+
+
+def _read(message: Message) -> Any:
+    return unpack(message.about, [tensor for tensor in message.all_here() if tensor is not None])

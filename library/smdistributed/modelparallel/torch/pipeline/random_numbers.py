@@ -1,6 +1,6 @@
 """Random numbers that depend on the step, the microbatch and the call, and not on which thread computes first.
 
-Threads take turns on a stage (see `backend.slot`). With each change of turns, torch's default generators are switched
+Threads take turns on a stage (see `backend.schedule`). With each change of turns, the default generators are switched
 to the state of the next task. So dropout draws the same numbers in every run with the same seed.
 """
 

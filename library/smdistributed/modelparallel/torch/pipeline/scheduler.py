@@ -1,7 +1,7 @@
 """Which threads of a stage compute and which wait, in a step.
 
 Tasks run on worker threads, and on the script's own thread while it waits for events. One task computes at a time: see
-`backend.slot`. A task that waits for another stage lets others compute. A failure wakes all threads that wait.
+`backend.schedule`. A task that waits for another stage lets others compute. A failure wakes all threads that wait.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ import threading
 from collections.abc import Callable
 
 from smdistributed.modelparallel.backend.exceptions import SMPRuntimeError
-from smdistributed.modelparallel.backend.schedule import Turn, TurnKind
-from smdistributed.modelparallel.backend.slot import Slot, TurnRequest, WorkerThreads
+from smdistributed.modelparallel.backend.schedule import Slot, Turn, TurnKind, TurnRequest, WorkerThreads
 from smdistributed.modelparallel.backend.transport import Transport, Waiter
 from smdistributed.modelparallel.torch.pipeline import devices
 from smdistributed.modelparallel.torch.pipeline.failures import Failures

@@ -17,20 +17,17 @@ import torch
 
 from smdistributed.modelparallel.backend.config import TIMEOUT_FIX, Config
 from smdistributed.modelparallel.backend.exceptions import SMPRuntimeError
-from smdistributed.modelparallel.backend.schedule import Schedule, TurnKind
-from smdistributed.modelparallel.backend.slot import Slot
+from smdistributed.modelparallel.backend.schedule import Schedule, Slot, TurnKind
 from smdistributed.modelparallel.backend.transport import Transport
 from smdistributed.modelparallel.torch.pipeline import devices
 from smdistributed.modelparallel.torch.pipeline.calls import ReceivedInputs, RemoteCall
-from smdistributed.modelparallel.torch.pipeline.failures import Failures
+from smdistributed.modelparallel.torch.pipeline.failures import Failures, Peers
 from smdistributed.modelparallel.torch.pipeline.messages import Kind, Message
 from smdistributed.modelparallel.torch.pipeline.observation import Observer
 from smdistributed.modelparallel.torch.pipeline.packing import pack, unpack
-from smdistributed.modelparallel.torch.pipeline.peers import Peers
 from smdistributed.modelparallel.torch.pipeline.random_numbers import derive_seed, draw_seed
 from smdistributed.modelparallel.torch.pipeline.scheduler import Reply, Scheduler, Step, require_task
-from smdistributed.modelparallel.torch.pipeline.tasks import Task
-from smdistributed.modelparallel.torch.pipeline.thread_modes import ThreadModes
+from smdistributed.modelparallel.torch.pipeline.tasks import Task, ThreadModes
 
 _MICROBATCH_DONE = Message(Kind.FINISHED, -1, -1, -1, None, None, [])
 Hop = tuple[int, tuple[str, ...]]

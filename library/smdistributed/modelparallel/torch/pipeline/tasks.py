@@ -1,13 +1,14 @@
-"""The task of each thread in a step: a record of the microbatch, the kind of work and the state of random numbers.
+"""The tasks of a step, and the modes that torch keeps for each thread: a call to another stage takes both along.
 
-It also notes which task the current thread works on. `scheduler` runs tasks.
+A task is the record of a microbatch, the kind of work and the state of random numbers. `scheduler` runs tasks.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 
 import torch
 
@@ -48,3 +49,32 @@ def as_current_task(task: Task) -> Iterator[None]:
         yield
     finally:
         _thread.task = before
+
+
+@dataclass(frozen=True)
+class ThreadModes:
+    """grad: whether gradients are computed. autocast: pairs of a device type and the dtype that autocast uses there."""
+
+    grad: bool
+    autocast: tuple[tuple[str, torch.dtype], ...]
+
+    @classmethod
+    def current(cls) -> ThreadModes:
+        """Returns the modes of this thread: whether grad is enabled, and autocast's device types and dtypes."""
+        autocast = []
+        if torch.is_autocast_enabled():
+            autocast.append(("cuda", torch.get_autocast_gpu_dtype()))
+        if torch.is_autocast_cpu_enabled():
+            autocast.append(("cpu", torch.get_autocast_cpu_dtype()))
+        return cls(torch.is_grad_enabled(), tuple(autocast))
+
+    @contextmanager
+    def apply(self) -> Iterator[None]:
+        """Sets these modes on this thread inside `with`.
+
+        Autocast for device types that these modes do not name stays as it is.
+        """
+        with torch.set_grad_enabled(self.grad), ExitStack() as stack:
+            for device, dtype in self.autocast:
+                stack.enter_context(torch.autocast(device, dtype=dtype))
+            yield

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.nn.utils import clip_grad
 
-from smdistributed.modelparallel.torch.script.gradient_norms import clip_gradients
+from smdistributed.modelparallel.torch.script.gradients import clip_gradients
 from smdistributed.modelparallel.torch.script.state import State, state
 
 

@@ -27,12 +27,10 @@ from smdistributed.modelparallel.torch.pipeline.tasks import current_task
 from smdistributed.modelparallel.torch.plan.construction import dtype_of
 from smdistributed.modelparallel.torch.plan.manual_partition import manual_stages
 from smdistributed.modelparallel.torch.script import clipping, state_dicts
-from smdistributed.modelparallel.torch.script.gradient_norms import clip_gradients
+from smdistributed.modelparallel.torch.script.gradients import Reducer, StepGradients, clip_gradients
 from smdistributed.modelparallel.torch.script.half_precision import convert, to_half, to_single
 from smdistributed.modelparallel.torch.script.placement import choose_stages, materialize_local_modules, move_to_gpu
-from smdistributed.modelparallel.torch.script.reducer import Reducer
 from smdistributed.modelparallel.torch.script.state import State, WrappedModel, state
-from smdistributed.modelparallel.torch.script.step_gradients import StepGradients
 
 _Hook = Callable[["DistributedModel", Any], Any]
 

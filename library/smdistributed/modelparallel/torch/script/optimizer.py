@@ -14,9 +14,8 @@ from torch.utils._pytree import tree_map
 from smdistributed.core.options import did_you_mean, only_known, warn_without_effect
 from smdistributed.modelparallel.backend.exceptions import SMPRuntimeError, SMPUnsupportedError, StepUsageError
 from smdistributed.modelparallel.torch.pipeline.tasks import current_task
-from smdistributed.modelparallel.torch.script.gradient_norms import clip_gradients
-from smdistributed.modelparallel.torch.script.loss_scale import LossScale
-from smdistributed.modelparallel.torch.script.master_weights import MasterWeights
+from smdistributed.modelparallel.torch.script.gradients import clip_gradients
+from smdistributed.modelparallel.torch.script.half_precision import LossScale, MasterWeights
 from smdistributed.modelparallel.torch.script.model import DistributedModel, script_model
 from smdistributed.modelparallel.torch.script.optimizer_shards import OptimizerShards
 from smdistributed.modelparallel.torch.script.state import WrappedOptimizer, state

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from smdistributed.modelparallel.backend.partition import assign_owners
-from smdistributed.modelparallel.torch.script.reducer import broadcast_in_buckets
+from smdistributed.modelparallel.torch.script.gradients import broadcast_in_buckets
 
 
 class OptimizerShards:

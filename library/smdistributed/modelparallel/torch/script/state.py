@@ -24,12 +24,11 @@ from smdistributed.modelparallel.backend.ranks import GROUPS, Grid
 from smdistributed.modelparallel.backend.rendezvous import connect_ranks
 from smdistributed.modelparallel.backend.transport import Access, Transport
 from smdistributed.modelparallel.torch.pipeline import devices
-from smdistributed.modelparallel.torch.pipeline.messages import Kind, receive
+from smdistributed.modelparallel.torch.pipeline.messages import Kind, open_object_exchange, receive
 from smdistributed.modelparallel.torch.pipeline.module_manager import ModuleManager
-from smdistributed.modelparallel.torch.pipeline.objects import open_object_exchange
 from smdistributed.modelparallel.torch.pipeline.stage import Stage
-from smdistributed.modelparallel.torch.script.master_weights import MasterWeights
-from smdistributed.modelparallel.torch.script.step_gradients import StepGradients
+from smdistributed.modelparallel.torch.script.gradients import StepGradients
+from smdistributed.modelparallel.torch.script.half_precision import MasterWeights
 
 
 class WrappedModel(nn.Module):

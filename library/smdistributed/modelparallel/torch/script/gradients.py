@@ -1,12 +1,14 @@
-"""Averages gradients over the replicas of a stage (`ddp`), in buckets, while later gradients are computed.
+"""The gradients of this stage: norms, averages over its replicas (`ddp`), and the checks around a step.
 
 torch's DistributedDataParallel needs a forward of the whole model on each rank, which no rank has. Here a gradient
-counts as complete when it was accumulated as often as in earlier steps. At the end of a step the replicas agree on
-which buckets were sent too early, and send those again.
+counts as complete when it was accumulated as often as in earlier steps. Complete ones are averaged in buckets, while
+later gradients are computed. At the end of a step the replicas agree on which buckets were sent too early, and send
+those again. For a norm, each GPU is waited for once, not once per tensor.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,6 +19,63 @@ import torch.distributed as dist
 from torch import nn
 
 from smdistributed.core.torch.devices import device_of
+from smdistributed.modelparallel.backend.exceptions import StepUsageError
+
+
+def clip_gradients(
+    parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float, gather: Callable[[float], Sequence[Any]]
+) -> float:
+    """Scales gradients down, in place, so that their norm over all stages is at most `max_norm`.
+
+    Args:
+        parameters: Their gradients are scaled. Those without a gradient are ignored.
+        max_norm: The largest norm that is allowed.
+        norm_type: The p of the p-norm; inf for the largest absolute value.
+        gather: Exchanges this stage's part of the norm with the other stages; returns the parts of all.
+
+    Returns:
+        The norm before clipping. If it is NaN, gradients stay as they are.
+    """
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    infinite = norm_type == float("inf")
+    if infinite:
+        part = largest_element(gradients)
+    else:
+        part = sum(float((norms**norm_type).sum()) for norms in _norms(gradients, norm_type))
+    parts = gather(part)
+    total = _maximum(parts) if infinite else sum(parts) ** (1 / norm_type)
+    if total > max_norm and gradients:
+        torch._foreach_mul_(gradients, max_norm / (total + 1e-6))
+    return float(total)
+
+
+def largest_element(gradients: Sequence[torch.Tensor]) -> float:
+    """The largest absolute value of all gradients; 0 without any. It is inf or NaN if an element is."""
+    return _maximum(float(norms.max()) for norms in _norms(gradients, float("inf")))
+
+
+def _maximum(values: Iterable[float]) -> float:
+    """Returns the maximum; NaN if a value is, wherever it stands, as in torch.
+
+    Without values it is 0.
+    """
+    found = list(values)
+    return next((value for value in found if math.isnan(value)), max(found, default=0.0))
+
+
+def _norms(gradients: Sequence[torch.Tensor], norm_type: float) -> Iterator[torch.Tensor]:
+    """Yields the norms of all gradients of a device in one tensor: reading it waits for that device once.
+
+    The norms are float64, and computed in single precision or better. Gradients without elements are left out.
+    """
+    found: dict[torch.device, list[torch.Tensor]] = {}
+    for gradient in gradients:
+        if gradient.numel():
+            wide = torch.promote_types(gradient.dtype, torch.float32)  # a norm in float16 overflows
+            found.setdefault(gradient.device, []).append(torch.linalg.vector_norm(gradient, norm_type, dtype=wide))
+    for norms in found.values():
+        yield torch.stack([norm.double() for norm in norms])
+
 
 _BROADCAST_BYTES = 25 << 20  # as DistributedDataParallel has it
 
@@ -228,3 +287,76 @@ def _split_into_buckets(parameters: Sequence[nn.Parameter], bucket_bytes: int) -
         size += parameter.numel() * parameter.element_size()
     if bucket:
         yield bucket
+
+
+_UNAVERAGED = (
+    "Gradients were computed without model.backward, so that replicas would not average them. "
+    "Fix: call model.backward(loss) instead of loss.backward()."
+)
+_SUMMED = (
+    "Gradients were computed without model.backward, so that they are sums over the microbatches instead of means. "
+    "Fix: call model.backward(loss) instead of loss.backward()."
+)
+
+
+class StepGradients:
+    """Follows the gradients of this stage's parameters through steps.
+
+    Args:
+        parameters: Lists this stage's parameters; empty before the model is placed.
+        must_be_means: Whether gradients are means over several microbatches, which `model.backward` computes.
+    """
+
+    def __init__(self, parameters: Callable[[], Iterable[nn.Parameter]], must_be_means: Callable[[], bool]) -> None:
+        self._parameters, self._must_be_means = parameters, must_be_means
+        self.reducer: Reducer | None = None
+        """Averages over the replicas, if there are several. Set when the model is placed."""
+        self.were_scaled = False
+        """Whether losses were multiplied by the loss scale since the optimizer's `zero_grad`."""
+        self.was_called_outside = False
+        """Whether the model was called outside a step with gradients, and `model.backward` not since."""
+        self._has_called_backward = False
+        self._had_gradients: set[int] = set()
+
+    def begin(self) -> None:
+        """Notes that a step begins: gradients from before belong to another one. The reducer begins to count again."""
+        self.was_called_outside = False
+        if not self._has_called_backward:
+            self._had_gradients = {id(p) for p in self._parameters() if p.grad is not None}
+        if self.reducer:
+            self.reducer.begin()
+
+    def end(self, had_backward: bool) -> None:
+        """Ends a step: averages its gradients over the replicas.
+
+        Args:
+            had_backward: Whether `model.backward` was called, on any stage. An evaluation leaves gradients alone.
+
+        Raises:
+            StepUsageError: If the script computed gradients in another way.
+        """
+        self.were_scaled |= had_backward
+        self._has_called_backward |= had_backward
+        if self.reducer and had_backward:
+            self.reducer.end()
+        elif self.reducer and self.reducer.saw_gradients:
+            raise StepUsageError(_UNAVERAGED)
+        self._require_means()
+
+    def finish_averages(self) -> None:
+        """Averages what `backward_passes_per_step` has left to later steps; all replicas call it.
+
+        Raises:
+            StepUsageError: If replicas have computed gradients outside a step, and not by `model.backward`.
+        """
+        if self.reducer and self.was_called_outside and self.reducer.saw_gradients:
+            raise StepUsageError(_UNAVERAGED)
+        if self.reducer:
+            self.reducer.finish()
+
+    def _require_means(self) -> None:
+        """Raises StepUsageError if a step without `backward` has left gradients of several microbatches."""
+        if self._has_called_backward or not self._must_be_means():
+            return
+        if any(p.grad is not None and id(p) not in self._had_gradients for p in self._parameters()):
+            raise StepUsageError(_SUMMED)

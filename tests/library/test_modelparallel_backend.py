@@ -48,11 +48,11 @@ def test_defaults_follow_from_other_values() -> None:
         ({"partitions": 2, "memory_weight": 1.5}, "memory_weight must be between 0.0 and 1.0!"),
         ({"partitions": 2, "ddp_port": 1234}, "`ddp_port` needs `ddp` to be set as well"),
         ({"partitions": 2, "ddp": True, "horovod": True}, "'ddp' and 'horovod' cannot be simultaneously enabled."),
-        ({"partitions": 0}, "'pipeline_parallel_degree' is 0: it must be 1 or more."),
-        ({"partitions": "2"}, "'pipeline_parallel_degree' is '2': it must be an integer."),
-        ({"partitions": 2, "pipeline": "gpipe"}, "'pipeline' is 'gpipe': it must be one of 'interleaved', 'simple'."),
-        ({"partitions": 2, "placement_strategy": "DPX"}, "'placement_strategy' is 'DPX': it must be one of 'cluster'"),
-        ({"partitions": 2, "ddp": 1}, "'ddp' is 1: it must be true or false."),
+        ({"partitions": 0}, "'pipeline_parallel_degree' is 0. Allowed: 1 or more."),
+        ({"partitions": "2"}, "'pipeline_parallel_degree' is '2'. Allowed: an integer."),
+        ({"partitions": 2, "pipeline": "gpipe"}, "'pipeline' is 'gpipe'. Allowed: 'interleaved', 'simple'."),
+        ({"partitions": 2, "placement_strategy": "DPX"}, "'placement_strategy' is 'DPX'. Allowed: 'cluster'"),
+        ({"partitions": 2, "ddp": 1}, "'ddp' is 1. Allowed: true or false."),
         ({"partitions": 2, "pipeline_parallel_degree": 3}, "they mean the same"),
     ],
 )
@@ -133,8 +133,8 @@ def test_cluster_keeps_a_replica_together_and_spread_deals_it_out() -> None:
 @pytest.mark.parametrize(
     ("values", "size", "message"),
     [
-        ({"partitions": 4}, 6, "'partitions' is 4, but the job has 6 ranks: start a multiple of 4"),
-        ({"partitions": 2}, 4, "The job has 4 ranks for 2 partitions: set 'ddp' to true to train 2 replicas"),
+        ({"partitions": 4}, 6, "'partitions' is 4, but the job has 6 ranks. Fix: start a multiple of 4"),
+        ({"partitions": 2}, 4, "The job has 4 ranks for 2 partitions. Fix: set 'ddp' to true to train 2 replicas"),
     ],
 )
 def test_ranks_that_do_not_fit_are_refused(values: dict[str, Any], size: int, message: str) -> None:

@@ -432,7 +432,7 @@ def test_consecutive_hysteresis_forgives_after_every_good_step() -> None:
     ("arguments", "message"),
     [
         ({"scale_windw": 2}, "Did you mean 'scale_window'"),
-        ({"delayed_shift": 0}, "'delayed_shift' of dynamic_loss_args is 0: it must be a number from 1 on"),
+        ({"delayed_shift": 0}, "'delayed_shift' of dynamic_loss_args is 0. Allowed: a number from 1 on"),
     ],
 )
 def test_wrong_arguments_of_the_scale_are_named(arguments: dict[str, Any], message: str) -> None:

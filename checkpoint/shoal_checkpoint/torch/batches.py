@@ -57,7 +57,7 @@ class Shares:
 
 
 class _Indices:
-    """Iterates over the indices of an epoch's batches, with random states of their own: those that `seed_generators` sets.
+    """Iterates over the indices of an epoch's batches, with random states of their own: by `seed_generators`.
 
     So the order does not change if the loader asks earlier for the next batch, or if other code draws.
     """

@@ -62,7 +62,7 @@ def read_seconds(name: str, default: float) -> float:
     except ValueError:
         seconds = 0.0
     if not seconds > 0:
-        raise CollectiveError(f"{name}={text!r} is invalid: it must be a number of seconds above 0.")
+        raise CollectiveError(f"{name}={text!r} is invalid. Allowed: a number of seconds above 0.")
     return seconds
 
 

@@ -90,7 +90,9 @@ def requested_engine(choices: Sequence[str] = CHOICES) -> str:
     """Reads SMDDP_ENGINE; "auto" if it is unset or empty. Raises SMDDPError if it is not one of `choices`."""
     requested = os.environ.get("SMDDP_ENGINE") or "auto"
     if requested not in choices:
-        raise SMDDPError(f"SMDDP_ENGINE={requested!r} is not a communication engine: use one of {', '.join(choices)}.")
+        raise SMDDPError(
+            f"SMDDP_ENGINE={requested!r} is not a communication engine. Fix: use one of {', '.join(choices)}."
+        )
     return requested
 
 

@@ -251,7 +251,7 @@ def _rank_and_size(env: Mapping[str, str], names: tuple[str, str]) -> tuple[int,
 def _is_pair_set(env: Mapping[str, str], names: tuple[str, str]) -> bool:
     for present, other in (names, names[::-1]):
         if present in env and other not in env:
-            raise LaunchError(f"{present}={env[present]} is set, but {other} is not: set both or neither.")
+            raise LaunchError(f"{present}={env[present]} is set, but {other} is not. Fix: set both or neither.")
     return names[0] in env
 
 
@@ -260,9 +260,9 @@ def _read_integer(env: Mapping[str, str], name: str, lowest: int, highest: int |
     try:
         value = int(env[name])
     except ValueError:
-        raise LaunchError(f"{name}={env[name]!r} is not an integer: it must be {allowed}.") from None
+        raise LaunchError(f"{name}={env[name]!r} is not an integer. Allowed: {allowed}.") from None
     if value < lowest or (highest is not None and value > highest):
-        raise LaunchError(f"{name}={value} is out of range: it must be {allowed}.")
+        raise LaunchError(f"{name}={value} is out of range. Allowed: {allowed}.")
     return value
 
 
@@ -285,7 +285,9 @@ def _refuse_local_rank_alone(env: Mapping[str, str]) -> None:
     """Raises LaunchError if a local rank is set; called if rank and world size are not."""
     for name in _LOCAL_RANK_NAMES:
         if name in env:
-            raise LaunchError(f"{name}={env[name]} is set, but RANK and WORLD_SIZE are not: set all three or none.")
+            raise LaunchError(
+                f"{name}={env[name]} is set, but RANK and WORLD_SIZE are not. Fix: set all three or none."
+            )
 
 
 def _is_leftover(env: Mapping[str, str], named: tuple[int, int] | None, mpi: tuple[int, int] | None) -> bool:

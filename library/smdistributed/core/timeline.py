@@ -239,7 +239,9 @@ def start(
     file = _trace_file(Path(path), default_name, rank if append_rank or rank else None)
     with _change:
         if recorder is not None:
-            raise TimelineError(f"A timeline is being recorded to {recorder.file}: stop it before starting another.")
+            raise TimelineError(
+                f"A timeline is being recorded to {recorder.file}. Fix: stop it before starting another."
+            )
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
             begun = Recorder(file, rank, world_size, job)
@@ -298,7 +300,7 @@ def stop() -> Path:
     global recorder
     with _change:
         if recorder is None:
-            raise TimelineError("No timeline is being recorded: start one first.")
+            raise TimelineError("No timeline is being recorded. Fix: start one first.")
         while _ends:
             _ends.pop()()
         ended, recorder = recorder, None

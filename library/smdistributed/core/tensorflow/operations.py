@@ -154,7 +154,7 @@ def reject_xla(what: str) -> None:
     """Raises SMDDPError in a function that is traced for XLA, which does not have these operations."""
     if not tf.executing_eagerly() and GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
         raise SMDDPError(
-            f"{what} is called in a function that XLA compiles, which cannot communicate: leave jit_compile=True out "
+            f"{what} is called in a function that XLA compiles, which cannot communicate. Fix: leave jit_compile=True out "
             "of the tf.function, or of the Model.compile, that has it. tf.config.optimizer.set_jit(True) compiles the "
             "rest."
         )
@@ -244,7 +244,7 @@ def _gradient_of_all_reduce(operation: Any, *gradients: Any) -> list[Any]:
     """Reduces the gradients in the same way. Raises LookupError if that is neither a sum nor an average."""
     reduction = operation.get_attr("reduction").decode()
     if reduction not in ("sum", "avg"):
-        raise LookupError(f"An all_reduce with {reduction} has no gradient: use SUM or AVERAGE.")
+        raise LookupError(f"An all_reduce with {reduction} has no gradient. Fix: use SUM or AVERAGE.")
     return [None, *all_reduce(gradients, reduction)]
 
 

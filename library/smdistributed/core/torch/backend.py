@@ -98,7 +98,9 @@ def other_backends(requested: str) -> dict[str, str]:
     for device, name in others.items():
         if name not in _COMBINABLE.get(device, ()):
             allowed = ", ".join(f"{device}:{name}" for device, names in _COMBINABLE.items() for name in names)
-            raise SMDDPError(f"{device}:{name} cannot be combined with the backend {BACKEND}: use one of {allowed}.")
+            raise SMDDPError(
+                f"{device}:{name} cannot be combined with the backend {BACKEND}. Fix: use one of {allowed}."
+            )
     return others
 
 

@@ -175,7 +175,9 @@ class ProcessGroup(_Base):  # type: ignore[misc]
     def _reduce_sparse(self, tensor: torch.Tensor, op: str, root: int, factor: Any) -> None:
         """Sums or averages a sparse tensor on all ranks, in place. Raises SMDDPError for one root, or with a factor."""
         if root != -1 or factor is not None:
-            raise SMDDPError("The backend smddp sums sparse tensors only on all ranks: use all_reduce, or to_dense().")
+            raise SMDDPError(
+                "The backend smddp sums sparse tensors only on all ranks. Fix: use all_reduce, or to_dense()."
+            )
         all_reduce_sparse(self._engine, self._rank, self.size(), tensor, op)
 
     def broadcast(self, tensors: _Tensors, opts: Any = None) -> _Work:
@@ -389,7 +391,9 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         """Returns equal numbers of rows for all ranks. Raises SMDDPError if the rows cannot be divided so."""
         rows, rest = divmod(tensor.shape[0], self.size())
         if rest:
-            raise SMDDPError(f"all_to_all_single: {tensor.shape[0]} rows for {self.size()} ranks: give split sizes.")
+            raise SMDDPError(
+                f"all_to_all_single: {tensor.shape[0]} rows for {self.size()} ranks. Fix: give split sizes."
+            )
         return [rows] * self.size()
 
     def barrier(self, opts: Any = None) -> _Work:

@@ -20,9 +20,11 @@ def all_reduce_sparse(engine: Engine, rank: int, size: int, tensor: torch.Tensor
         SMDDPError: If `op` is not "sum" or "avg", or the tensor has another layout.
     """
     if op not in ("sum", "avg"):
-        raise SMDDPError(f"The backend smddp reduces sparse tensors with sum and avg, not with {op}: use to_dense().")
+        raise SMDDPError(
+            f"The backend smddp reduces sparse tensors with sum and avg, not with {op}. Fix: use to_dense()."
+        )
     if tensor.layout is not torch.sparse_coo:
-        raise SMDDPError(f"The backend smddp does not reduce tensors of {tensor.layout}: use to_sparse_coo().")
+        raise SMDDPError(f"The backend smddp does not reduce tensors of {tensor.layout}. Fix: use to_sparse_coo().")
     given = tensor.coalesce()
     indices, values = given.indices(), given.values()
     counts = _gathered_counts(engine, size, values.shape[0])

@@ -32,7 +32,9 @@ class Flattened:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         if tensor.layout is not torch.strided:
-            raise SMDDPError(f"The backend smddp takes {tensor.layout} tensors only in all_reduce: use to_dense().")
+            raise SMDDPError(
+                f"The backend smddp takes {tensor.layout} tensors only in all_reduce. Fix: use to_dense()."
+            )
         dense = tensor.detach()
         self._tensor = torch.view_as_real(dense) if dense.is_complex() else dense
         self.flat = self._tensor.reshape(-1).contiguous()  # reshape keeps a single stride
@@ -92,7 +94,7 @@ def require_parts(what: str, flats: Sequence[torch.Tensor], dtype: torch.dtype |
     `dtype` is None only if there is no tensor to compare with.
     """
     if len(flats) != count:
-        raise SMDDPError(f"The {what} are {len(flats)} tensors: pass one for each of the {count} ranks.")
+        raise SMDDPError(f"The {what} are {len(flats)} tensors. Fix: pass one for each of the {count} ranks.")
     for flat in flats:
         if flat.dtype != dtype:
             raise SMDDPError(f"The {what} have {flat.dtype} and {dtype}: all tensors must have one dtype.")

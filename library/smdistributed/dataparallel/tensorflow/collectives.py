@@ -151,7 +151,9 @@ def broadcast_variables(variables: Iterable[Any], root_rank: int) -> Any:
 def broadcast_global_variables(root_rank: int) -> Any:
     """Sets all global variables of a graph of version 1: see `broadcast_variables`. Raises SMDDPError in eager code."""
     if tf.executing_eagerly():
-        raise SMDDPError("Eager code has no global variables: call broadcast_variables(model.variables, root_rank).")
+        raise SMDDPError(
+            "Eager code has no global variables. Fix: call broadcast_variables(model.variables, root_rank)."
+        )
     return broadcast_variables(tf.compat.v1.global_variables(), root_rank)
 
 
@@ -199,7 +201,7 @@ def parse_reduce_op(op: ReduceOp | str) -> ReduceOp:
         return ReduceOp(op.lower() if isinstance(op, str) else op)
     except ValueError:
         raise SMDDPError(
-            f"op={op!r} is not a reduction: use ReduceOp.AVERAGE, SUM, MIN or MAX, or one of these names."
+            f"op={op!r} is not a reduction. Fix: use ReduceOp.AVERAGE, SUM, MIN or MAX, or one of these names."
         ) from None
 
 
@@ -208,14 +210,14 @@ def _choose_reduce_op(op: ReduceOp | str | None, average: bool | None) -> Reduce
     if average is None:
         return ReduceOp.AVERAGE if op is None else parse_reduce_op(op)
     if op is not None:
-        raise SMDDPError(f"average={average} and op={op!r} say the same thing twice: leave average out.")
+        raise SMDDPError(f"average={average} and op={op!r} say the same thing twice. Fix: leave average out.")
     return ReduceOp.AVERAGE if average else ReduceOp.SUM
 
 
 def _as_dense(tensor: Any) -> Any:
     dense = tf.convert_to_tensor(tensor)
     if dense.dtype == tf.bool:
-        raise SMDDPError("Truth values are not reduced: cast them, to tf.int32 for MIN (all) and MAX (any).")
+        raise SMDDPError("Truth values are not reduced. Fix: cast them, to tf.int32 for MIN (all) and MAX (any).")
     return dense
 
 

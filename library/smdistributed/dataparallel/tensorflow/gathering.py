@@ -37,7 +37,7 @@ def allgather(tensor: Any, name: str | None = None) -> Any:
     """
     given = tf.convert_to_tensor(tensor)
     if given.shape.rank == 0:
-        raise SMDDPError("allgather() puts tensors one after the other: pass a scalar as tf.reshape(tensor, [1]).")
+        raise SMDDPError("allgather() puts tensors one after the other. Fix: pass a scalar as tf.reshape(tensor, [1]).")
     lengths = _lengths(given)
     gathered = _differentiable(given, lengths) if given.dtype.is_floating else _all_parts(given, lengths)
     return gathered if name is None else tf.identity(gathered, name=name)
@@ -86,7 +86,7 @@ def broadcast_object(obj: Any, root_rank: int = 0) -> Any:
             and the object was changed on its way.
     """
     if not tf.executing_eagerly():
-        raise SMDDPError("broadcast_object() needs values: call it outside of tf.function, and in eager code.")
+        raise SMDDPError("broadcast_object() needs values. Fix: call it outside of tf.function, and in eager code.")
     data = np.zeros(0, np.uint8)
     if rank() == root_rank:
         data = np.frombuffer(sign(pickle.dumps(obj), _OBJECTS), np.uint8)
@@ -111,7 +111,7 @@ def barrier() -> Any:
 def join() -> None:
     """Raises SMDDPError. (In Horovod it is for ranks that have fewer batches than others.)"""
     raise SMDDPError(
-        "join() is not supported: all ranks must run as many steps. Take the fewest, "
+        "join() is not supported: all ranks must run as many steps. Fix: take the fewest, "
         "steps = int(oob_allreduce(steps, op=ReduceOp.MIN)), and dataset.take(steps) or fit(steps_per_epoch=steps)."
     )
 

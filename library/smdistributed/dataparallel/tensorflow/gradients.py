@@ -66,6 +66,6 @@ class DistributedGradientTape(tf.GradientTape):  # type: ignore[misc]
 def reject_unsupported(device_dense: str, device_sparse: str, sparse_as_dense: bool) -> None:
     """Raises SMDDPError for values of Horovod's and AWS's arguments that are not supported."""
     if device_dense or device_sparse:
-        raise SMDDPError("device_dense and device_sparse are not supported: leave them out.")
+        raise SMDDPError("device_dense and device_sparse are not supported. Fix: leave them out.")
     if not sparse_as_dense:
         raise SMDDPError("sparse_as_dense=False is not supported: sparse gradients are reduced as dense ones.")

@@ -29,7 +29,7 @@ def init() -> None:
     """
     global _joined
     if _joined is not None:
-        raise SMDDPError("smdistributed.dataparallel.tensorflow.init() was called before: call it once.")
+        raise SMDDPError("smdistributed.dataparallel.tensorflow.init() was called before. Fix: call it once.")
     launch = read_launch()
     _start_requested_profiler(launch.rank, launch.world_size)
     take_gpu(launch.local_rank)
@@ -70,7 +70,7 @@ def local_size() -> int:
     """Returns the number of ranks of this host. Raises SMDDPError before `init`, and if the launcher does not say."""
     found = _launch().local_world_size
     if found is None:
-        raise SMDDPError("The launcher does not say how many ranks this host has: set LOCAL_WORLD_SIZE.")
+        raise SMDDPError("The launcher does not say how many ranks this host has. Fix: set LOCAL_WORLD_SIZE.")
     return found
 
 
@@ -86,7 +86,7 @@ def require_size() -> int:
 
 def _launch() -> Launch:
     if _joined is None:
-        raise SMDDPError("smdistributed.dataparallel.tensorflow.init() has not been called: call it first.")
+        raise SMDDPError("smdistributed.dataparallel.tensorflow.init() has not been called. Fix: call it first.")
     return _joined[0]
 
 

@@ -31,7 +31,9 @@ class SyncBatchNormalization(tf.keras.layers.BatchNormalization):  # type: ignor
 
     def __init__(self, *args: Any, fused: bool | None = False, synchronized: bool = False, **options: Any) -> None:
         if fused or synchronized:
-            raise SMDDPError("SyncBatchNormalization takes neither fused=True nor synchronized=True: leave them out.")
+            raise SMDDPError(
+                "SyncBatchNormalization takes neither fused=True nor synchronized=True. Fix: leave them out."
+            )
         super().__init__(*args, fused=False, **options)
 
     def _calculate_mean_and_var(self, inputs: Any, reduction_axes: Any, keep_dims: bool, mask: Any = None) -> Any:

@@ -55,7 +55,7 @@ def DistributedOptimizer(  # noqa: N802 (the published name)
     reject_unsupported(device_dense, device_sparse, sparse_as_dense)
     if backward_passes_per_step != 1:
         raise SMDDPError(
-            f"backward_passes_per_step={backward_passes_per_step} is not supported: add up the gradients of that many "
+            f"backward_passes_per_step={backward_passes_per_step} is not supported. Fix: add up the gradients of that many "
             "batches in the training step, and call the optimizer's apply_gradients with the sums."
         )
     if name is not None or use_locking:
@@ -68,7 +68,7 @@ def DistributedOptimizer(  # noqa: N802 (the published name)
     inner = getattr(optimizer, "inner_optimizer", optimizer)  # a LossScaleOptimizer aggregates with its inner one
     kind = type(inner)
     if getattr(inner, _MARK, False):
-        raise SMDDPError("DistributedOptimizer was given this optimizer before: wrap it once.")
+        raise SMDDPError("DistributedOptimizer was given this optimizer before. Fix: wrap it once.")
     if isinstance(inner, tf.compat.v1.train.Optimizer):
         methods: dict[str, Any] = {"compute_gradients": _combining(kind.compute_gradients, combined)}
     elif isinstance(inner, (tf.keras.optimizers.Optimizer, tf.keras.optimizers.legacy.Optimizer)):
@@ -76,7 +76,7 @@ def DistributedOptimizer(  # noqa: N802 (the published name)
     else:
         raise SMDDPError(
             f"{kind.__module__}.{kind.__qualname__} is no optimizer of tf.keras.optimizers, of its `legacy`, or of "
-            "tf.compat.v1.train: pass one of these."
+            "tf.compat.v1.train. Fix: pass one of these."
         )
     about = {"__module__": kind.__module__, "__doc__": kind.__doc__, "__qualname__": kind.__qualname__, _MARK: True}
     inner.__class__ = type(kind.__name__, (kind,), {**about, **methods})

@@ -157,7 +157,7 @@ def _check_weights_periodically(wrapper: DistributedDataParallel, group: Any) ->
     if not text:
         return
     if not text.isdecimal() or not int(text):
-        raise SMDDPError(f"SMDDP_CHECK_WEIGHTS={text!r} is invalid: it must be a number of steps above 0.")
+        raise SMDDPError(f"SMDDP_CHECK_WEIGHTS={text!r} is invalid. Allowed: a number of steps above 0.")
     every, passes = int(text), 0
 
     def check(module: torch.nn.Module, _: object) -> None:

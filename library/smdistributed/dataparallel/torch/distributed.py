@@ -271,9 +271,11 @@ def require_init() -> None:
 
 def _torch_op(op: ReduceOp, tensor: torch.Tensor) -> torch.distributed.ReduceOp.RedOpType:
     if not isinstance(op, ReduceOp):
-        raise TypeError(f"op={op!r} is not a reduction of this library: use one of {', '.join(map(str, ReduceOp))}.")
+        raise TypeError(
+            f"op={op!r} is not a reduction of this library. Fix: use one of {', '.join(map(str, ReduceOp))}."
+        )
     if op is ReduceOp.AVERAGE and not (tensor.is_floating_point() or tensor.is_complex()):
         raise TypeError(
-            f"{op} needs a floating-point tensor, not {tensor.dtype}: use ReduceOp.SUM, or convert it first."
+            f"{op} needs a floating-point tensor, not {tensor.dtype}. Fix: use ReduceOp.SUM, or convert it first."
         )
     return _TORCH_OPS[op]

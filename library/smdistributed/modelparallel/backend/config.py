@@ -170,7 +170,7 @@ def read_verify_steps(environ: Mapping[str, str]) -> int:
     """
     text = environ.get(VERIFY_VARIABLE) or "0"
     if not text.isdecimal():
-        raise SMPConfigError(f"{VERIFY_VARIABLE} is {text!r}: it must be 0 or more, the number of steps to verify.")
+        raise SMPConfigError(f"{VERIFY_VARIABLE} is {text!r}. Allowed: 0 or more, the number of steps to verify.")
     return int(text)
 
 
@@ -219,15 +219,15 @@ def _typed(name: str, value: Any) -> Any:
         return float(value)
     if kind is int and isinstance(value, int) and not isinstance(value, bool):
         if value < _MINIMUM.get(name, 0):
-            raise SMPConfigError(f"{name!r} is {value}: it must be {_MINIMUM.get(name, 0)} or more.")
+            raise SMPConfigError(f"{name!r} is {value}. Allowed: {_MINIMUM.get(name, 0)} or more.")
         return value
     if kind is str and isinstance(value, str):
         allowed = _CHOICES[name]
         if value not in allowed:
-            raise SMPConfigError(f"{name!r} is {value!r}: it must be one of {', '.join(map(repr, allowed))}.")
+            raise SMPConfigError(f"{name!r} is {value!r}. Allowed: {', '.join(map(repr, allowed))}.")
         return value
     names = {int: "an integer", float: "a number between 0.0 and 1.0", str: "a string"}
-    raise SMPConfigError(f"{name!r} is {value!r}: it must be {names[kind]}.")
+    raise SMPConfigError(f"{name!r} is {value!r}. Allowed: {names[kind]}.")
 
 
 def _boolean(name: str, value: Any) -> bool:
@@ -235,7 +235,7 @@ def _boolean(name: str, value: Any) -> bool:
         return value
     if isinstance(value, str) and value.lower() in ("true", "false"):
         return value.lower() == "true"
-    raise SMPConfigError(f"{name!r} is {value!r}: it must be true or false.")
+    raise SMPConfigError(f"{name!r} is {value!r}. Allowed: true or false.")
 
 
 def _check_together(values: Mapping[str, Any]) -> None:

@@ -87,7 +87,7 @@ class Context:
     def require(self) -> None:
         """Raises StepUsageError before `smp.init`."""
         if not self.initialized:
-            raise StepUsageError("smp.init() has not been called: call it first, on every rank.")
+            raise StepUsageError("smp.init() has not been called. Fix: call it first, on every rank.")
 
 
 _current = Context()

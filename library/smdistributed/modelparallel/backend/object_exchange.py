@@ -48,7 +48,7 @@ class ObjectExchange:
             SMPRuntimeError: If `to` is this rank, or its connection is lost.
         """
         if to == self._rank:
-            raise SMPRuntimeError(f"Rank {to} sends to itself: name another rank.")
+            raise SMPRuntimeError(f"Rank {to} sends to itself. Fix: name another rank.")
         try:
             self._send(to, channel, obj)
         except OSError as error:
@@ -68,7 +68,7 @@ class ObjectExchange:
             SMPRuntimeError: If `source` is this rank, its connection is lost, or nothing arrives within the limit.
         """
         if source == self._rank:
-            raise SMPRuntimeError(f"Rank {source} waits for itself: name another rank.")
+            raise SMPRuntimeError(f"Rank {source} waits for itself. Fix: name another rank.")
         with self._lock:
             inbox = self._inboxes[source, channel]
             if source in self._lost:

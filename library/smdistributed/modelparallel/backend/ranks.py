@@ -43,11 +43,11 @@ class Grid:
         stages, tensors = config.pipeline_parallel_degree, config.tensor_parallel_degree
         if size % (stages * tensors):
             raise SMPConfigError(
-                f"'partitions' is {stages}, but the job has {size} ranks: start a multiple of {stages * tensors}."
+                f"'partitions' is {stages}, but the job has {size} ranks. Fix: start a multiple of {stages * tensors}."
             )
         if size > stages * tensors and not (config.ddp or config.horovod):
             raise SMPConfigError(
-                f"The job has {size} ranks for {stages * tensors} partitions: set 'ddp' to true to train "
+                f"The job has {size} ranks for {stages * tensors} partitions. Fix: set 'ddp' to true to train "
                 f"{size // (stages * tensors)} replicas, or start {stages * tensors} ranks."
             )
         return cls(size, stages, tensors, PLACEMENTS[config.placement_strategy])

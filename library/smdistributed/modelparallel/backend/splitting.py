@@ -130,7 +130,7 @@ class Splitter(ABC):
         if size < count or (size % count and not self.uneven):
             raise MicrobatchError(
                 f"{name}, of shape {shape}, has {size} along axis {axis}: that must be a multiple of "
-                f"'microbatches', {count}. Choose another batch size, drop the last batch (drop_last=True), name the "
+                f"'microbatches', {count}. Fix: choose another batch size, drop the last batch (drop_last=True), name the "
                 "argument in non_split_inputs if it is not a batch"
                 + (
                     "."

@@ -52,10 +52,10 @@ def allreduce(tensor: Any, average: bool | None = None, op: str | None = None, n
         TypeError: For an unknown argument.
     """
     if average is not None and op is not None:
-        raise SMPConfigError(f"average={average} and op={op!r} say the same thing twice: leave average out.")
+        raise SMPConfigError(f"average={average} and op={op!r} say the same thing twice. Fix: leave average out.")
     wanted = (Sum if average is False else Average) if op is None else op.lower()
     if wanted not in (Average, Sum):
-        raise SMPConfigError(f"op={op!r} is not a reduction of replicas: use Average or Sum.")
+        raise SMPConfigError(f"op={op!r} is not a reduction of replicas. Fix: use Average or Sum.")
     found = tf.convert_to_tensor(tensor)
     if state.replicas is not None:
         (found,) = operations.all_reduce([found], "avg" if wanted == Average else "sum")

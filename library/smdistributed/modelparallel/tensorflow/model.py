@@ -124,7 +124,7 @@ def call_model(model: DistributedModel, args: tuple[Any, ...], kwargs: dict[str,
     step = current_step()
     if step is None:
         raise StepUsageError(
-            f"The model {model.name!r} is called outside of a step, and has one stage only there. Call it in a "
+            f"The model {model.name!r} is called outside of a step, and has one stage only there. Fix: call it in a "
             "function under smp.step."
         )
     return step.call_model(model, args, kwargs)

@@ -51,7 +51,9 @@ class StepOutput:
             SMPConfigError: For another method.
         """
         if method not in _METHODS:
-            raise SMPConfigError(f"accumulate(method={method!r}): it must be one of {', '.join(map(repr, _METHODS))}.")
+            raise SMPConfigError(
+                f"accumulate(method={method!r}) is unknown. Allowed: {', '.join(map(repr, _METHODS))}."
+            )
         mean = self.reduce_mean()
         return mean if var is None else var.assign(mean)
 

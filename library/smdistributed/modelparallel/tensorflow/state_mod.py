@@ -110,7 +110,9 @@ def _reject_unsupported(config: Config) -> None:
     """Raises SMPUnsupportedError for keys that only PyTorch has; warns of those without effect."""
     for name in _UNSUPPORTED:
         if getattr(config, name):
-            raise SMPUnsupportedError(f"{name!r} is not implemented for TensorFlow: leave it out, or set it to false.")
+            raise SMPUnsupportedError(
+                f"{name!r} is not implemented for TensorFlow. Fix: leave it out, or set it to false."
+            )
     for name in ("ddp_port", "ddp_dist_backend"):
         if getattr(config, name) != getattr(Config, name):
             warn_without_effect(f"{name!r} of mp_parameters", "it concerns PyTorch")

@@ -64,7 +64,9 @@ def _reject_options(options: Mapping[str, Any]) -> None:
     ours = ("non_split_inputs", "input_split_axes", "detach_outputs")
     refuse_unknown("smp.step", options, (*ours, *of_tensorflow))
     if options.get("jit_compile"):
-        raise SMPUnsupportedError("smp.step(jit_compile=True): XLA cannot send and receive. Leave jit_compile out.")
+        raise SMPUnsupportedError(
+            "smp.step(jit_compile=True): XLA cannot send and receive. Fix: leave jit_compile out."
+        )
 
 
 def _decorate(

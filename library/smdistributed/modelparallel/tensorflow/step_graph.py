@@ -253,7 +253,7 @@ class StepGraph:
         """Notes an operation for `finish`. Raises SMPUnsupportedError if it is in another graph."""
         if operation.graph is not self.graph:
             raise SMPUnsupportedError(
-                "Gradients are computed inside a loop, a branch or a tf.function of the step: compute them in the "
+                "Gradients are computed inside a loop, a branch or a tf.function of the step. Fix: compute them in the "
                 "function under smp.step itself."
             )
         self._marked.append(_Marked(message, operation))
@@ -350,7 +350,7 @@ class StepGraph:
             if operation in self._outputs:
                 raise SMPUnsupportedError(
                     "An input of a model comes from an earlier call, of it or another model, in the same "
-                    "microbatch. Make both one model's call(), or pass it through tf.stop_gradient."
+                    "microbatch. Fix: make both one model's call(), or pass it through tf.stop_gradient."
                 )
             if operation not in seen and operation.type != "StopGradient":
                 seen.add(operation)

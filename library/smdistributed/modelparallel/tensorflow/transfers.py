@@ -104,7 +104,7 @@ def _reject_losses(layers: Iterable[Any]) -> None:
     for layer in layers:
         if layer._eager_losses or layer._losses:
             raise SMPUnsupportedError(
-                f"{layer.name!r} adds a loss and is cut, so that the loss is on no stage. Call add_loss() in a layer "
+                f"{layer.name!r} adds a loss and is cut, so that the loss is on no stage. Fix: call add_loss() in a layer "
                 "that is on one stage, or return the inputs of the loss."
             )
 

@@ -142,4 +142,6 @@ class BroadcastGlobalVariablesHook(_BroadcastGlobalVariablesHook):
 
 def _reject_devices(*devices: str) -> None:
     if any(devices):
-        raise SMDDPError("Devices for collectives are not supported: leave device_dense, device_sparse and device out.")
+        raise SMDDPError(
+            "Devices for collectives are not supported. Fix: leave device_dense, device_sparse and device out."
+        )

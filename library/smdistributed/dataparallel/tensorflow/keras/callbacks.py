@@ -79,7 +79,7 @@ class LearningRateWarmupCallback(tf.keras.callbacks.Callback):  # type: ignore[m
         if isinstance(rate, tf.keras.optimizers.schedules.LearningRateSchedule):
             raise ValueError(
                 f"LearningRateWarmupCallback: the optimizer has a schedule ({type(rate).__name__}), which sets the "
-                "rate at each step: give the optimizer a number, or warm up in the schedule."
+                "rate at each step. Fix: give the optimizer a number, or warm up in the schedule."
             )
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
@@ -92,7 +92,7 @@ class LearningRateWarmupCallback(tf.keras.callbacks.Callback):  # type: ignore[m
         """
         steps = self._steps or (self.params or {}).get("steps")
         if not steps:
-            raise ValueError("LearningRateWarmupCallback: fit does not know its steps: pass steps_per_epoch.")
+            raise ValueError("LearningRateWarmupCallback: fit does not know its steps. Fix: pass steps_per_epoch.")
         at = self._epoch + batch / steps
         if at >= self._epochs + 1 / steps:
             return

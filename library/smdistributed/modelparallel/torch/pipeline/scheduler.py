@@ -89,7 +89,9 @@ class Scheduler:
     def step(self) -> Step:
         """The step that runs. Raises SMPRuntimeError if there is none."""
         if self._step is None:
-            raise SMPRuntimeError("This is part of a step, and none runs: call it inside a function under smp.step.")
+            raise SMPRuntimeError(
+                "This is part of a step, and none runs. Fix: call it inside a function under smp.step."
+            )
         return self._step
 
     def begin_step(self, step: Step) -> None:

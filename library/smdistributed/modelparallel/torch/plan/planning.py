@@ -80,7 +80,7 @@ def load(factory: str) -> Model:
     """
     where, _, name = factory.rpartition(":")
     if not where:
-        raise SMPError(f"{factory!r} names no factory: give FILE.py:NAME or MODULE:NAME.")
+        raise SMPError(f"{factory!r} names no factory. Fix: give FILE.py:NAME or MODULE:NAME.")
     function = getattr(_module(where), name, None)
     if not callable(function):
         raise SMPError(f"{where} has no function {name!r}.")

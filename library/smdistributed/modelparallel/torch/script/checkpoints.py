@@ -141,7 +141,9 @@ def save_checkpoint(
     if not translate_if_full:
         warn_without_effect("translate_if_full of smp.save_checkpoint", "full checkpoints have the model's own names")
     if model is None and optimizer is None:
-        raise SMPRuntimeError(f"save_checkpoint of {tag!r}: give a model, an optimizer or both.")
+        raise SMPRuntimeError(
+            f"save_checkpoint of {tag!r} has nothing to save. Fix: give a model, an optimizer or both."
+        )
     directory = Path(path)
     directory.mkdir(parents=True, exist_ok=True)
     if partial:

@@ -155,7 +155,7 @@ def _checked(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
             raise SMPConfigError(f"dynamic_loss_args has {name!r}, which is unknown.{hint}")
         least = 1 if name in ("scale_window", "delayed_shift") else 0
         if name != "consecutive_hysteresis" and not (isinstance(value, (int, float)) and value >= least):
-            raise SMPConfigError(f"{name!r} of dynamic_loss_args is {value!r}: it must be a number from {least} on.")
+            raise SMPConfigError(f"{name!r} of dynamic_loss_args is {value!r}. Allowed: a number from {least} on.")
     return arguments
 
 

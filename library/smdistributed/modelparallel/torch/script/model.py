@@ -201,7 +201,7 @@ class DistributedModel(WrappedModel):
     def _require_one_partition(self, what: str) -> None:
         """Raises StepUsageError if there are several partitions. `what`: the begin of its message."""
         if self._state.cfg.partitions > 1:
-            raise StepUsageError(f"{what} outside a step: call it in a function under @smp.step.")
+            raise StepUsageError(f"{what} outside a step. Fix: call it in a function under @smp.step.")
 
     # --- around a step
 
@@ -541,7 +541,7 @@ class DistributedModel(WrappedModel):
         """Raises StepUsageError before the model is placed."""
         if not self.partitioned:
             raise StepUsageError(
-                "The model is not placed yet: its first call in a step does that. Use register_post_partition_hook for "
+                "The model is not placed yet: its first call in a step does that. Fix: use register_post_partition_hook for "
                 "code that needs its local parameters."
             )
 
@@ -549,14 +549,14 @@ class DistributedModel(WrappedModel):
 def script_model(state: State) -> DistributedModel:
     """The model that the script has wrapped. Raises StepUsageError if there is none."""
     if not isinstance(state.model, DistributedModel):
-        raise StepUsageError("There is no smp.DistributedModel yet: wrap the model before the first step.")
+        raise StepUsageError("There is no smp.DistributedModel yet. Fix: wrap the model before the first step.")
     return state.model
 
 
 def _warn_of_tracing(device: str, times: bool, memory: bool, bucket_view: bool) -> None:
     """Warns of arguments without effect. Raises SMPConfigError if `device` is not 'gpu' or 'cpu'."""
     if device not in ("gpu", "cpu"):
-        raise SMPConfigError(f"trace_device is {device!r}: it must be 'gpu' or 'cpu'.")
+        raise SMPConfigError(f"trace_device is {device!r}. Allowed: 'gpu' or 'cpu'.")
     traced = "the model is traced on the meta device, without computing"
     if device != "gpu":
         warn_without_effect("trace_device of smp.DistributedModel", traced)

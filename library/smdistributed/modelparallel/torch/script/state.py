@@ -68,7 +68,7 @@ class State(Context):
     def module_manager(self) -> ModuleManager:
         """The modules of the script's model, by name, and their stages. Raises StepUsageError without a model."""
         if self.model is None:
-            raise StepUsageError("There is no smp.DistributedModel yet: wrap the model before the first step.")
+            raise StepUsageError("There is no smp.DistributedModel yet. Fix: wrap the model before the first step.")
         return self.model.manager
 
     def init(self, argument: Mapping[str, Any] | None) -> None:

@@ -54,7 +54,7 @@ def load_local(manager: ModuleManager, state_dict: Mapping[str, Any], strict: bo
     if strict and (missing or unexpected):
         raise RuntimeError(
             f"load_state_dict: missing keys: {', '.join(missing) or 'none'}; "
-            f"unexpected keys: {', '.join(unexpected) or 'none'}. Give strict=False to load what fits."
+            f"unexpected keys: {', '.join(unexpected) or 'none'}. Fix: give strict=False to load what fits."
         )
     manager.root.load_state_dict(wanted, strict=False)
 

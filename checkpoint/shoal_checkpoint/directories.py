@@ -28,7 +28,7 @@ class CheckpointError(Exception):
     """A checkpoint cannot be written, read or used. The message names the file and a fix. Nothing was overwritten."""
 
 
-class CheckpointDirectory:
+class SavedSteps:
     """The checkpoints in a directory.
 
     Args:

@@ -17,10 +17,10 @@ def call_after_import(name: str, function: Callable[[], None]) -> None:
         name: The module, which has not been imported yet.
         function: Its errors are raised by the import.
     """
-    sys.meta_path.insert(0, _Finder(name, function))
+    sys.meta_path.insert(0, _WatchedImport(name, function))
 
 
-class _Finder:
+class _WatchedImport:
     """Finds the module with the other finders, and extends its loader, which then calls `function`.
 
     It stays in sys.meta_path until the module is imported: many libraries look for a module without importing it.

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 from shoal_rehearsal.settings import NOTICE_PRINTED
 
 if TYPE_CHECKING:
-    from shoal_rehearsal.settings import Settings
+    from shoal_rehearsal.settings import RehearsalSettings
 
 _unprinted: list[str] = []
 _launched = False
 
 
-def prepare(settings: Settings, real: int) -> None:
+def prepare(settings: RehearsalSettings, real: int) -> None:
     """Prepares the notice, which `print_notice` prints, and notes whether a launcher started this process.
 
     Prepares nothing if another process prints it.

@@ -23,7 +23,7 @@ class RehearsalError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Settings:
+class RehearsalSettings:
     """The settings of a process."""
 
     gpus: int
@@ -51,7 +51,7 @@ def is_enabled(environ: Mapping[str, str] | None = None) -> bool:
     )
 
 
-def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
+def read_settings(environ: Mapping[str, str] | None = None) -> RehearsalSettings:
     """Reads the other settings. Without SHOAL_REHEARSE_GPUS a host has one GPU for each of its ranks.
 
     Args:
@@ -63,7 +63,7 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
     env = os.environ if environ is None else environ
     ranks, local_ranks, sizes = (_numbers(env, names) for names in (_RANKS, _LOCAL_RANKS, _LOCAL_SIZES))
     gpus = _parse_gpus(env[GPUS]) if env.get(GPUS) else max([1, *sizes, *(rank + 1 for rank in local_ranks)])
-    return Settings(gpus, prints_notice=not any(ranks) and not env.get(NOTICE_PRINTED), launched=bool(ranks))
+    return RehearsalSettings(gpus, prints_notice=not any(ranks) and not env.get(NOTICE_PRINTED), launched=bool(ranks))
 
 
 def _numbers(env: Mapping[str, str], names: Iterable[str]) -> list[int]:

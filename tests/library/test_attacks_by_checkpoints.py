@@ -13,7 +13,7 @@ import numpy
 import pytest
 import torch
 
-from shoal_checkpoint.directories import CheckpointDirectory
+from shoal_checkpoint.directories import SavedSteps
 from shoal_checkpoint.torch import Checkpoint, CheckpointError, storage
 
 pytestmark = pytest.mark.timeout(60)  # a pipe would be waited for
@@ -75,7 +75,7 @@ def test_who_cannot_write_checkpoints_cannot_lock_them(tmp_path: Path, umask: in
     try:
         if is_old:
             (tmp_path / ".lock").touch()
-        CheckpointDirectory(tmp_path, 1).lock()
+        SavedSteps(tmp_path, 1).lock()
     finally:
         os.umask(before)
     assert (tmp_path / ".lock").stat().st_mode & 0o777 == mode

@@ -26,7 +26,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 from torch.utils.data.distributed import DistributedSampler
 
 import shoal_checkpoint as contract
-from shoal_checkpoint.directories import CheckpointDirectory, CheckpointError
+from shoal_checkpoint.directories import CheckpointError, SavedSteps
 from shoal_checkpoint.position import Split, batches_to_skip
 from shoal_checkpoint.torch import Checkpoint
 from shoal_checkpoint.torch.batches import ExactLoader
@@ -468,7 +468,7 @@ def test_a_failed_save_is_reported_and_the_older_checkpoint_stays(
     with pytest.raises(CheckpointError, match=r"1 cannot be written: .*No space left.* are intact\. Fix: free space"):
         checkpoint._writer.wait()
     monkeypatch.undo()
-    assert CheckpointDirectory(tmp_path).steps() == [0]
+    assert SavedSteps(tmp_path).steps() == [0]
 
 
 def test_only_the_newest_are_kept(tmp_path: Path) -> None:
@@ -479,8 +479,8 @@ def test_only_the_newest_are_kept(tmp_path: Path) -> None:
 def test_two_jobs_do_not_write_into_one_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shoal_checkpoint.directories._LOCK_SECONDS", 0.1)
     code = f"""if True:
-        from shoal_checkpoint.directories import CheckpointDirectory
-        CheckpointDirectory({str(tmp_path)!r}).lock()
+        from shoal_checkpoint.directories import SavedSteps
+        SavedSteps({str(tmp_path)!r}).lock()
         print(flush=True)
         input()
     """
@@ -488,9 +488,9 @@ def test_two_jobs_do_not_write_into_one_directory(tmp_path: Path, monkeypatch: p
     with subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe, text=True) as other:
         assert other.stdout and other.stdout.readline() == "\n"
         with pytest.raises(CheckpointError, match=rf"another job writes .* process {other.pid}\)\. Fix: end that job"):
-            CheckpointDirectory(tmp_path).lock()
+            SavedSteps(tmp_path).lock()
         other.kill()
-    CheckpointDirectory(tmp_path).lock()
+    SavedSteps(tmp_path).lock()
 
 
 def test_a_directory_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from tests.repeats import SEED, times
 
 from smdistributed.core.handshake import HandshakeError, Initiator, Responder
 from smdistributed.core.store import parse_request
-from smdistributed.modelparallel.backend.frames import FrameError, Message, Reader, Writer
+from smdistributed.modelparallel.backend.frames import Frame, FrameError, FrameReader, FrameWriter
 
 pytestmark = pytest.mark.soak
 
@@ -28,16 +28,16 @@ messages = st.lists(st.tuples(st.binary(max_size=40), st.lists(sizes, max_size=3
 cuts = st.lists(st.integers(1, 9000), max_size=40)
 
 
-def sent(given_messages: Sequence[tuple[bytes, Sequence[int]]]) -> tuple[list[Message], list[bytes]]:
+def sent(given_messages: Sequence[tuple[bytes, Sequence[int]]]) -> tuple[list[Frame], list[bytes]]:
     """The messages, and the frames and bodies that carry them."""
-    writer = Writer(KEY)
-    made: list[Message] = [(head, [bytearray(b"x" * size) for size in bodies]) for head, bodies in given_messages]
+    writer = FrameWriter(KEY)
+    made: list[Frame] = [(head, [bytearray(b"x" * size) for size in bodies]) for head, bodies in given_messages]
     return made, [writer.frame(head, [memoryview(b) for b in bodies]) + b"".join(bodies) for head, bodies in made]
 
 
-def read(stream: bytes, pieces: Sequence[int] = ()) -> tuple[list[Message], bool]:
+def read(stream: bytes, pieces: Sequence[int] = ()) -> tuple[list[Frame], bool]:
     """The messages that a reader delivers, and whether it refuses the rest."""
-    reader, at, remaining = Reader(KEY), 0, iter(pieces)
+    reader, at, remaining = FrameReader(KEY), 0, iter(pieces)
     while at < len(stream):
         room = reader.buffer()
         data = stream[at : at + min(next(remaining, len(stream)), len(room))]
@@ -92,12 +92,12 @@ def test_of_a_stream_that_is_changed_no_other_head_is_handed_out(
 def test_a_repeated_message_and_one_of_another_connection_are_refused() -> None:
     _, frames = sent([(b"head", [])])
     assert read(frames[0] * 2) == ([(b"head", [])], True)
-    assert read(Writer(OTHER).frame(b"head", [])) == ([], True)
+    assert read(FrameWriter(OTHER).frame(b"head", [])) == ([], True)
 
 
 def test_a_size_that_nobody_has_proved_takes_no_memory() -> None:
     """A head of 2^64 bytes, with 2^32 bodies."""
-    reader = Reader(KEY)
+    reader = FrameReader(KEY)
     for _ in range(10):
         room = reader.buffer()
         room[:] = b"\xff" * len(room)

@@ -18,11 +18,11 @@ from smdistributed.modelparallel.backend.config import Config
 from smdistributed.modelparallel.backend.exceptions import SMPRuntimeError
 from smdistributed.modelparallel.backend.schedule import Schedule, Slot, TurnKind
 from smdistributed.modelparallel.torch.pipeline import failures
-from smdistributed.modelparallel.torch.pipeline.messages import Kind, Message
-from smdistributed.modelparallel.torch.pipeline.observation import Observer
-from smdistributed.modelparallel.torch.pipeline.scheduler import Scheduler, Step
+from smdistributed.modelparallel.torch.pipeline.messages import MessageKind, StageMessage
+from smdistributed.modelparallel.torch.pipeline.observation import StageObserver
+from smdistributed.modelparallel.torch.pipeline.scheduler import RunningStep, Scheduler
 from smdistributed.modelparallel.torch.pipeline.stage import Stage
-from smdistributed.modelparallel.torch.pipeline.tasks import Task
+from smdistributed.modelparallel.torch.pipeline.tasks import StageTask
 
 if TYPE_CHECKING:
     from tests.library.conftest import Alone, Mpirun, Python
@@ -282,9 +282,9 @@ def test_a_stage_fails_at_once_whoever_takes_no_messages(monkeypatch: pytest.Mon
     assert sorted(transport.told) == [1, 2]
 
 
-def observer(seconds: float) -> tuple[Observer, list[str]]:
+def observer(seconds: float) -> tuple[StageObserver, list[str]]:
     called: list[str] = []
-    made = Observer("stage 1 (rank 1)", seconds, called.append, lambda: called.append("long turn"))
+    made = StageObserver("stage 1 (rank 1)", seconds, called.append, lambda: called.append("long turn"))
     made.step_begins(1)
     return made, called
 
@@ -306,7 +306,7 @@ def test_a_stage_waits_no_longer_than_the_limit_after_the_last_message_of_anothe
 
 def test_a_stage_that_computes_for_long_lets_the_others_hear_of_it() -> None:
     computing, called = observer(100)
-    computing.turn_begins(Task(0, TurnKind.FORWARD, 0))
+    computing.turn_begins(StageTask(0, TurnKind.FORWARD, 0))
     computing._check_limit(time.monotonic() + 20)
     assert called == []
     computing._check_limit(time.monotonic() + 1000)
@@ -319,7 +319,7 @@ def test_a_stage_that_computes_for_long_lets_the_others_hear_of_it() -> None:
         report.join()
     assert transport.told == [1]
     before = stages[1]._observer._last_event
-    stages[1].deliver(Message(Kind.WORKING, 0, 1, -1, None, None, []))
+    stages[1].deliver(StageMessage(MessageKind.WORKING, 0, 1, -1, None, None, []))
     assert stages[1]._observer._last_event > before
     assert stages[1]._early == []
 
@@ -341,7 +341,7 @@ def test_a_thread_that_ends_after_its_step_finishes_its_microbatch_in_that_step(
     """The answer of the last backward ends the step, while the thread that has sent it still runs."""
     nobody: Any = None
     scheduler = Scheduler(nobody, nobody, nobody, receives_events=False)
-    step = Step(Slot(Schedule(1, False)), False, 0)
+    step = RunningStep(Slot(Schedule(1, False)), False, 0)
     scheduler.begin_step(step)
     scheduler.end_step()
     scheduler.finish_microbatch(step, 0)

@@ -22,7 +22,7 @@ from smdistributed.modelparallel.backend.exceptions import MicrobatchError, SMPR
 from smdistributed.modelparallel.backend.object_exchange import ObjectExchange
 from smdistributed.modelparallel.backend.ranks import Grid
 from smdistributed.modelparallel.backend.rendezvous import connect_ranks
-from smdistributed.modelparallel.backend.splitting import Splitter, merge
+from smdistributed.modelparallel.backend.splitting import ArgumentSplitter, merge
 from smdistributed.modelparallel.backend.transport import Access, Transport
 
 
@@ -234,7 +234,7 @@ class Letters(str):
     """A tensor of one axis."""
 
 
-class LetterSplitter(Splitter):
+class LetterSplitter(ArgumentSplitter):
     def is_tensor(self, value: Any) -> bool:
         return isinstance(value, Letters)
 

@@ -7,33 +7,33 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from smdistributed.modelparallel.backend.exceptions import SMPRuntimeError
-from smdistributed.modelparallel.backend.pipeline import Event, order
+from smdistributed.modelparallel.backend.pipeline import StageEvent, order
 
 
-def chain(stages: int, microbatches: int, has_backward: bool = True) -> list[list[Event]]:
+def chain(stages: int, microbatches: int, has_backward: bool = True) -> list[list[StageEvent]]:
     """What stages send and receive where each uses the output of the one before; outputs of the last go to all."""
-    programs: list[list[Event]] = [[] for _ in range(stages)]
+    programs: list[list[StageEvent]] = [[] for _ in range(stages)]
     for m in range(microbatches):
         for stage, program in enumerate(programs):
             last = stage == stages - 1
-            program.append(Event(m, False, "begin", f"{m} {stage}"))
+            program.append(StageEvent(m, False, "begin", f"{m} {stage}"))
             if stage:
-                program.append(Event(m, False, "receive", f"{m} from {stage - 1}"))
+                program.append(StageEvent(m, False, "receive", f"{m} from {stage - 1}"))
             if not last:
-                program.append(Event(m, False, "send", f"{m} from {stage}"))
-                program.append(Event(m, False, "receive", f"{m} to {stage}"))
+                program.append(StageEvent(m, False, "send", f"{m} from {stage}"))
+                program.append(StageEvent(m, False, "receive", f"{m} to {stage}"))
             else:
-                program += [Event(m, False, "send", f"{m} to {other}") for other in range(stages - 1)]
+                program += [StageEvent(m, False, "send", f"{m} to {other}") for other in range(stages - 1)]
             if not has_backward:
                 continue
             kind, label = ("begin", f"{m} back") if last else ("receive", f"{m} back from {stage + 1}")
-            program.append(Event(m, True, kind, label))
+            program.append(StageEvent(m, True, kind, label))
             if stage:
-                program.append(Event(m, True, "send", f"{m} back from {stage}"))
+                program.append(StageEvent(m, True, "send", f"{m} back from {stage}"))
     return programs
 
 
-def ends(programs: list[list[Event]], orders: list[list[int]]) -> bool:
+def ends(programs: list[list[StageEvent]], orders: list[list[int]]) -> bool:
     """Whether all end that keep to these orders, where sending waits for nobody."""
     sent: set[str] = set()
     at = [0] * len(programs)
@@ -64,7 +64,7 @@ def test_every_order_can_be_kept(stages: int, microbatches: int, active: int, si
             assert own == sorted(own)
 
 
-def in_flight(program: list[Event], places: list[int]) -> int:
+def in_flight(program: list[StageEvent], places: list[int]) -> int:
     """The most microbatches that a stage has begun and not ended."""
     left = {m: sum(event.microbatch == m for event in program) for m in {event.microbatch for event in program}}
     whole, most = dict(left), 0

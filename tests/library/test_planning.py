@@ -118,8 +118,8 @@ def test_a_batch_may_be_of_a_class_of_the_models_file(plan: Plan) -> None:
     assert recommended(plan("classes"))["partitions"] == 1
 
 
-def model_of(module: nn.Module, batch: torch.Tensor, **named: torch.Tensor) -> planning.Model:
-    return planning.Model(module, len(batch), trace(module, (batch,), named))
+def model_of(module: nn.Module, batch: torch.Tensor, **named: torch.Tensor) -> planning.PlannedModel:
+    return planning.PlannedModel(module, len(batch), trace(module, (batch,), named))
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import pytest
 from tests.library.conftest import clean_environment
 
 import shoal_rehearsal
-from shoal_rehearsal.settings import RehearsalError, Settings, read_settings
+from shoal_rehearsal.settings import RehearsalError, RehearsalSettings, read_settings
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -134,8 +134,8 @@ def test_a_number_of_gpus_that_cannot_be(value: str) -> None:
 @pytest.mark.once
 def test_as_many_gpus_as_ranks_on_the_host() -> None:
     ranks = {"RANK": "1", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
-    assert read_settings({}) == Settings(gpus=1, prints_notice=True, launched=False)
-    assert read_settings(ranks) == Settings(gpus=4, prints_notice=False, launched=True)
+    assert read_settings({}) == RehearsalSettings(gpus=1, prints_notice=True, launched=False)
+    assert read_settings(ranks) == RehearsalSettings(gpus=4, prints_notice=False, launched=True)
     assert read_settings({**ranks, "SHOAL_REHEARSE_GPUS": "2"}).gpus == 2
     assert read_settings({"LOCAL_RANK": "0"}).gpus == 1, "what makes no sense is for the process group to refuse"
 

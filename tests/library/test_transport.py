@@ -18,7 +18,7 @@ from tests.toolkit.netns import UNAVAILABLE, Host, cut, running, two_hosts
 from smdistributed.core.handshake import HandshakeError, Initiator, answer_handshake, initiate_handshake
 from smdistributed.core.sockets import LOSS_SECONDS, own_address
 from smdistributed.modelparallel.backend import transport
-from smdistributed.modelparallel.backend.frames import Writer
+from smdistributed.modelparallel.backend.frames import FrameWriter
 from smdistributed.modelparallel.backend.transport import Access, Transport
 
 KEY = b"k" * 32
@@ -44,11 +44,11 @@ class Rank:
         """A stranger's connection to this rank."""
         return socket.create_connection((LOOPBACK, self.transport.port), LIMIT_S)
 
-    def call(self, number: int) -> tuple[socket.socket, Writer]:
+    def call(self, number: int) -> tuple[socket.socket, FrameWriter]:
         """A connection to this rank by another one, which the test plays."""
         sock = self.connect()
         session = initiate_handshake(sock, KEY, number, self.number, time.monotonic() + LIMIT_S)
-        return sock, Writer(self.transport._tag_key(session))
+        return sock, FrameWriter(self.transport._tag_key(session))
 
     def until(self, holds: Callable[[], bool]) -> None:
         with self.changed:

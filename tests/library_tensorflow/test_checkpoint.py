@@ -17,7 +17,7 @@ import tensorflow as tf
 from tests.repeats import SEED, times
 
 import shoal_checkpoint as contract
-from shoal_checkpoint.directories import CheckpointDirectory
+from shoal_checkpoint.directories import SavedSteps
 from shoal_checkpoint.tensorflow import Checkpoint, CheckpointError
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def test_killed_at_random_moments_it_trains_as_if_it_had_not_been(
 def test_it_goes_on_with_another_number_of_ranks(two_ranks: TwoRanks, alone: Alone, tmp_path: Path) -> None:
     """One rank goes on at the step of two ranks, and trains to the end."""
     start(two_ranks, "loop", tmp_path, "*.partial", signal.SIGKILL)
-    (step,) = CheckpointDirectory(tmp_path / "checkpoints").steps()[-1:] or [0]
+    (step,) = SavedSteps(tmp_path / "checkpoints").steps()[-1:] or [0]
     alone(RESUMING, "loop", tmp_path / "checkpoints", tmp_path / "one")
     lines = Path(f"{tmp_path}/one-0").read_text().splitlines()
     assert int(lines[0].split()[0]) == step and lines[-1].startswith("weights")

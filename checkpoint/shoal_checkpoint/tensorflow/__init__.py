@@ -18,7 +18,7 @@ from typing import Any
 import tensorflow as tf
 
 from shoal_checkpoint import STOPPED, position, seconds_left
-from shoal_checkpoint.directories import CheckpointDirectory, CheckpointError
+from shoal_checkpoint.directories import CheckpointError, SavedSteps
 from shoal_checkpoint.tensorflow import split, storage
 from shoal_checkpoint.tensorflow.random_states import RandomStates
 from shoal_checkpoint.tensorflow.ranks import Ranks
@@ -73,7 +73,7 @@ class Checkpoint:
         self._every = every
         self._model = model
         self._ranks = Ranks(ranks)
-        self._directory = None if directory is None else CheckpointDirectory(directory, keep)
+        self._directory = None if directory is None else SavedSteps(directory, keep)
         self._random = RandomStates(model)
         optimizer = objects.pop("optimizer", None) or getattr(model, "optimizer", None)
         self._objects = {"model": model, **({"optimizer": optimizer} if optimizer is not None else {}), **objects}
@@ -246,7 +246,7 @@ class Checkpoint:
                 "Fix: free space, or choose another directory"
             ) from error
 
-    def _load(self, directory: CheckpointDirectory) -> None:
+    def _load(self, directory: SavedSteps) -> None:
         def load_newest() -> dict[str, Any] | None:
             directory.lock()
             if not (steps := directory.steps()):

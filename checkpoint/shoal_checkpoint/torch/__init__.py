@@ -22,13 +22,13 @@ from typing import Any
 import torch
 
 from shoal_checkpoint import STOPPED, position, seconds_left
-from shoal_checkpoint.directories import CheckpointDirectory, CheckpointError
+from shoal_checkpoint.directories import CheckpointError, SavedSteps
 from shoal_checkpoint.torch import parts, ranks, storage
 from shoal_checkpoint.torch.batches import ExactLoader
 from shoal_checkpoint.torch.pickles import UntrustedError
 from shoal_checkpoint.torch.random_states import derive_random_states, read_random_states, set_random_states
 from shoal_checkpoint.torch.ranks import StopAgreement
-from shoal_checkpoint.torch.storage import Writer
+from shoal_checkpoint.torch.storage import BackgroundWriter
 
 __all__ = ["Checkpoint", "CheckpointError", "StopAgreement"]
 
@@ -79,8 +79,8 @@ class Checkpoint:
         self._every, self._weights_only = every, weights_only
         self._has_saved = False
         self._state = parts.check(state)
-        self._directory = None if directory is None else CheckpointDirectory(directory, keep)
-        self._writer = Writer(asynchronous)
+        self._directory = None if directory is None else SavedSteps(directory, keep)
+        self._writer = BackgroundWriter(asynchronous)
         self._stop = StopAgreement()
         self._loaders: dict[int, ExactLoader] = {}
         self._loader: ExactLoader | None = None
@@ -284,7 +284,7 @@ class Checkpoint:
         generators = [] if self._loader is None else self._loader.read_generators()
         return {"random": read_random_states(), "generators": generators}
 
-    def _load(self, directory: CheckpointDirectory) -> None:
+    def _load(self, directory: SavedSteps) -> None:
         read: dict[str, torch.Tensor] = {}
 
         def read_newest() -> tuple[int, str] | None:
@@ -345,7 +345,7 @@ def _derive(saved: dict[str, Any], rank: int) -> dict[str, Any]:
     return derived
 
 
-def _write(directory: CheckpointDirectory, step: int, tensors: dict[str, torch.Tensor]) -> None:
+def _write(directory: SavedSteps, step: int, tensors: dict[str, torch.Tensor]) -> None:
     """Writes a checkpoint completely, and then makes it visible."""
     try:
         storage.write(tensors, directory.begin(step))

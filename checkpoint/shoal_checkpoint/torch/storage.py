@@ -203,7 +203,7 @@ def _describe(error: BaseException) -> str:
 Tensors = dict[str, torch.Tensor]
 
 
-class Writer:
+class BackgroundWriter:
     """Calls a function with tensors that do not change while it runs.
 
     In the background, it uses its own copies on the CPU. Their memory is used again for the next ones.

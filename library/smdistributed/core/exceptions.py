@@ -25,11 +25,6 @@ class SMDDPNCCLError(SMDDPError):
 def missing_framework_error(error: ModuleNotFoundError, framework: str, module: str) -> ModuleNotFoundError:
     """Returns the error to raise if importing a framework failed; an image has only one of the frameworks.
 
-    Args:
-        error: Raised by the import.
-        framework: The framework's name, for people.
-        module: The name of its top module.
-
     Returns:
         An error that names the fix; `error` itself if the framework is installed and lacks another module.
     """

@@ -56,7 +56,7 @@ class _Report(NamedTuple):
     stack: str
 
 
-class _Failure:
+class _FailedCollective:
     """A collective that failed, and the explanation once it is known."""
 
     def __init__(self, error: CollectiveError, waited: float) -> None:
@@ -100,7 +100,7 @@ class GroupMonitor:
         self._aborted: tuple[int, str] | None = None  # the rank that ended the group, and the reason
         self._log_store: StoreLog | None = None
         self._clocks: Clocks | None = None
-        self._failure: _Failure | None = None
+        self._failure: _FailedCollective | None = None
         self._silent: list[int] = []  # ranks that did not answer the last request
         self._wakeup, self._closed = threading.Event(), False
         self._thread = threading.Thread(target=self._run_forever, name="smddp-monitor", daemon=True)
@@ -140,7 +140,7 @@ class GroupMonitor:
 
         Waits for the thread to ask the other ranks. Without an answer in time, the text says that the store is lost.
         """
-        failure = _Failure(error, time.monotonic() - self._began)
+        failure = _FailedCollective(error, time.monotonic() - self._began)
         self._failure = failure
         self._wakeup.set()
         limit = 4 * self._answer_seconds + 4 * self._poll_seconds
@@ -280,7 +280,7 @@ class GroupMonitor:
         _log.warning(f"smddp: {text}")
         log.append("messages", {"kind": "warning", "rank": self._rank, "text": text})
 
-    def _abort_group(self, log: StoreLog, failure: _Failure) -> None:
+    def _abort_group(self, log: StoreLog, failure: _FailedCollective) -> None:
         """Ends the group for all ranks. The first rank to fail asks the others, explains it and sends the text.
 
         The others wait for this explanation and repeat it. If none arrives in time, their error keeps its text.
@@ -298,7 +298,7 @@ class GroupMonitor:
         if self._aborted is not None:
             failure.text = self._describe_abort()
 
-    def _explain_failure(self, log: StoreLog, failure: _Failure) -> str:
+    def _explain_failure(self, log: StoreLog, failure: _FailedCollective) -> str:
         """Says why the collective failed.
 
         If the error does not say it, asks the other ranks where they are and waits for answers.

@@ -30,13 +30,7 @@ class HandshakeError(ConnectionError):
 
 
 class Initiator:
-    """The side that connects.
-
-    Args:
-        key: The job's key.
-        rank: This rank.
-        to: The rank that must answer.
-    """
+    """The side that connects."""
 
     def __init__(self, key: bytes, rank: int, to: int) -> None:
         self._key, self._to = key, to
@@ -60,12 +54,7 @@ class Initiator:
 
 
 class Responder:
-    """The side that listens. It takes the initiator's bytes in pieces of any size.
-
-    Args:
-        key: The job's key.
-        rank: This rank.
-    """
+    """The side that listens. It takes the initiator's bytes in pieces of any size."""
 
     def __init__(self, key: bytes, rank: int) -> None:
         self._key, self._rank = key, rank

@@ -298,13 +298,6 @@ def open_shm_engine(
     Rank 0 creates the shared file, and removes its name when all have tried to map it. An invalid SMDDP_STALL_SECONDS
     raises CollectiveError.
 
-    Args:
-        store: These ranks' own.
-        rank: This rank among them.
-        members: These ranks.
-        seconds: How long ranks wait for each other.
-        monitored: Whether a `GroupMonitor` watches the group.
-
     Returns:
         The shm engine, or why these ranks cannot share memory; one of the two on all of them.
     """

@@ -17,9 +17,6 @@ _IDLE_SECONDS, _PROBE_SECONDS, _PROBES = 4, 2, 4  # 4 + 4 × 2 s: kernels send a
 def own_address(towards: str) -> str:
     """Returns the address of this host that its routes use towards another host.
 
-    Args:
-        towards: The other host's name or address.
-
     Raises:
         OSError: If the name has no address, or there is no route.
     """

@@ -320,13 +320,13 @@ def set_clock_offset(micros: int) -> None:
 def span(category: str, name: str, args: _Args = None) -> AbstractContextManager[None]:
     """Returns a context manager that records its block as a span, if a recording runs."""
     running = recorder
-    return _NOTHING if running is None else _Span(running, category, name, args)
+    return _NOTHING if running is None else _RecordedSpan(running, category, name, args)
 
 
 _NOTHING = nullcontext()
 
 
-class _Span(AbstractContextManager):  # type: ignore[type-arg]
+class _RecordedSpan(AbstractContextManager):  # type: ignore[type-arg]
     __slots__ = ("_began", "_event", "_recorder")
 
     def __init__(self, running: Recorder, category: str, name: str, args: _Args) -> None:

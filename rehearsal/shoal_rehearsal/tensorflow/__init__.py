@@ -17,7 +17,7 @@ import tensorflow as tf
 from shoal_rehearsal import notice
 
 if TYPE_CHECKING:
-    from shoal_rehearsal.settings import Settings
+    from shoal_rehearsal.settings import RehearsalSettings
 
 _GPU = "GPU"
 _MEMORY = {"current": 0, "peak": 0}
@@ -38,7 +38,7 @@ class EmulatedGpus:
         return device in self.physical
 
 
-def emulate_gpus(settings: Settings) -> None:
+def emulate_gpus(settings: RehearsalSettings) -> None:
     """Patches TensorFlow's tf.config, tf.test and strategies, in this process, and hides its real GPUs.
 
     It cannot be undone.

@@ -24,10 +24,10 @@ from shoal_rehearsal.torch import (
 )
 
 if TYPE_CHECKING:
-    from shoal_rehearsal.settings import Settings
+    from shoal_rehearsal.settings import RehearsalSettings
 
 
-def emulate_gpus(settings: Settings) -> None:
+def emulate_gpus(settings: RehearsalSettings) -> None:
     """Patches torch, in this process and in threads that start later. It cannot be undone. It prepares the notice."""
     notice.prepare(settings, real=torch.cuda.device_count())  # before it is replaced
     parts = cuda, streams, amp, checkpoints, module_behavior, distributed, printing, tensor_sources, function_mode

@@ -23,7 +23,7 @@ CHOICES = ("auto", "shm", "mpi")
 _TIMEOUT_SECONDS = 1800  # as in torch.distributed
 
 
-class Pair(NamedTuple):
+class TensorPair(NamedTuple):
     """The memory of a tensor, and of its result; maybe the same."""
 
     given: Flat
@@ -54,7 +54,7 @@ class Group:
         """
         kind, dtype = operations.KINDS[operation.kind], operation.dtype_name
         pairs = [
-            Pair(Flat(given, elements, dtype), Flat(result, elements, dtype))
+            TensorPair(Flat(given, elements, dtype), Flat(result, elements, dtype))
             for given, result, elements in operation.tensors()
             if elements
         ]
@@ -63,7 +63,7 @@ class Group:
             for batch in batch_tensors(pairs):
                 self._run_batch(kind, operation, batch)
 
-    def _run_batch(self, kind: str, operation: PendingOperation, batch: list[Pair]) -> None:
+    def _run_batch(self, kind: str, operation: PendingOperation, batch: list[TensorPair]) -> None:
         """Runs an all_reduce or broadcast on one tensor directly, or on several that are packed into one.
 
         The results are then in the memory of the operation's results.
@@ -79,7 +79,7 @@ class Group:
         if len(batch) > 1:
             self._unpack(batch)
 
-    def _pack(self, pairs: Iterable[Pair]) -> Pair:
+    def _pack(self, pairs: Iterable[TensorPair]) -> TensorPair:
         """Copies tensors of one dtype into the scratch memory, one after the other, and returns them as one.
 
         There must be at least one, and together at most PACK_BYTES.
@@ -89,9 +89,9 @@ class Group:
             self._scratch.cut(at, at + given.bytes).copy_from(given)
             at, count, dtype = at + given.bytes, count + given.count, given.dtype
         packed = Flat(self._scratch.address, count, dtype)
-        return Pair(packed, packed)
+        return TensorPair(packed, packed)
 
-    def _unpack(self, pairs: Iterable[Pair]) -> None:
+    def _unpack(self, pairs: Iterable[TensorPair]) -> None:
         at = 0
         for _, result in pairs:
             result.copy_from(self._scratch.cut(at, at + result.bytes))
@@ -135,12 +135,12 @@ def open_group(launch: Launch, store: JobStore | None = None, ranks: Sequence[in
     return Group(engine, name, the_store, group.rank)
 
 
-def batch_tensors(pairs: Iterable[Pair]) -> Iterator[list[Pair]]:
+def batch_tensors(pairs: Iterable[TensorPair]) -> Iterator[list[TensorPair]]:
     """Yields batches that are reduced at once: a long tensor in place, or short ones up to PACK_BYTES in all.
 
     A long tensor, of DIRECT_BYTES or more, may come before short ones that precede it.
     """
-    batch: list[Pair] = []
+    batch: list[TensorPair] = []
     filled = 0
     for pair in pairs:
         size = pair.given.bytes

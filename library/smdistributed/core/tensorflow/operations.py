@@ -154,9 +154,9 @@ def reject_xla(what: str) -> None:
     """Raises SMDDPError in a function that is traced for XLA, which does not have these operations."""
     if not tf.executing_eagerly() and GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
         raise SMDDPError(
-            f"{what} is called in a function that XLA compiles, which cannot communicate. Fix: leave jit_compile=True out "
-            "of the tf.function, or of the Model.compile, that has it. tf.config.optimizer.set_jit(True) compiles the "
-            "rest."
+            f"{what} is called in a function that XLA compiles, which cannot communicate. Fix: leave jit_compile=True "
+            "out of the tf.function, or of the Model.compile, that has it. tf.config.optimizer.set_jit(True) compiles "
+            "the rest."
         )
 
 

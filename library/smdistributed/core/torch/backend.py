@@ -66,12 +66,6 @@ def register(on_first_group: Callable[[int, int], None] | None = None) -> None:
 def create(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
     """Creates a group for torch.distributed. Errors of its communication engine pass.
 
-    Args:
-        store: The group's own.
-        rank: This rank in the group.
-        size: Number of ranks.
-        timeout: How long ranks wait for each other.
-
     Returns:
         A `ProcessGroup`; gloo's backend for CPU tensors if the group is torch's own.
 

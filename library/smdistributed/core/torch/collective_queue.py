@@ -22,7 +22,7 @@ _Future = torch.futures.Future
 _CLOSE_SECONDS = 5.0  # a collective that waits for lost ranks must not keep the process alive
 
 
-class Owner(Protocol):
+class QueueOwner(Protocol):
     """A process group; a queue runs its collectives."""
 
     def recorded(self, name: str, collective: _Collective, result: _Tensors) -> _Collective:
@@ -32,8 +32,8 @@ class Owner(Protocol):
         """Returns the error that the caller of a failed collective gets."""
 
 
-class _Task(NamedTuple):
-    owner: Owner
+class _QueuedCall(NamedTuple):
+    owner: QueueOwner
     collective: _Collective
     result: list[torch.Tensor]
     future: _Future[list[torch.Tensor]]
@@ -47,7 +47,7 @@ class CollectiveQueue:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
+        self._tasks: SimpleQueue[_QueuedCall | None] = SimpleQueue()
         self._closed = False
         self._unfinished = 0  # collectives that were called and have not ended
         self._lock = threading.Lock()
@@ -56,7 +56,9 @@ class CollectiveQueue:
         self._done = completed([])  # of all synchronous collectives: their results are not used
         self._held_by_cpp: set[_Handle] = set()
 
-    def run(self, owner: Owner, name: str, collective: _Collective, result: _Tensors, is_async: bool | None) -> Work:
+    def run(
+        self, owner: QueueOwner, name: str, collective: _Collective, result: _Tensors, is_async: bool | None
+    ) -> Work:
         """Runs a collective in its turn.
 
         A caller that needs a handle never blocks, however short the collective: other ranks may call theirs only after
@@ -88,7 +90,7 @@ class CollectiveQueue:
                 # Before the thread wakes up: two threads that both need the interpreter would take turns.
                 handle = _Handle(name, future, self._held_by_cpp if is_async is None else None)
                 self._start_thread()
-                self._tasks.put(_Task(owner, collective, list(result), future))
+                self._tasks.put(_QueuedCall(owner, collective, list(result), future))
         if not inline:
             return handle
         try:

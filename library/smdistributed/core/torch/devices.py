@@ -189,7 +189,7 @@ class HostStaging:
                 given = [_copy_to_host(argument, True) for argument in arguments]
                 work = getattr(self._on_cpu, name)(results, *given)
                 if name in _MESSAGES:
-                    return _Message(work, [] if name == "send" else pairs, results)
+                    return _StagedMessage(work, [] if name == "send" else pairs, results)
                 work.wait()
                 _copy_back(pairs)
             return completed([tensor for tensor, _ in pairs])
@@ -197,7 +197,7 @@ class HostStaging:
         return staged
 
 
-class _Message(Work):
+class _StagedMessage(Work):
     """The handle of a message of copied tensors. gloo's own can be waited for only once.
 
     Args:

@@ -23,13 +23,6 @@ from smdistributed.core.torch.tensors import tensor_at
 def open_engine(store: Store, rank: int, size: int, timeout: timedelta, gloo: object) -> tuple[Engine, str]:
     """Opens the communication engine of a group; SMDDP_ENGINE may request one.
 
-    Args:
-        store: The group's own.
-        rank: This rank in the group.
-        size: Number of ranks.
-        timeout: How long ranks wait for each other.
-        gloo: torch's own gloo group of the same ranks.
-
     Returns:
         The communication engine, and its name with the reason for the choice.
 

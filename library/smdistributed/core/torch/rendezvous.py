@@ -16,9 +16,6 @@ _CONNECT = timedelta(seconds=30)
 def open_store(launch: Launch) -> Store:
     """Opens the job's store: in memory for one rank, at the master's address, or in the session directory.
 
-    Args:
-        launch: This process's place in its job.
-
     Raises:
         LaunchError: If several ranks have neither an address nor a directory in common.
     """

@@ -55,8 +55,8 @@ def DistributedOptimizer(  # noqa: N802 (the published name)
     reject_unsupported(device_dense, device_sparse, sparse_as_dense)
     if backward_passes_per_step != 1:
         raise SMDDPError(
-            f"backward_passes_per_step={backward_passes_per_step} is not supported. Fix: add up the gradients of that many "
-            "batches in the training step, and call the optimizer's apply_gradients with the sums."
+            f"backward_passes_per_step={backward_passes_per_step} is not supported. Fix: add up the gradients of that "
+            "many batches in the training step, and call the optimizer's apply_gradients with the sums."
         )
     if name is not None or use_locking:
         warn_without_effect("DistributedOptimizer(name=, use_locking=)", "the optimizer keeps its own")

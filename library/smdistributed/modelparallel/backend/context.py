@@ -41,9 +41,6 @@ class Context:
 
         If the launcher does not say how many ranks this host has, `local_size` is the number of all ranks.
 
-        Args:
-            argument: `mp_parameters` of the script.
-
         Returns:
             The launch environment.
 
@@ -103,10 +100,6 @@ def start_timeline(rank: int, world_size: int) -> None:
 
     It names a directory, or a file that ends in `.json`. Every rank writes a file there; `shoal timeline` merges
     them into one page.
-
-    Args:
-        rank: This process's rank in the job.
-        world_size: The number of ranks of the job.
 
     Raises:
         TimelineError: If the file cannot be written.

@@ -26,14 +26,14 @@ _NO_TAG = bytes(_TAG_BYTES)
 _READ_BYTES = 128 << 10  # another read costs more than a copy of so much
 _UNVERIFIED_BYTES = 1 << 20
 
-Message = tuple[bytes, "list[bytearray]"]
+Frame = tuple[bytes, "list[bytearray]"]
 
 
 class FrameError(ConnectionError):
     """The bytes are not the next message of the other side."""
 
 
-class Writer:
+class FrameWriter:
     """Makes the frames of one connection, in the order in which they are sent. An empty key means no tags."""
 
     def __init__(self, key: bytes) -> None:
@@ -51,7 +51,7 @@ class Writer:
         return _PRELUDE.pack(len(head), len(bodies), tag) + rest
 
 
-class Reader:
+class FrameReader:
     """Makes messages from the bytes of one connection, which arrive in pieces of any size.
 
     Read into `buffer()`, pass the number of bytes to `advance`, and `take` the complete messages. `take` also returns
@@ -61,7 +61,7 @@ class Reader:
     def __init__(self, key: bytes) -> None:
         self._key, self._count = key, 0
         self._ahead = memoryview(bytearray(_READ_BYTES))
-        self._complete: list[Message] = []
+        self._complete: list[Frame] = []
         self._parts = self._read_messages()
         self._part, self._filled = bytearray(next(self._parts)), 0
 
@@ -103,7 +103,7 @@ class Reader:
             raise FrameError(f"there is no memory for a message of {size} bytes") from None
         self._part[: self._filled] = ahead[at:]
 
-    def take(self) -> list[Message]:
+    def take(self) -> list[Frame]:
         """Returns the messages that were completed since the last call."""
         complete, self._complete = self._complete, []
         return complete

@@ -87,10 +87,6 @@ class ObjectExchange:
     def gather(self, obj: object, ranks: Sequence[int]) -> list[Any]:
         """Exchanges one object between all ranks of a group; each of them calls this.
 
-        Args:
-            obj: This rank's object.
-            ranks: The group's ranks in the job.
-
         Returns:
             Every rank's object, in the order of `ranks`.
 

@@ -17,7 +17,7 @@ _SECONDS = {TurnKind.FORWARD: 1.0, TurnKind.RESUME: 0.1, TurnKind.BACKWARD: 2.0}
 _LATENCY = 0.01
 
 
-class Event(NamedTuple):
+class StageEvent(NamedTuple):
     """An action of a stage for one microbatch.
 
     Attributes:
@@ -37,14 +37,14 @@ class _Work(NamedTuple):
     """Consecutive events of one microbatch, of which only the first may wait for a message."""
 
     turn: Turn
-    events: list[tuple[int, Event]]
+    events: list[tuple[int, StageEvent]]
 
     @property
     def waits_for(self) -> str | None:
         return next((event.label for _, event in self.events if event.kind == "receive"), None)
 
 
-def order(programs: Sequence[Sequence[Event]], active: int, simple: bool) -> list[list[int]]:
+def order(programs: Sequence[Sequence[StageEvent]], active: int, simple: bool) -> list[list[int]]:
     """Orders the events of each stage.
 
     Args:
@@ -58,7 +58,7 @@ def order(programs: Sequence[Sequence[Event]], active: int, simple: bool) -> lis
     Raises:
         SMPRuntimeError: If stages would wait forever, for each other or for a message that no stage sends.
     """
-    stages = [_Stage(program, max(1, active - index), simple) for index, program in enumerate(programs)]
+    stages = [_SimulatedStage(program, max(1, active - index), simple) for index, program in enumerate(programs)]
     arrivals: dict[str, float] = {}
     now = 0.0
     while any(stage.is_busy for stage in stages):
@@ -72,10 +72,10 @@ def order(programs: Sequence[Sequence[Event]], active: int, simple: bool) -> lis
     return [stage.done for stage in stages]
 
 
-class _Stage:
+class _SimulatedStage:
     """Simulates one stage. `done`: the places of its events, in the order in which they were executed."""
 
-    def __init__(self, program: Sequence[Event], window: int, simple: bool) -> None:
+    def __init__(self, program: Sequence[StageEvent], window: int, simple: bool) -> None:
         microbatches = sorted({event.microbatch for event in program})
         self._rest = {m: list(_work(program, m)) for m in microbatches}
         forwards = [work for rest in self._rest.values() for work in rest if work.turn.kind is not TurnKind.BACKWARD]
@@ -124,9 +124,9 @@ class _Stage:
         return work.waits_for is None or arrivals.get(work.waits_for, now + 1) <= now
 
 
-def _work(program: Sequence[Event], microbatch: int) -> Iterator[_Work]:
+def _work(program: Sequence[StageEvent], microbatch: int) -> Iterator[_Work]:
     """Yields the work of one microbatch on a stage, in its order: events between two points at which it waits."""
-    events: list[tuple[int, Event]] = []
+    events: list[tuple[int, StageEvent]] = []
     has_begun = False
 
     def work() -> _Work:

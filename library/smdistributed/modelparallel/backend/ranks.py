@@ -32,10 +32,6 @@ class Grid:
     def of(cls, config: Config, size: int) -> Grid:
         """Makes the grid of a job.
 
-        Args:
-            config: The number of stages and how ranks are ordered.
-            size: The number of ranks.
-
         Raises:
             SMPConfigError: If the ranks are not a multiple of one replica's, or are several replicas without `ddp` or
                 `horovod`.

@@ -59,9 +59,6 @@ class Schedule:
     def choose(self, waiting: Sequence[Turn]) -> int | None:
         """Chooses the next turn and notes that it has begun.
 
-        Args:
-            waiting: The turns that threads ask for.
-
         Returns:
             An index into `waiting`, or None if none of them may begin yet.
         """

@@ -10,7 +10,7 @@ from typing import Any
 from smdistributed.modelparallel.backend.exceptions import MicrobatchError
 
 
-class Splitter(ABC):
+class ArgumentSplitter(ABC):
     """Splits the arguments of one function into microbatches. A subclass handles the framework's tensors.
 
     Args:
@@ -55,11 +55,6 @@ class Splitter(ABC):
         self, args: Sequence[Any], kwargs: Mapping[str, Any], count: int
     ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
         """Splits the arguments of a call.
-
-        Args:
-            args: Positional arguments.
-            kwargs: Named arguments.
-            count: The number of microbatches.
 
         Returns:
             The positional and named arguments of each microbatch.
@@ -130,8 +125,8 @@ class Splitter(ABC):
         if size < count or (size % count and not self.uneven):
             raise MicrobatchError(
                 f"{name}, of shape {shape}, has {size} along axis {axis}: that must be a multiple of "
-                f"'microbatches', {count}. Fix: choose another batch size, drop the last batch (drop_last=True), name the "
-                "argument in non_split_inputs if it is not a batch"
+                f"'microbatches', {count}. Fix: choose another batch size, drop the last batch (drop_last=True), name "
+                "the argument in non_split_inputs if it is not a batch"
                 + (
                     "."
                     if self.uneven or not self.may_be_uneven

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 from smdistributed.core.handshake import HandshakeError, Responder, initiate_handshake
 from smdistributed.core.sockets import LOSS_SECONDS, enable_keepalive, is_loopback, listen, set_user_timeout
-from smdistributed.modelparallel.backend.frames import FrameError, Reader, Writer
+from smdistributed.modelparallel.backend.frames import FrameError, FrameReader, FrameWriter
 
 SEND_SECONDS = 1800.0
 _CONNECT_SECONDS = 60.0  # a process that holds the interpreter lock answers late
@@ -115,11 +115,6 @@ class Transport:
 
     def send(self, to: int, head: bytes, bodies: Sequence[Any] = ()) -> None:
         """Sends a message to a rank. Returns when the kernel has taken it all. After an error, no more can be sent.
-
-        Args:
-            to: The rank.
-            head: Any bytes.
-            bodies: Buffers of bytes.
 
         Raises:
             ConnectionError: If the rank cannot be reached, or does not have the job's key.
@@ -298,7 +293,7 @@ class Transport:
             self._unauthenticated.pop(incoming.sock.fileno(), None)
             incoming.source, incoming.reader = (
                 incoming.handshake.initiator,
-                Reader(self._tag_key(incoming.handshake.session)),
+                FrameReader(self._tag_key(incoming.handshake.session)),
             )
             if incoming.source in self._out:  # a loss ends this idle connection; a full buffer must not
                 set_user_timeout(self._out[incoming.source].sock, 0)
@@ -385,7 +380,7 @@ class Transport:
         sock.settimeout(None)
         seconds = struct.pack("ll", int(self._seconds), int(self._seconds % 1 * 1e6))
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, seconds)
-        return _Outgoing(sock, Writer(self._tag_key(session)))
+        return _Outgoing(sock, FrameWriter(self._tag_key(session)))
 
     def _tag_key(self, session: bytes) -> bytes:
         """The key of tags: empty if all ranks listen on the loopback, which no other host reaches."""
@@ -395,7 +390,7 @@ class Transport:
 class _Outgoing:
     """A connection that this rank has made."""
 
-    def __init__(self, sock: socket.socket, writer: Writer) -> None:
+    def __init__(self, sock: socket.socket, writer: FrameWriter) -> None:
         self.sock, self.writer, self.lock = sock, writer, threading.Lock()
 
     def end(self) -> None:
@@ -414,10 +409,10 @@ class _Incoming:
     def __init__(self, sock: socket.socket, handshake: Responder) -> None:
         self.sock, self.handshake = sock, handshake
         self.source = -1
-        self.reader: Reader | None = None
+        self.reader: FrameReader | None = None
         self._low_water_bytes = 1
 
-    def receive(self, reader: Reader) -> None:
+    def receive(self, reader: FrameReader) -> None:
         """Gives the reader the bytes that have arrived.
 
         Raises:

@@ -19,7 +19,7 @@ _call: Callable[..., Any] = _Layer.__call__
 _construct: Callable[..., None] = _Layer.__init__
 
 
-class Observer(Protocol):
+class CallObserver(Protocol):
     """Handles calls of layers in `observe_calls`."""
 
     def call(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -33,12 +33,12 @@ class CallUnchanged:
         return call_layer(layer, args, kwargs)
 
 
-_observer: ContextVar[Observer | None] = ContextVar("smp_observer", default=None)
+_observer: ContextVar[CallObserver | None] = ContextVar("smp_observer", default=None)
 _requested_stage: ContextVar[int | None] = ContextVar("smp_partition", default=None)
 
 
 @contextmanager
-def observe_calls(observer: Observer | None) -> Iterator[None]:
+def observe_calls(observer: CallObserver | None) -> Iterator[None]:
     """Passes calls of layers to an observer inside this context; None: to none."""
     token = _observer.set(observer)
     try:

@@ -73,7 +73,7 @@ class StepOutput:
         return f"StepOutput({self.outputs!r})"
 
 
-class Splitter(splitting.Splitter):
+class TensorFlowSplitter(splitting.ArgumentSplitter):
     """Splits symbolic tensors. The size of an axis that is unknown is checked when the graph runs."""
 
     may_be_uneven = False

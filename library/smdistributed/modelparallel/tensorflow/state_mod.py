@@ -31,7 +31,7 @@ _UNSUPPORTED = (
 )
 
 
-class State(Context):
+class TensorFlowState(Context):
     """The job of this process. Before `init`, only `initialized` may be read."""
 
     tensors: TensorExchange
@@ -118,4 +118,4 @@ def _reject_unsupported(config: Config) -> None:
             warn_without_effect(f"{name!r} of mp_parameters", "it concerns PyTorch")
 
 
-state = State()
+state = TensorFlowState()

@@ -13,7 +13,7 @@ from smdistributed.core.options import keyword_names, refuse_unknown, warn_witho
 from smdistributed.core.tensorflow.operations import reject_xla
 from smdistributed.modelparallel.backend.exceptions import SMPUnsupportedError
 from smdistributed.modelparallel.tensorflow.model import plan_call
-from smdistributed.modelparallel.tensorflow.splitting import Splitter, merge
+from smdistributed.modelparallel.tensorflow.splitting import TensorFlowSplitter, merge
 from smdistributed.modelparallel.tensorflow.state_mod import state
 from smdistributed.modelparallel.tensorflow.step_graph import StageContext, StepGraph
 
@@ -77,7 +77,7 @@ def _decorate(
     While tracing, the stages exchange lists of their messages. A call raises SMDDPError under XLA, and
     StepUsageError before `smp.init`.
     """
-    splitter = Splitter(function, whole, axes)
+    splitter = TensorFlowSplitter(function, whole, axes)
     body = _convert_with_autograph(function)
 
     def trace_microbatches(*args: Any, **kwargs: Any) -> list[Any]:

@@ -29,8 +29,8 @@ from smdistributed.modelparallel.tensorflow.layer_calls import (
 )
 from smdistributed.modelparallel.tensorflow.model_trace import nested_call_error
 from smdistributed.modelparallel.tensorflow.step_messages import (
-    Message,
     MessageKey,
+    TensorMessage,
     Transfer,
     find_missing,
     sort_messages,
@@ -68,7 +68,7 @@ class StageContext(NamedTuple):
 class _Marked(NamedTuple):
     """An operation that sends, receives, or begins a pass."""
 
-    message: Message
+    message: TensorMessage
     operation: Any
 
 
@@ -201,7 +201,7 @@ class StepGraph:
         Notes that for `finish`.
         """
         found: list[Any] = tf.identity_n(list(map(tf.convert_to_tensor, tensors)))
-        self._mark(Message(key, "begin", None), found[0].op)
+        self._mark(TensorMessage(key, "begin", None), found[0].op)
         for tensor, given in zip(found, tensors):
             if getattr(given, "_keras_mask", None) is not None:
                 tensor._keras_mask = given._keras_mask
@@ -212,7 +212,7 @@ class StepGraph:
     def send(self, tensor: Any, key: MessageKey, transfer: Transfer) -> Any:
         """Sends a tensor to the other end of a transfer, and returns a scalar token. Notes that for `finish`."""
         token = operations.send(tensor, self.context.ranks[transfer.other(self.context.stage)], self._label(key))
-        self._mark(Message(key, "send", transfer), token.op)
+        self._mark(TensorMessage(key, "send", transfer), token.op)
         return token
 
     def receive(self, anchors: Sequence[Any], like: Any, key: MessageKey, transfer: Transfer) -> Any:
@@ -231,7 +231,7 @@ class StepGraph:
         what = f"the gradient of {transfer.what}" if key.backward else transfer.what
         self.context.names[self._label(key)] = f"{what}, microbatch {key.microbatch}"
         found.set_shape(like.shape)
-        self._mark(Message(key, "receive", transfer), found.op)
+        self._mark(TensorMessage(key, "receive", transfer), found.op)
         return found
 
     def send_gradient(self, label: str, gradient: Any) -> None:
@@ -249,7 +249,7 @@ class StepGraph:
         key = MessageKey(*map(int, label.split("/")[1:]))
         return key._replace(backward=self._passes[key.microbatch, key.call]), self._transfers[key]
 
-    def _mark(self, message: Message, operation: Any) -> None:
+    def _mark(self, message: TensorMessage, operation: Any) -> None:
         """Notes an operation for `finish`. Raises SMPUnsupportedError if it is in another graph."""
         if operation.graph is not self.graph:
             raise SMPUnsupportedError(
@@ -292,7 +292,7 @@ class StepGraph:
         self.context.next_in_order()._add_control_input(chain[-1])
         self._remove_implicit_order()
 
-    def _gather_messages(self) -> list[list[Message]]:
+    def _gather_messages(self) -> list[list[TensorMessage]]:
         """Returns the messages of every stage; all stages call it.
 
         Raises SMPRuntimeError if they trace different steps.
@@ -321,7 +321,7 @@ class StepGraph:
             if has_effects and all(given.dtype != tf.resource for given in operation.inputs):
                 self.graph.experimental_acd_manager.run_independently(operation)
 
-    def _add_missing(self, message: Message) -> None:
+    def _add_missing(self, message: TensorMessage) -> None:
         """Sends a gradient that is zero here, or receives one that nothing uses."""
         key, kind, transfer = message
         assert transfer is not None

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from smdistributed.modelparallel.backend.exceptions import SMPRuntimeError
-from smdistributed.modelparallel.backend.pipeline import Event
+from smdistributed.modelparallel.backend.pipeline import StageEvent
 
 
 @dataclass(frozen=True)
@@ -37,22 +37,22 @@ class MessageKey(NamedTuple):
     number: int
 
 
-class Message(NamedTuple):
+class TensorMessage(NamedTuple):
     """One end of a message, or the begin of a pass."""
 
     key: MessageKey
     kind: str
-    """As in `backend.pipeline.Event`: "begin", "send" or "receive"."""
+    """As in `backend.pipeline.StageEvent`: "begin", "send" or "receive"."""
     transfer: Transfer | None
     """None for "begin"."""
 
     @property
-    def event(self) -> Event:
+    def event(self) -> StageEvent:
         """The message as the pipeline's scheduler takes it."""
-        return Event(self.key.microbatch, self.key.backward > 0, self.kind, "/".join(map(str, self.key)))
+        return StageEvent(self.key.microbatch, self.key.backward > 0, self.kind, "/".join(map(str, self.key)))
 
 
-def sort_messages(messages: Sequence[Message]) -> list[Message]:
+def sort_messages(messages: Sequence[TensorMessage]) -> list[TensorMessage]:
     """Sorts the messages of a stage by microbatch, then so that each comes after those that it depends on.
 
     Within a microbatch, passes keep their order; transfers ascend in forward passes, and descend in backward passes.
@@ -60,14 +60,14 @@ def sort_messages(messages: Sequence[Message]) -> list[Message]:
     passes = dict.fromkeys(message.key[:3] for message in messages)
     place = {each: number for number, each in enumerate(passes)}
 
-    def order(message: Message) -> tuple[int, int, int]:
+    def order(message: TensorMessage) -> tuple[int, int, int]:
         key = message.key
         return key.microbatch, place[key[:3]], -key.number if key.backward else key.number
 
     return sorted(messages, key=order)
 
 
-def find_missing(by_stage: Sequence[Sequence[Message]]) -> Iterator[tuple[int, Message]]:
+def find_missing(by_stage: Sequence[Sequence[TensorMessage]]) -> Iterator[tuple[int, TensorMessage]]:
     """Finds messages that only one end knows, because a gradient is zero or unused there.
 
     Args:
@@ -87,12 +87,12 @@ def find_missing(by_stage: Sequence[Sequence[Message]]) -> Iterator[tuple[int, M
         transfer = received[key]
         if key.backward == 0 or key[:3] not in passes[transfer.target]:
             raise SMPRuntimeError(_unmatched(key, transfer))
-        yield transfer.target, Message(key, "send", transfer)
+        yield transfer.target, TensorMessage(key, "send", transfer)
     for key in sorted(sent.keys() - received.keys()):
         transfer = sent[key]
         if key.backward == 0:
             raise SMPRuntimeError(_unmatched(key, transfer))
-        yield transfer.source, Message(key, "receive", transfer)
+        yield transfer.source, TensorMessage(key, "receive", transfer)
 
 
 def _unmatched(key: MessageKey, transfer: Transfer) -> str:

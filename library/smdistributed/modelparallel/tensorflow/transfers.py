@@ -104,8 +104,8 @@ def _reject_losses(layers: Iterable[Any]) -> None:
     for layer in layers:
         if layer._eager_losses or layer._losses:
             raise SMPUnsupportedError(
-                f"{layer.name!r} adds a loss and is cut, so that the loss is on no stage. Fix: call add_loss() in a layer "
-                "that is on one stage, or return the inputs of the loss."
+                f"{layer.name!r} adds a loss and is cut, so that the loss is on no stage. Fix: call add_loss() in a "
+                "layer that is on one stage, or return the inputs of the loss."
             )
 
 

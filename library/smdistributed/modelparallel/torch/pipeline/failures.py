@@ -16,17 +16,11 @@ from smdistributed.core.handshake import HandshakeError
 from smdistributed.modelparallel.backend.config import CONNECTION_LOST
 from smdistributed.modelparallel.backend.exceptions import SMPRuntimeError
 from smdistributed.modelparallel.backend.transport import Transport
-from smdistributed.modelparallel.torch.pipeline.messages import Kind, send
+from smdistributed.modelparallel.torch.pipeline.messages import MessageKind, send
 
 
 class Peers:
-    """The stages of a pipeline, as one of them sees the others.
-
-    Args:
-        transport: Carries the messages.
-        ranks: The ranks of the job that hold the stages, in order.
-        rank: This rank.
-    """
+    """The stages of a pipeline, as one of them sees the others."""
 
     def __init__(self, transport: Transport, ranks: Sequence[int], rank: int) -> None:
         self._transport, self.ranks = transport, tuple(ranks)
@@ -47,7 +41,7 @@ class Peers:
         """Sends a message to a rank: see `messages.send`. Raises OSError if its connection is lost."""
         send(self._transport, to, *args, **kwargs)
 
-    def notify_all(self, kind: Kind, about: object = None) -> list[threading.Thread]:
+    def notify_all(self, kind: MessageKind, about: object = None) -> list[threading.Thread]:
         """Sends a message to every other stage and does not wait. A stage that is lost is left out.
 
         Each has a thread of its own: a stage with a full socket must not delay the others.
@@ -65,7 +59,7 @@ class Peers:
             thread.start()
         return threads
 
-    def _notify(self, rank: int, kind: Kind, about: object) -> None:
+    def _notify(self, rank: int, kind: MessageKind, about: object) -> None:
         """Thread of `notify_all`: sends the message to one stage. Errors are ignored: the stage is lost."""
         with suppress(OSError):  # lost as well
             self.send(rank, kind, -1, about=about)
@@ -109,7 +103,7 @@ class Failures:
                 is_reported, self._is_reported = self._is_reported, True
                 if not is_reported:
                     text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-                    self._reports = self._peers.notify_all(Kind.FAILED, text)
+                    self._reports = self._peers.notify_all(MessageKind.FAILED, text)
         finally:
             self._record(error)
 

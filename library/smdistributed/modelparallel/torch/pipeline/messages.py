@@ -18,7 +18,7 @@ from smdistributed.modelparallel.torch.pipeline.devices import move_here
 from smdistributed.modelparallel.torch.pipeline.packing import Meta, from_buffer, meta_of, pack, to_buffer, unpack
 
 
-class Kind(enum.IntEnum):
+class MessageKind(enum.IntEnum):
     """Kinds of messages. Those up to END belong to a step, and wait until their receiver is in it.
 
     FORWARD and BACKWARD make a call, which ANSWER answers. FINISHED: a microbatch has ended. PARTITION: the stages of
@@ -37,7 +37,7 @@ class Kind(enum.IntEnum):
     WORKING = 8
 
 
-class ReceivedTensor(NamedTuple):
+class MessageTensor(NamedTuple):
     """A tensor of a message, on the CPU, and its metadata."""
 
     tensor: torch.Tensor
@@ -48,19 +48,19 @@ class ReceivedTensor(NamedTuple):
         return move_here(self.tensor) if self.meta[3] else self.tensor
 
 
-class Message(NamedTuple):
+class StageMessage(NamedTuple):
     """A message of another stage.
 
     call: the number of the call it belongs to, counted by the stage that calls. about: depends on the kind.
     """
 
-    kind: Kind
+    kind: MessageKind
     source: int
     step: int
     microbatch: int
     call: Any
     about: Any
-    tensors: list[ReceivedTensor | None]
+    tensors: list[MessageTensor | None]
 
     def all_here(self) -> list[torch.Tensor | None]:
         """Returns the tensors on this thread's device, and None for each place without one."""
@@ -74,7 +74,7 @@ class Message(NamedTuple):
 def send(
     transport: Transport,
     to: int,
-    kind: Kind,
+    kind: MessageKind,
     step: int,
     microbatch: int = -1,
     call: object = None,
@@ -102,21 +102,16 @@ def send(
     transport.send(to, pickle.dumps(head, pickle.HIGHEST_PROTOCOL), [buffer for buffer, _ in held])
 
 
-def receive(source: int, head: bytes, bodies: Sequence[bytearray]) -> Message:
+def receive(source: int, head: bytes, bodies: Sequence[bytearray]) -> StageMessage:
     """Makes a message from the bytes that `send` has sent. Unpickles `head`: its sender must be authenticated."""
     kind, step, microbatch, call, about, metas = pickle.loads(head)
     rest = iter(bodies)
-    tensors = [meta and ReceivedTensor(from_buffer(next(rest), meta), meta) for meta in metas]
-    return Message(Kind(kind), source, step, microbatch, call, about, tensors)
+    tensors = [meta and MessageTensor(from_buffer(next(rest), meta), meta) for meta in metas]
+    return StageMessage(MessageKind(kind), source, step, microbatch, call, about, tensors)
 
 
 def open_object_exchange(transport: Transport, rank: int, seconds: float) -> ObjectExchange:
-    """Makes this rank's object exchange; deliver messages of `Kind.OBJECT` to it.
-
-    Args:
-        transport: Carries the messages.
-        rank: This process's rank in the job.
-        seconds: How long `receive` waits.
+    """Makes this rank's object exchange; deliver messages of `MessageKind.OBJECT` to it.
 
     Returns:
         The exchange. Sending and receiving use `transport` only when they are called.
@@ -124,10 +119,10 @@ def open_object_exchange(transport: Transport, rank: int, seconds: float) -> Obj
 
     def send_object(to: int, channel: str, obj: object) -> None:
         body, tensors = pack(obj)
-        send(transport, to, Kind.OBJECT, 0, call=channel, about=body, tensors=tensors)
+        send(transport, to, MessageKind.OBJECT, 0, call=channel, about=body, tensors=tensors)
 
     return ObjectExchange(rank, send_object, _read, seconds)
 
 
-def _read(message: Message) -> Any:
+def _read(message: StageMessage) -> Any:
     return unpack(message.about, [tensor for tensor in message.all_here() if tensor is not None])

@@ -33,12 +33,7 @@ def placement_of(module: nn.Module) -> Placement | None:
 
 
 class ModuleManager:
-    """The modules of one model, by name. Until `assign`, nothing is placed.
-
-    Args:
-        root: The model.
-        stage: Returns this rank's stage.
-    """
+    """The modules of one model, by name. Until `assign`, nothing is placed."""
 
     def __init__(self, root: nn.Module, stage: Callable[[], Stage]) -> None:
         self.root, self._stage = root, stage

@@ -14,14 +14,14 @@ from collections.abc import Callable
 
 from smdistributed.core import timeline
 from smdistributed.core.diagnostics import StallDetector
-from smdistributed.modelparallel.torch.pipeline.tasks import Task
+from smdistributed.modelparallel.torch.pipeline.tasks import StageTask
 
 _STACK_CALLS = 8
 _CHECKS = 4  # within each limit
 _NOT_CALLED = "nobody has called anything here: the first stage may not be in this step"
 
 
-class Observer:
+class StageObserver:
     """Watches one stage. It starts a thread at the first step.
 
     Args:
@@ -37,7 +37,7 @@ class Observer:
         self._name, self._seconds = name, seconds
         self._on_timeout, self._on_long_turn = on_timeout, on_long_turn
         self._last_event = 0.0
-        self._turn: tuple[Task, int, float] | None = None
+        self._turn: tuple[StageTask, int, float] | None = None
         self._began = self._began_ns = 0
         self._waits: dict[int, tuple[Callable[[], str], float]] = {}
         self._stalls = StallDetector()
@@ -60,12 +60,12 @@ class Observer:
             timeline.recorder.complete("step", f"step {self._step}", self._began_ns, timeline.now(), None)
         self._step = 0
 
-    def turn_begins(self, task: Task) -> None:
+    def turn_begins(self, task: StageTask) -> None:
         """Notes that this thread computes a task from now on."""
         self._turn = task, threading.get_ident(), time.monotonic()
         self._began = timeline.now() if timeline.recorder is not None else 0
 
-    def turn_ends(self, task: Task) -> None:
+    def turn_ends(self, task: StageTask) -> None:
         """Notes that the task does not compute any more, and records that in the timeline, if there is one."""
         self._turn, self._last_event = None, time.monotonic()
         if timeline.recorder is not None and self._began:

@@ -10,7 +10,7 @@ import hashlib
 
 import torch
 
-from smdistributed.modelparallel.torch.pipeline.tasks import RandomState, Task
+from smdistributed.modelparallel.torch.pipeline.tasks import RandomState, StageTask
 
 
 def derive_seed(*numbers: int) -> int:
@@ -37,10 +37,10 @@ class Generators:
     """
 
     def __init__(self) -> None:
-        self._owner: Task | None = None
+        self._owner: StageTask | None = None
         self._outside = _random_state()
 
-    def hand_to(self, task: Task) -> None:
+    def hand_to(self, task: StageTask) -> None:
         """Saves the state of the task that had the generators, and restores or seeds the state of `task`."""
         if self._owner is task:
             return

@@ -16,10 +16,10 @@ from smdistributed.modelparallel.backend.schedule import Slot, Turn, TurnKind, T
 from smdistributed.modelparallel.backend.transport import Transport, Waiter
 from smdistributed.modelparallel.torch.pipeline import devices
 from smdistributed.modelparallel.torch.pipeline.failures import Failures
-from smdistributed.modelparallel.torch.pipeline.messages import Message
-from smdistributed.modelparallel.torch.pipeline.observation import Observer
+from smdistributed.modelparallel.torch.pipeline.messages import StageMessage
+from smdistributed.modelparallel.torch.pipeline.observation import StageObserver
 from smdistributed.modelparallel.torch.pipeline.random_numbers import Generators
-from smdistributed.modelparallel.torch.pipeline.tasks import Task, as_current_task, current_task
+from smdistributed.modelparallel.torch.pipeline.tasks import StageTask, as_current_task, current_task
 
 
 class Reply(Waiter):
@@ -34,7 +34,7 @@ class Reply(Waiter):
     def __init__(self, turn: Turn | None) -> None:
         super().__init__()
         self.turn = turn
-        self.message: Message | None = None
+        self.message: StageMessage | None = None
 
 
 class _IdleScript(Waiter):
@@ -47,7 +47,7 @@ class _IdleScript(Waiter):
         self.run: Callable[[], None] | None = None
 
 
-class Step:
+class RunningStep:
     """The turns of one step on one stage.
 
     Args:
@@ -77,16 +77,18 @@ class Scheduler:
             answers arrive there, for threads that wait themselves.
     """
 
-    def __init__(self, transport: Transport, failures: Failures, observer: Observer, receives_events: bool) -> None:
+    def __init__(
+        self, transport: Transport, failures: Failures, observer: StageObserver, receives_events: bool
+    ) -> None:
         self._transport, self._failures, self._observer, self._receives = transport, failures, observer, receives_events
         self._workers = WorkerThreads(devices.select_device)
         self._lock = threading.Lock()
-        self._events: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[StageMessage | None] = queue.SimpleQueue()
         self._idle: _IdleScript | None = None
-        self._step: Step | None = None
+        self._step: RunningStep | None = None
 
     @property
-    def step(self) -> Step:
+    def step(self) -> RunningStep:
         """The step that runs. Raises SMPRuntimeError if there is none."""
         if self._step is None:
             raise SMPRuntimeError(
@@ -94,7 +96,7 @@ class Scheduler:
             )
         return self._step
 
-    def begin_step(self, step: Step) -> None:
+    def begin_step(self, step: RunningStep) -> None:
         """Enters a step."""
         self._step = step
 
@@ -106,7 +108,7 @@ class Scheduler:
 
     # --- tasks
 
-    def submit(self, task: Task, run: Callable[[], None]) -> None:
+    def submit(self, task: StageTask, run: Callable[[], None]) -> None:
         """Runs a task as soon as it is granted a turn, on a worker thread or on the script's thread while that is idle.
 
         Does not wait for it. Its errors end the step on all stages. Raises SMPRuntimeError if no step runs.
@@ -125,7 +127,7 @@ class Scheduler:
 
         self._start(step.slot.request(TurnRequest(Turn(task.kind, task.microbatch), run=run_in_turn)))
 
-    def finish_microbatch(self, step: Step, microbatch: int) -> None:
+    def finish_microbatch(self, step: RunningStep, microbatch: int) -> None:
         """Notes that a microbatch needs no more turns here."""
         self._start(step.slot.finish(microbatch))
 
@@ -155,14 +157,14 @@ class Scheduler:
             if run is None:
                 self._start(granted)
 
-    def _begin_turn(self, step: Step, task: Task) -> None:
+    def _begin_turn(self, step: RunningStep, task: StageTask) -> None:
         """Notes that a turn begins, and gives torch's generators the task's random numbers."""
         step.generators.hand_to(task)
         self._observer.turn_begins(task)
 
     # --- waiting, on the threads of tasks
 
-    def expect_reply(self, call: int, task: Task, is_backward: bool = False) -> Reply:
+    def expect_reply(self, call: int, task: StageTask, is_backward: bool = False) -> Reply:
         """Registers a reply before its request is sent.
 
         Args:
@@ -178,7 +180,7 @@ class Scheduler:
         reply = step.replies[call] = Reply(Turn(kind, task.microbatch))
         return reply
 
-    def wait_for(self, reply: Reply) -> Message:
+    def wait_for(self, reply: Reply) -> StageMessage:
         """Gives up the turn until the reply has arrived and a new turn is granted. Raises the pipeline's failure."""
         task = require_task()
         self._sleep(self.step, task, reply)
@@ -196,21 +198,21 @@ class Scheduler:
         self._failures.raise_if_failed()
         self._observer.turn_begins(task)
 
-    def receive_reply(self, call: int, message: Message) -> None:
+    def receive_reply(self, call: int, message: StageMessage) -> None:
         """Hands an answer to the thread that waits for it, which continues at once or when it is granted a turn."""
         step = self.step
         reply = step.replies.pop(call)
         reply.message = message
         self._resume(step, reply)
 
-    def _resume(self, step: Step, reply: Reply) -> None:
+    def _resume(self, step: RunningStep, reply: Reply) -> None:
         """Continues the thread that waits for a reply: at once, or when it is granted its turn."""
         if reply.turn is None:
             self._transport.wake(reply)
         else:
             self._start(step.slot.request(TurnRequest(reply.turn, waiter=reply)))
 
-    def _sleep(self, step: Step, task: Task, reply: Reply) -> None:
+    def _sleep(self, step: RunningStep, task: StageTask, reply: Reply) -> None:
         """Gives up the turn; returns with a new one. Raises the pipeline's failure."""
         self._observer.turn_ends(task)
         self._start(step.slot.release())
@@ -233,7 +235,7 @@ class Scheduler:
         elif step.slot.has_resumable:
             self._exchange_turn(step, task, Turn(TurnKind.INTERRUPTED, task.microbatch))
 
-    def _exchange_turn(self, step: Step, task: Task, turn: Turn) -> None:
+    def _exchange_turn(self, step: RunningStep, task: StageTask, turn: Turn) -> None:
         """Gives up the turn for another one, and returns when that is granted. Raises the pipeline's failure."""
         waiter = Waiter()
         self._observer.turn_ends(task)
@@ -246,7 +248,7 @@ class Scheduler:
 
     # --- the simple pipeline: all forwards before the first backward
 
-    def wait_for_all_forwards(self, task: Task) -> None:
+    def wait_for_all_forwards(self, task: StageTask) -> None:
         """Ends the turn if backwards must wait for the forwards of all microbatches, and returns when those have ended.
 
         Then it also makes `task` a backward. Raises the pipeline's failure.
@@ -265,7 +267,7 @@ class Scheduler:
         if step.forwards and microbatch not in step.past_forward:
             self._count_forward(step, microbatch)
 
-    def _count_forward(self, step: Step, microbatch: int, *replies: Reply) -> None:
+    def _count_forward(self, step: RunningStep, microbatch: int, *replies: Reply) -> None:
         """Counts the end of a forward. After the last one, the backwards that wait continue."""
         with self._lock:
             step.forwards -= 1
@@ -277,7 +279,7 @@ class Scheduler:
 
     # --- the script's thread
 
-    def add_event(self, event: Message | None) -> None:
+    def add_event(self, event: StageMessage | None) -> None:
         """Hands an event to the script's thread, and wakes it if it is idle. None: the pipeline has failed."""
         self._events.put(event)
         with self._lock:
@@ -285,7 +287,7 @@ class Scheduler:
         if idle is not None:
             self._transport.wake(idle)
 
-    def next_event(self) -> Message:
+    def next_event(self) -> StageMessage:
         """Waits for the next event, and runs tasks meanwhile. Events that came before a failure are returned first.
 
         Raises:
@@ -323,7 +325,7 @@ class Scheduler:
                 self._start(request)
 
 
-def require_task() -> Task:
+def require_task() -> StageTask:
     """The task of this thread.
 
     Raises:

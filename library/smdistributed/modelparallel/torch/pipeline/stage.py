@@ -22,14 +22,14 @@ from smdistributed.modelparallel.backend.transport import Transport
 from smdistributed.modelparallel.torch.pipeline import devices
 from smdistributed.modelparallel.torch.pipeline.calls import ReceivedInputs, RemoteCall
 from smdistributed.modelparallel.torch.pipeline.failures import Failures, Peers
-from smdistributed.modelparallel.torch.pipeline.messages import Kind, Message
-from smdistributed.modelparallel.torch.pipeline.observation import Observer
+from smdistributed.modelparallel.torch.pipeline.messages import MessageKind, StageMessage
+from smdistributed.modelparallel.torch.pipeline.observation import StageObserver
 from smdistributed.modelparallel.torch.pipeline.packing import pack, unpack
 from smdistributed.modelparallel.torch.pipeline.random_numbers import derive_seed, draw_seed
-from smdistributed.modelparallel.torch.pipeline.scheduler import Reply, Scheduler, Step, require_task
-from smdistributed.modelparallel.torch.pipeline.tasks import Task, ThreadModes
+from smdistributed.modelparallel.torch.pipeline.scheduler import Reply, RunningStep, Scheduler, require_task
+from smdistributed.modelparallel.torch.pipeline.tasks import StageTask, ThreadModes
 
-_MICROBATCH_DONE = Message(Kind.FINISHED, -1, -1, -1, None, None, [])
+_MICROBATCH_DONE = StageMessage(MessageKind.FINISHED, -1, -1, -1, None, None, [])
 Hop = tuple[int, tuple[str, ...]]
 """A stage, and the modules, by name, that a call runs there one after the other."""
 
@@ -51,7 +51,7 @@ class Stage:
         self._peers, self._module, self._seconds = Peers(transport, ranks, rank), module, seconds
         self.ranks, self.index = self._peers.ranks, self._peers.index
         self.failures = Failures(self._peers, lambda: self._scheduler.wake_all())
-        self._observer = Observer(
+        self._observer = StageObserver(
             f"stage {self.index} (rank {rank})", seconds, self._fail_by_timeout, self._report_working
         )
         self._scheduler = Scheduler(transport, self.failures, self._observer, receives_events=self.index > 0)
@@ -61,7 +61,7 @@ class Stage:
         """How many steps this rank has entered."""
         self._steps_before = 0
         self._is_in_step = self._had_backward = False
-        self._early: list[Message] = []
+        self._early: list[StageMessage] = []
         self._received: dict[int, dict[Any, ReceivedInputs]] = defaultdict(dict)
         self._working_reports: list[threading.Thread] = []
 
@@ -79,7 +79,7 @@ class Stage:
         simple, microbatches = config.pipeline == "simple", config.microbatches
         window = microbatches if simple else config.active_microbatches - self.index
         slot = Slot(Schedule(window, config.deterministic_server))
-        step = Step(slot, config.deterministic_server, forwards=microbatches if simple else 0)
+        step = RunningStep(slot, config.deterministic_server, forwards=microbatches if simple else 0)
         with self._lock:
             self.steps += 1
             self._had_backward = False
@@ -110,7 +110,7 @@ class Stage:
             self._finish(microbatch)
             self._scheduler.add_event(_MICROBATCH_DONE)
 
-        tasks = [Task(i, TurnKind.FORWARD, self.seed_of(i)) for i in range(microbatches)]  # before one sets a seed
+        tasks = [StageTask(i, TurnKind.FORWARD, self.seed_of(i)) for i in range(microbatches)]  # before one sets a seed
         for task in tasks:
             self._scheduler.submit(task, functools.partial(run_microbatch, task.microbatch))
         for _ in range(microbatches):
@@ -141,11 +141,11 @@ class Stage:
         """
         while True:
             message = self._scheduler.next_event()
-            if message.kind is Kind.END:
+            if message.kind is MessageKind.END:
                 body, self._had_backward = message.about
                 return body, [tensor for tensor in message.all_here() if tensor is not None]
             on_partition(message.about)
-            self._send(message.source, Kind.ANSWER, message.step, call=message.call)
+            self._send(message.source, MessageKind.ANSWER, message.step, call=message.call)
 
     def partition(self, about: object) -> None:
         """Sends the partition to the other stages and waits until all have applied it. On the first stage, in a task.
@@ -156,13 +156,13 @@ class Stage:
         calls = {rank: next(self._calls) for rank in self.ranks[1:]}
         replies = [self._scheduler.step.replies.setdefault(call, Reply(None)) for call in calls.values()]
         for rank, call in calls.items():
-            self._send(rank, Kind.PARTITION, self.steps, call=call, about=about)
+            self._send(rank, MessageKind.PARTITION, self.steps, call=call, about=about)
         self._scheduler.wait_in_turn(replies)
 
     def end(self, packed: tuple[bytes, list[torch.Tensor]]) -> None:
         """Ends the step on the other stages, and sends them its packed results. On the first stage."""
         for rank in self.ranks[1:]:
-            self._send(rank, Kind.END, self.steps, about=(packed[0], self._had_backward), tensors=packed[1])
+            self._send(rank, MessageKind.END, self.steps, about=(packed[0], self._had_backward), tensors=packed[1])
 
     def leave(self) -> bool:
         """Leaves the step. Calls that arrive later wait for the next one.
@@ -209,7 +209,7 @@ class Stage:
             about = (0, tuple(route), modes, draw_seed(), body)
             reply = self._scheduler.expect_reply(call[1], task)
             self._observer.call_begins(call[1], lambda: self._describe_call(task, route, "forward"))
-            self._send(ranks[0], Kind.FORWARD, self.steps, task.microbatch, call, about, inputs)
+            self._send(ranks[0], MessageKind.FORWARD, self.steps, task.microbatch, call, about, inputs)
             message = self._scheduler.wait_for(reply)
             self._observer.call_ends(call[1])
             answers.append(message.about)
@@ -220,7 +220,7 @@ class Stage:
             replies.append(self._scheduler.expect_reply(call[1], task, is_backward=True))
             self._observer.call_begins(call[1], lambda: self._describe_call(task, route[::-1], "backward"))
             about = (len(route) - 1, tuple(route))
-            self._send(ranks[-1], Kind.BACKWARD, self.steps, task.microbatch, call, about, gradients)
+            self._send(ranks[-1], MessageKind.BACKWARD, self.steps, task.microbatch, call, about, gradients)
 
         def receive_backward() -> Sequence[torch.Tensor | None]:
             gradients = self._scheduler.wait_for(replies.pop()).all_here()
@@ -230,7 +230,7 @@ class Stage:
         outputs = RemoteCall(send_forward, send_backward, receive_backward).run(tensors)
         return unpack(answers[0], outputs)
 
-    def _describe_call(self, task: Task, route: Sequence[Hop], direction: str) -> str:
+    def _describe_call(self, task: StageTask, route: Sequence[Hop], direction: str) -> str:
         """Describes a call that does not end: its microbatch, modules and stages."""
         hops = (f"{', '.join(names)} on stage {stage} (rank {self.ranks[stage]})" for stage, names in route)
         return f"microbatch {task.microbatch} waits for the {direction} of {', then '.join(hops)}"
@@ -254,13 +254,13 @@ class Stage:
         It also counts as a forward that has ended, for backwards that wait.
         """
         for rank in self.ranks[1:]:
-            self._send(rank, Kind.FINISHED, self.steps, microbatch)
+            self._send(rank, MessageKind.FINISHED, self.steps, microbatch)
         self._scheduler.count_forward(microbatch)
         self._scheduler.finish_microbatch(self._scheduler.step, microbatch)
 
     # --- messages, on receiving threads
 
-    def deliver(self, message: Message) -> None:
+    def deliver(self, message: StageMessage) -> None:
         """Takes a message from another stage, on a receiving thread.
 
         One of a later step waits until this stage enters it.
@@ -269,9 +269,9 @@ class Stage:
         """
         try:
             self._observer.message_received()
-            if message.kind is Kind.WORKING:
+            if message.kind is MessageKind.WORKING:
                 return
-            if message.kind is Kind.FAILED:
+            if message.kind is MessageKind.FAILED:
                 self.failures.fail_by_report(message.source, message.about)
                 return
             with self._lock:
@@ -282,29 +282,29 @@ class Stage:
         except BaseException as error:  # a receiving thread has no caller
             self.failures.fail(error)
 
-    def _handle(self, message: Message) -> None:
+    def _handle(self, message: StageMessage) -> None:
         """Carries out a message of the running step: starts a task, or wakes the thread that waits for it.
 
         The end of a microbatch drops its inputs and frees its place in the window, so a waiting turn may begin. A
         partition and the end of the step go to the script's thread.
         """
-        if message.kind is Kind.FORWARD:
-            task = Task(message.microbatch, TurnKind.FORWARD, message.about[3])
+        if message.kind is MessageKind.FORWARD:
+            task = StageTask(message.microbatch, TurnKind.FORWARD, message.about[3])
             self._scheduler.submit(task, functools.partial(self._serve_forward, self._received, message))
-        elif message.kind is Kind.BACKWARD:
-            task = Task(message.microbatch, TurnKind.BACKWARD, derive_seed(self.all_steps, message.microbatch))
+        elif message.kind is MessageKind.BACKWARD:
+            task = StageTask(message.microbatch, TurnKind.BACKWARD, derive_seed(self.all_steps, message.microbatch))
             self._scheduler.submit(
                 task, functools.partial(self._serve_backward, self._received, self._scheduler.step, message)
             )
-        elif message.kind is Kind.ANSWER:
+        elif message.kind is MessageKind.ANSWER:
             self._scheduler.receive_reply(message.call, message)
-        elif message.kind is Kind.FINISHED:
+        elif message.kind is MessageKind.FINISHED:
             self._received.pop(message.microbatch, None)
             self._scheduler.finish_microbatch(self._scheduler.step, message.microbatch)
         else:
             self._scheduler.add_event(message)
 
-    def _serve_forward(self, received: dict[int, dict[Any, ReceivedInputs]], message: Message) -> None:
+    def _serve_forward(self, received: dict[int, dict[Any, ReceivedInputs]], message: StageMessage) -> None:
         """Runs the modules of one hop, and sends the output to the next hop or, after the last, to the caller.
 
         Keeps inputs and outputs for backward if an output requires grad.
@@ -327,7 +327,9 @@ class Stage:
             about = (hop + 1, route, modes, derive_seed(seed), answer)
             self._pass_on(route[hop + 1][0], message, about, inputs.outputs)
 
-    def _serve_backward(self, received: dict[int, dict[Any, ReceivedInputs]], step: Step, message: Message) -> None:
+    def _serve_backward(
+        self, received: dict[int, dict[Any, ReceivedInputs]], step: RunningStep, message: StageMessage
+    ) -> None:
         """Runs the backward of one hop, and sends the gradients to the hop before it or back to the caller.
 
         After the last one, it ends the microbatch here. Raises SMPRuntimeError if it ran before.
@@ -349,12 +351,12 @@ class Stage:
         if not unfinished:  # the answer may have ended the step, or begun the next one
             self._scheduler.finish_microbatch(step, message.microbatch)
 
-    def _answer(self, message: Message, about: Any, tensors: Sequence[torch.Tensor | None]) -> None:
+    def _answer(self, message: StageMessage, about: Any, tensors: Sequence[torch.Tensor | None]) -> None:
         """Sends tensors back to the stage that made the call. If that fails, raises the reason."""
         origin, call = message.call
-        self._send(self.ranks[origin], Kind.ANSWER, message.step, message.microbatch, call, about, tensors)
+        self._send(self.ranks[origin], MessageKind.ANSWER, message.step, message.microbatch, call, about, tensors)
 
-    def _pass_on(self, stage: int, message: Message, about: Any, tensors: Sequence[torch.Tensor | None]) -> None:
+    def _pass_on(self, stage: int, message: StageMessage, about: Any, tensors: Sequence[torch.Tensor | None]) -> None:
         """Sends a call to its next hop. If that fails, raises the reason."""
         step, microbatch = message.step, message.microbatch
         self._send(self.ranks[stage], message.kind, step, microbatch, message.call, about, tensors)
@@ -376,7 +378,7 @@ class Stage:
         Does nothing while an earlier message of that kind is still being sent.
         """
         if not any(report.is_alive() for report in self._working_reports):
-            self._working_reports = self._peers.notify_all(Kind.WORKING)
+            self._working_reports = self._peers.notify_all(MessageKind.WORKING)
 
     def _fail_by_timeout(self, waits_for: str) -> None:
         """Fails the step on all stages, because nothing has arrived for too long."""

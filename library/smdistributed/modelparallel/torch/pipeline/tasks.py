@@ -19,7 +19,7 @@ RandomState = tuple[torch.Tensor, "torch.Tensor | None"]
 _thread = threading.local()
 
 
-class Task:
+class StageTask:
     """The work of a thread. `random_state` is kept here while another task has its turn.
 
     Args:
@@ -36,13 +36,13 @@ class Task:
         self.is_backward = kind is TurnKind.BACKWARD
 
 
-def current_task() -> Task | None:
+def current_task() -> StageTask | None:
     """The task of this thread; None if the thread is not part of a step."""
     return getattr(_thread, "task", None)
 
 
 @contextmanager
-def as_current_task(task: Task) -> Iterator[None]:
+def as_current_task(task: StageTask) -> Iterator[None]:
     """Makes `task` the one of this thread inside `with`."""
     before, _thread.task = current_task(), task
     try:

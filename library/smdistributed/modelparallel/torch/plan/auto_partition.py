@@ -49,12 +49,6 @@ def auto_partition(root: nn.Module, config: Config, args: tuple[Any, ...], kwarg
     If it cannot be traced, it warns. Modules then count by their parameters, in the order of their construction, as
     with `skip_tracing`.
 
-    Args:
-        root: The model.
-        config: The number of partitions, and how memory and operations count.
-        args: The positional arguments of a call.
-        kwargs: The named arguments of a call.
-
     Raises:
         SMPConfigError: If the model has fewer modules than there are stages.
     """

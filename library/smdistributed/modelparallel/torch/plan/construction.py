@@ -39,7 +39,7 @@ def delay_param_initialization(enabled: bool = True) -> Iterator[None]:
         yield
 
 
-class _Call(NamedTuple):
+class _RecordedCall(NamedTuple):
     """A recorded call of a torch function, with its result. Its tensors are others with the same storage."""
 
     func: Any
@@ -51,10 +51,10 @@ class _Call(NamedTuple):
 class _Recording(TorchDispatchMode):
     """Makes large tensors on the meta device, and records every call that uses one."""
 
-    def __init__(self, tape: list[_Call] | None = None, seed: int | None = None) -> None:
+    def __init__(self, tape: list[_RecordedCall] | None = None, seed: int | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._seed = torch.initial_seed() if seed is None else seed
-        self._tape: list[_Call] = [] if tape is None else tape
+        self._tape: list[_RecordedCall] = [] if tape is None else tape
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -69,13 +69,13 @@ class _Recording(TorchDispatchMode):
             result = func(*args, **kwargs)
         tensors = [*_meta_tensors((args, kwargs)), *_meta_tensors(result)]
         if tensors:
-            self._tape.append(_Call(func, *_aliases((args, kwargs, result))))
+            self._tape.append(_RecordedCall(func, *_aliases((args, kwargs, result))))
             for tensor in tensors:
                 _recipes[_storage(tensor)] = self._tape, self._seed
         return result
 
 
-_recipes: dict[int, tuple[list[_Call], int]] = {}
+_recipes: dict[int, tuple[list[_RecordedCall], int]] = {}
 """The recorded calls, and the seed, of every storage on the meta device."""
 
 
@@ -124,10 +124,6 @@ def materialize(tensor: torch.Tensor, name: str) -> torch.Tensor:
 def materialize_module(module: nn.Module, name: str) -> dict[nn.Parameter, nn.Parameter]:
     """Makes the parameters and buffers of one module that are on the meta device, without its children.
 
-    Args:
-        module: Its parameters and buffers are replaced.
-        name: Its name in the model.
-
     Returns:
         The new parameters, by the parameters that they replace.
     """
@@ -142,7 +138,7 @@ def materialize_module(module: nn.Module, name: str) -> dict[nn.Parameter, nn.Pa
     return replaced
 
 
-def _required_calls(tape: list[_Call], storage: int) -> list[_Call]:
+def _required_calls(tape: list[_RecordedCall], storage: int) -> list[_RecordedCall]:
     """The recorded calls, in order, on which the content of a storage depends."""
     required, calls = {storage}, []
     for call in reversed(tape):
@@ -156,7 +152,7 @@ def _required_calls(tape: list[_Call], storage: int) -> list[_Call]:
     return calls[::-1]
 
 
-def _written_tensors(call: _Call) -> Iterator[torch.Tensor]:
+def _written_tensors(call: _RecordedCall) -> Iterator[torch.Tensor]:
     """Yields the tensors on the meta device that a recorded call writes, in place or as `out`."""
     for argument, value in zip(call.func._schema.arguments, call.args):
         if argument.alias_info is not None and argument.alias_info.is_write:

@@ -30,7 +30,7 @@ OPTIMIZER_STATES = {"sgd": 0, "momentum": 1, "adam": 2}
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class EstimatedPlan:
     """One configuration, estimated.
 
     Attributes:
@@ -52,7 +52,7 @@ class Plan:
 
 
 @dataclasses.dataclass(frozen=True)
-class Model:
+class PlannedModel:
     """A model on the meta device.
 
     Attributes:
@@ -66,7 +66,7 @@ class Model:
     found: Trace
 
 
-def load(factory: str) -> Model:
+def load(factory: str) -> PlannedModel:
     """Imports a factory, constructs its model on the meta device and traces it.
 
     A file's directory is put into sys.path.
@@ -101,17 +101,11 @@ def load(factory: str) -> Model:
             f"The model of {factory} cannot run on the meta device, where tensors have no values "
             f"({type(error).__name__}: {error})."
         ) from error
-    return Model(module, _batch((*args, *kwargs.values())), found)
+    return PlannedModel(module, _batch((*args, *kwargs.values())), found)
 
 
-def plan(model: Model, config: Config, optimizer: str = "adam", replicas: int = 1) -> Plan:
+def plan(model: PlannedModel, config: Config, optimizer: str = "adam", replicas: int = 1) -> EstimatedPlan:
     """Estimates a configuration.
-
-    Args:
-        model: The model.
-        config: The configuration.
-        optimizer: A key of OPTIMIZER_STATES.
-        replicas: How many replicas share the optimizer's state, with `shard_optimizer_state`.
 
     Raises:
         SMPConfigError: If the model has fewer modules than there are stages.
@@ -131,7 +125,9 @@ def plan(model: Model, config: Config, optimizer: str = "adam", replicas: int = 
         activations[stage] += found.activation_bytes[name]
     kept = [state_bytes(own, config, optimizer, replicas) for own in parameters]
     held = [size * min(config.microbatches, _window(config, stage)) for stage, size in enumerate(activations)]
-    return Plan(config, cut, tuple(int(k + a) for k, a in zip(kept, held)), idle(operations, config.microbatches))
+    return EstimatedPlan(
+        config, cut, tuple(int(k + a) for k, a in zip(kept, held)), idle(operations, config.microbatches)
+    )
 
 
 def state_bytes(parameters: Sequence[nn.Parameter], config: Config, optimizer: str, replicas: int = 1) -> int:
@@ -139,12 +135,6 @@ def state_bytes(parameters: Sequence[nn.Parameter], config: Config, optimizer: s
 
     With `fp16` or `bf16` a parameter has two bytes, and a single-precision copy with a gradient. With
     `shard_optimizer_state` a replica has the state of its share, but all copies.
-
-    Args:
-        parameters: The parameters of one stage.
-        config: The configuration.
-        optimizer: A key of OPTIMIZER_STATES.
-        replicas: How many replicas share the optimizer's state.
 
     Returns:
         The bytes of the replica that has most.
@@ -178,7 +168,7 @@ def idle(stage_times: Sequence[float], microbatches: int) -> float:
     return 1 - microbatches * sum(stage_times) / len(stage_times) / whole if whole else 0.0
 
 
-def candidates(model: Model, given: dict[str, Any], devices: int, optimizer: str) -> Iterator[Plan]:
+def candidates(model: PlannedModel, given: dict[str, Any], devices: int, optimizer: str) -> Iterator[EstimatedPlan]:
     """Yields plans for powers of two of partitions, and for numbers of microbatches that divide the batch.
 
     It ends where partitions would be more than modules. More than 8 microbatches for each partition are not tried:
@@ -211,7 +201,7 @@ def candidates(model: Model, given: dict[str, Any], devices: int, optimizer: str
                 return  # more partitions than the model has modules
 
 
-def recommended(plans: Sequence[Plan], memory: int | None) -> Plan | None:
+def recommended(plans: Sequence[EstimatedPlan], memory: int | None) -> EstimatedPlan | None:
     """Recommends the plan that idles least, of those that fit the fewest devices.
 
     Args:
@@ -237,7 +227,7 @@ def _batch(given: Sequence[Any]) -> int:
     return next((value.shape[0] for value in given if isinstance(value, torch.Tensor) and value.dim()), 1)
 
 
-def _splits(model: Model, given: dict[str, Any], partitions: object) -> list[int]:
+def _splits(model: PlannedModel, given: dict[str, Any], partitions: object) -> list[int]:
     """Returns the numbers of microbatches to try, up to 8 for each partition and up to the batch size.
 
     With `uneven_microbatches`, they are the powers of two up to this limit. Otherwise, they are divisors of the batch:

@@ -27,13 +27,7 @@ _MOST_NAME = 255  # bytes of a file's name
 
 
 def write_object(obj: Any, path: Path, **options: Any) -> None:
-    """Writes an object by torch.save. The file appears when it is complete and on disk.
-
-    Args:
-        obj: The object.
-        path: The file; one that exists is replaced.
-        **options: See torch.save.
-    """
+    """Writes an object by torch.save. The file appears when it is complete and on disk."""
     unfinished = _unfinished(path)
     with unfinished.open("xb") as file:
         torch.save(obj, file, **options)

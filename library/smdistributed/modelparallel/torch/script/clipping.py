@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.utils import clip_grad
 
 from smdistributed.modelparallel.torch.script.gradients import clip_gradients
-from smdistributed.modelparallel.torch.script.state import State, state
+from smdistributed.modelparallel.torch.script.state import TorchState, state
 
 
 def install() -> None:
@@ -34,7 +34,7 @@ def install() -> None:
         _replace(original, patched)
 
 
-def updated_parameters(state: State, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+def updated_parameters(state: TorchState, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
     """Lists the parameters that the next update uses for these parameters: see `MasterWeights.updated`.
 
     It finishes the averages over replicas, which all of them call.

@@ -25,10 +25,6 @@ from smdistributed.modelparallel.torch.script.gradients import StepGradients, la
 def convert(module: nn.Module, dtype: torch.dtype) -> None:
     """Casts floating-point parameters and buffers of a model in place; the Parameter objects stay.
 
-    Args:
-        module: The model.
-        dtype: torch.float16 or torch.bfloat16.
-
     Raises:
         SMPRuntimeError: If this device cannot compute in that dtype, as the CPU with an old torch.
     """
@@ -244,9 +240,6 @@ class MasterWeights:
         """Lists the parameters that the next update uses for these; all ranks call it if there is a loss scale.
 
         Without a loss scale and without copies it changes nothing: the caller averages gradients.
-
-        Args:
-            parameters: Parameters of the model, or copies.
 
         Returns:
             The parameters, or their copies if they have any, with averaged and unscaled gradients.

@@ -30,7 +30,7 @@ from smdistributed.modelparallel.torch.script import clipping, state_dicts
 from smdistributed.modelparallel.torch.script.gradients import Reducer, StepGradients, clip_gradients
 from smdistributed.modelparallel.torch.script.half_precision import convert, to_half, to_single
 from smdistributed.modelparallel.torch.script.placement import choose_stages, materialize_local_modules, move_to_gpu
-from smdistributed.modelparallel.torch.script.state import State, WrappedModel, state
+from smdistributed.modelparallel.torch.script.state import TorchState, WrappedModel, state
 
 _Hook = Callable[["DistributedModel", Any], Any]
 
@@ -541,12 +541,12 @@ class DistributedModel(WrappedModel):
         """Raises StepUsageError before the model is placed."""
         if not self.partitioned:
             raise StepUsageError(
-                "The model is not placed yet: its first call in a step does that. Fix: use register_post_partition_hook for "
-                "code that needs its local parameters."
+                "The model is not placed yet: its first call in a step does that. Fix: use "
+                "register_post_partition_hook for code that needs its local parameters."
             )
 
 
-def script_model(state: State) -> DistributedModel:
+def script_model(state: TorchState) -> DistributedModel:
     """The model that the script has wrapped. Raises StepUsageError if there is none."""
     if not isinstance(state.model, DistributedModel):
         raise StepUsageError("There is no smp.DistributedModel yet. Fix: wrap the model before the first step.")

@@ -32,14 +32,14 @@ from smdistributed.modelparallel.torch.script.checkpoint_files import (
 )
 from smdistributed.modelparallel.torch.script.model import DistributedModel, script_model
 from smdistributed.modelparallel.torch.script.optimizer import DistributedOptimizer
-from smdistributed.modelparallel.torch.script.state import State
+from smdistributed.modelparallel.torch.script.state import TorchState
 
 USER_CONTENT = "user_content.pt"
 _STAGES, _SEEN = "stages.json", ".seen_by_"
 
 
 def save_partial(
-    state: State,
+    state: TorchState,
     directory: Path,
     tag: str,
     model: DistributedModel | None,
@@ -50,14 +50,6 @@ def save_partial(
 
     The first replica writes a file for each stage. The leading rank writes `content` and the placement, then renames
     the directory. A checkpoint with this tag is replaced. Ranks wait for each other.
-
-    Args:
-        state: This rank, and the configuration.
-        directory: The directory of checkpoints.
-        tag: The name of this one.
-        model: Its parameters and buffers are saved.
-        optimizer: Its state is saved.
-        content: Anything that can be pickled.
 
     Returns:
         Whether this rank is the first of those that see `directory`: it renames and removes checkpoints there.
@@ -85,7 +77,7 @@ def save_partial(
 
 
 def load_partial(
-    state: State, directory: Path, tag: str, strict: bool, load_optimizer: bool, weights_only: bool | None
+    state: TorchState, directory: Path, tag: str, strict: bool, load_optimizer: bool, weights_only: bool | None
 ) -> Path:
     """Loads a partial checkpoint into the script's model and optimizer; every rank calls it.
 
@@ -152,7 +144,7 @@ def finish_rename(directory: Path) -> None:
 
 
 def _write_stage(
-    directory: Path, state: State, model: DistributedModel | None, optimizer: DistributedOptimizer | None
+    directory: Path, state: TorchState, model: DistributedModel | None, optimizer: DistributedOptimizer | None
 ) -> None:
     """Writes the files of this rank's stage, on the first replica; all ranks call it, for shards are gathered."""
     gathered = optimizer.local_state_dict() if optimizer else None  # from all replicas
@@ -162,7 +154,7 @@ def _write_stage(
         write_object({**gathered, "names": _parameter_names(state)}, directory / f"optimizer_{pp_rank()}.pt")
 
 
-def _make_empty(state: State, directory: Path) -> bool:
+def _make_empty(state: TorchState, directory: Path) -> bool:
     """Makes an empty directory on every host; every rank calls it.
 
     Returns whether this rank is the first of those that see it: file systems are shared by all hosts, or by none.
@@ -197,7 +189,7 @@ def _read_notes(directory: Path) -> dict[str, Any]:
     raise SMPRuntimeError(f"{saved} is damaged ({problem}). Fix: remove it, and the model is placed again.")
 
 
-def _has_same_stages(state: State, notes: dict[str, Any]) -> bool:
+def _has_same_stages(state: TorchState, notes: dict[str, Any]) -> bool:
     """Whether modules are, or now will be, on the stages that they had when this checkpoint was saved.
 
     If nothing is decided yet, the model keeps these stages for its first call. False with another number of stages, and
@@ -224,7 +216,7 @@ def _merge_parts(parts: list[dict[str, Any]], names: dict[int, str]) -> dict[str
     return {**parts[0], "state": renumber("state"), "masters": renumber("masters")}
 
 
-def _parameter_names(state: State) -> dict[int, str]:
+def _parameter_names(state: TorchState) -> dict[int, str]:
     """Returns the names of the model's parameters by their numbers in the script's optimizer.
 
     A parameter that is not in the model has its number as name.

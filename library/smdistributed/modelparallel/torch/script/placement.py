@@ -17,11 +17,11 @@ from smdistributed.modelparallel.torch.pipeline.module_manager import ModuleMana
 from smdistributed.modelparallel.torch.plan.auto_partition import auto_partition
 from smdistributed.modelparallel.torch.plan.construction import materialize_module
 from smdistributed.modelparallel.torch.plan.manual_partition import has_partition, manual_stages
-from smdistributed.modelparallel.torch.script.state import State
+from smdistributed.modelparallel.torch.script.state import TorchState
 
 
 def choose_stages(
-    state: State,
+    state: TorchState,
     manager: ModuleManager,
     resumed: Mapping[str, int] | None,
     args: tuple[Any, ...],

@@ -45,7 +45,7 @@ class StepOutput:
         return f"StepOutput({self.outputs!r})"
 
 
-class Splitter(splitting.Splitter):
+class TorchSplitter(splitting.ArgumentSplitter):
     """Splits torch tensors."""
 
     def is_tensor(self, value: Any) -> bool:

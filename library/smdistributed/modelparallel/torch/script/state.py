@@ -24,7 +24,7 @@ from smdistributed.modelparallel.backend.ranks import GROUPS, Grid
 from smdistributed.modelparallel.backend.rendezvous import connect_ranks
 from smdistributed.modelparallel.backend.transport import Access, Transport
 from smdistributed.modelparallel.torch.pipeline import devices
-from smdistributed.modelparallel.torch.pipeline.messages import Kind, open_object_exchange, receive
+from smdistributed.modelparallel.torch.pipeline.messages import MessageKind, open_object_exchange, receive
 from smdistributed.modelparallel.torch.pipeline.module_manager import ModuleManager
 from smdistributed.modelparallel.torch.pipeline.stage import Stage
 from smdistributed.modelparallel.torch.script.gradients import StepGradients
@@ -50,7 +50,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
     master_weights: MasterWeights
 
 
-class State(Context):
+class TorchState(Context):
     """Set by `init`; before, only `initialized` may be read."""
 
     stage: Stage
@@ -76,9 +76,6 @@ class State(Context):
 
         It sets torch's environment variables, makes its process groups, selects this rank's GPU, and starts the threads
         of the transport. With SMP_TIMELINE it starts a recording. Under mpirun it removes LOCAL_RANK.
-
-        Args:
-            argument: `mp_parameters` of the script.
 
         Raises:
             SMPConfigError: If a key is unknown or its value is not allowed. Also if SMP_VERIFY_STEPS is
@@ -167,7 +164,7 @@ class State(Context):
         except Exception as error:  # a receiving thread has no caller
             self.stage.failures.fail(error)
             return
-        if message.kind is Kind.OBJECT:
+        if message.kind is MessageKind.OBJECT:
             self.objects.deliver(source, message.call, message)
         else:
             self.stage.deliver(message)
@@ -178,4 +175,4 @@ class State(Context):
         self.objects.lost(source)
 
 
-state = State()
+state = TorchState()

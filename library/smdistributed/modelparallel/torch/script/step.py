@@ -11,7 +11,7 @@ from smdistributed.modelparallel.torch.pipeline.packing import pack, unpack
 from smdistributed.modelparallel.torch.pipeline.stage import Stage
 from smdistributed.modelparallel.torch.pipeline.tasks import current_task
 from smdistributed.modelparallel.torch.script.model import script_model
-from smdistributed.modelparallel.torch.script.splitting import Splitter, detach, merge
+from smdistributed.modelparallel.torch.script.splitting import TorchSplitter, detach, merge
 from smdistributed.modelparallel.torch.script.state import state
 from smdistributed.modelparallel.torch.script.verification import Verification
 
@@ -59,7 +59,7 @@ def _decorate(
     run without stages. At the end gradients are averaged. An error ends the step on all stages. Raises StepUsageError
     inside a step.
     """
-    splitter = Splitter(function, whole, axes)
+    splitter = TorchSplitter(function, whole, axes)
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:

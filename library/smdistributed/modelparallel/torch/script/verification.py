@@ -28,9 +28,9 @@ from smdistributed.modelparallel.torch.pipeline.module_routing import calls_rout
 from smdistributed.modelparallel.torch.pipeline.packing import pack
 from smdistributed.modelparallel.torch.pipeline.random_numbers import Generators, derive_seed, draw_seed
 from smdistributed.modelparallel.torch.pipeline.stage import Hop, Stage
-from smdistributed.modelparallel.torch.pipeline.tasks import Task, as_current_task, current_task
+from smdistributed.modelparallel.torch.pipeline.tasks import StageTask, as_current_task, current_task
 from smdistributed.modelparallel.torch.script.model import DistributedModel
-from smdistributed.modelparallel.torch.script.state import State
+from smdistributed.modelparallel.torch.script.state import TorchState
 
 _Tensors = dict[str, Any]
 _Parts = Sequence[tuple[tuple[Any, ...], dict[str, Any]]]
@@ -38,14 +38,9 @@ _MOST_NAMED = 5
 
 
 class Verification:
-    """Verifies one step. Make one before the step on all stages, and call `compare` after it.
+    """Verifies one step. Make one before the step on all stages, and call `compare` after it."""
 
-    Args:
-        state: The ranks of the pipeline, and its stage.
-        model: The script's model.
-    """
-
-    def __init__(self, state: State, model: DistributedModel) -> None:
+    def __init__(self, state: TorchState, model: DistributedModel) -> None:
         self._state, self._model = state, model
         self._gradients: _Tensors = {}
         self._buffers: _Tensors = {}
@@ -152,7 +147,7 @@ def _error(found: torch.Tensor | None, expected: torch.Tensor | None) -> tuple[f
 
 
 def _run_without_stages(
-    state: State, model: DistributedModel, tensors: _Tensors, function: Callable[..., Any], parts: _Parts
+    state: TorchState, model: DistributedModel, tensors: _Tensors, function: Callable[..., Any], parts: _Parts
 ) -> tuple[list[Any], _Tensors]:
     """Runs the function for each microbatch, on this rank, with a copy of the whole model and the same random numbers.
 
@@ -167,7 +162,7 @@ def _run_without_stages(
     try:
         with _substituted(state, model, whole, stage), calls_routed_by(manager):
             for microbatch, (args, kwargs) in enumerate(tree_map(_leaf, list(parts))):
-                with _turn(generators, Task(microbatch, TurnKind.FORWARD, seeds[microbatch])):
+                with _turn(generators, StageTask(microbatch, TurnKind.FORWARD, seeds[microbatch])):
                     results.append(function(*args, **kwargs))
     finally:
         generators.take_back()
@@ -196,7 +191,7 @@ def _copy_whole_model(module: nn.Module, tensors: Mapping[str, Any]) -> nn.Modul
 
 
 @contextmanager
-def _substituted(state: State, model: DistributedModel, whole: nn.Module, stage: Any) -> Iterator[None]:
+def _substituted(state: TorchState, model: DistributedModel, whole: nn.Module, stage: Any) -> Iterator[None]:
     """Makes the wrapper call `whole`, and `state` have this stage, inside `with`."""
     split, model.module, own, state.stage = model.module, whole, state.stage, stage
     try:
@@ -206,7 +201,7 @@ def _substituted(state: State, model: DistributedModel, whole: nn.Module, stage:
 
 
 @contextmanager
-def _turn(generators: Generators, task: Task) -> Iterator[None]:
+def _turn(generators: Generators, task: StageTask) -> Iterator[None]:
     """Makes a task the one of this thread, with its random numbers, inside `with`.
 
     Then the task before gets its own back. If there was none, or after an error, `take_back` must restore them.
@@ -235,7 +230,7 @@ class _AllStages:
         assert task is not None
         for stage, names in route:
             self.index = stage
-            with _turn(self._generators, Task(task.microbatch, TurnKind.FORWARD, seed)):
+            with _turn(self._generators, StageTask(task.microbatch, TurnKind.FORWARD, seed)):
                 value = self._manager.modules[names[0]](*args, **kwargs)
                 for name in names[1:]:
                     value = self._manager.modules[name](value)

@@ -246,7 +246,7 @@ def test_a_failure_in_backward_names_the_bucket(guarded: Guarded) -> None:
 @pytest.mark.mpi
 def test_an_engine_that_there_is_not(mpirun: Mpirun) -> None:
     with pytest.raises(
-        AssertionError, match="'smh' is not a communication engine. Fix: use one of auto, shm, mpi, gloo"
+        AssertionError, match=r"'smh' is not a communication engine\. Fix: use one of auto, shm, mpi, gloo"
     ):
         mpirun(1, RANKS / "smddp.py", SMDDP_ENGINE="smh")
 

@@ -231,14 +231,14 @@ def test_the_clock_offset_moves_the_begin_and_later_holds(tmp_path: Path) -> Non
 
 def test_starting_twice_names_the_file_that_runs(tmp_path: Path) -> None:
     dataparallel.start_profiler(tmp_path)
-    with pytest.raises(SMDDPError, match=f"recorded to {tmp_path / NAME}. Fix: stop it"):
+    with pytest.raises(SMDDPError, match=rf"recorded to {tmp_path / NAME}\. Fix: stop it"):
         dataparallel.start_profiler(tmp_path / "other")
     dataparallel.stop_profiler()
     assert not (tmp_path / "other").exists()
 
 
 def test_stopping_without_a_start_says_so() -> None:
-    with pytest.raises(SMDDPError, match="No timeline is being recorded. Fix: start one first"):
+    with pytest.raises(SMDDPError, match=r"No timeline is being recorded\. Fix: start one first"):
         dataparallel.stop_profiler()
 
 

@@ -83,7 +83,7 @@ REFUSED = {
     "average": "TypeError: allreduce() got an unexpected keyword argument 'averages'. Did you mean 'average'?",
     "profile": "UserWarning: profile() has no effect",
     "clip": "UserWarning: tf.clip_by_global_norm has the norm of this stage's gradients, not of all",
-    "accumulate": "SMPConfigError: accumulate(method='sum'). Allowed: 'variable'",
+    "accumulate": "SMPConfigError: accumulate(method='sum') is unknown. Allowed: 'variable'",
 }
 
 

@@ -10,12 +10,13 @@ import math
 import os
 import shutil
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
 from shoal.errors import DiskError, SpecError
 
-MIB, GIB = 1024**2, 1024**3
+KIB, MIB, GIB = 1024, 1024**2, 1024**3
 MOST_REPORT = 16 * MIB
 """Bytes of job.json and metrics.json. `train` writes kilobytes, and a document takes ten times its size in memory."""
 MOST_RECORD = MIB
@@ -66,6 +67,8 @@ MOST_PROBED = 64 * MIB
 """Bytes of output of a command in an image that is inspected. Large images describe themselves in 1 MiB."""
 MOST_PIP = 4 * GIB
 """Bytes of memory of pip, which holds pages of package indexes in it. It takes 100 MiB for our images."""
+MOST_GIT, MOST_GIT_OUTPUT = GIB, MIB
+"""Bytes of memory of git, and of its output. For Linux's repository it takes 200 MiB."""
 KEPT_FREE = 32 * MIB
 """Bytes of a disk that large files, and many small ones, leave free, for the reports and logs of other jobs."""
 _BLOCK = 4096  # bytes of a disk that the smallest file or directory takes
@@ -100,6 +103,19 @@ class Room:
             )
         self._unchecked = 0 if kept else unchecked
         self._left -= max(size, _BLOCK)
+
+
+def walk(top: Path) -> Iterator[tuple[str, list[str], list[str]]]:
+    """Yield what `os.walk` does. Directories in more than `MOST_DEPTH` others are left out: Python cannot go there."""
+    for directory, names, files in os.walk(top):
+        if is_too_deep(directory, top):
+            names.clear()
+        yield directory, names, files
+
+
+def is_too_deep(directory: str | os.PathLike[str], top: Path) -> bool:
+    """Return whether directories in a directory below `top` are in too many others."""
+    return len(Path(directory).relative_to(top).parts) >= MOST_DEPTH
 
 
 def open_file(path: Path) -> int:

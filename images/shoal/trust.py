@@ -55,6 +55,13 @@ def become_owner(path: str | os.PathLike[str]) -> str:
     return _name_user(status.st_uid)
 
 
+def advise_trust(directory: str | os.PathLike[str]) -> str:
+    """Return the command that trusts a directory, with quotes: its name may be somebody else's, and have a command."""
+    import shlex
+
+    return f"shoal trust {shlex.quote(os.fspath(directory))}"
+
+
 def find_stranger(path: str | os.PathLike[str]) -> str | None:
     """Returns who else can change a file or directory, in words; None if it is trusted.
 
@@ -99,6 +106,19 @@ def is_inside(path: str | os.PathLike[str], directories: set[str]) -> bool:
     return any(place == each or place.startswith(each.rstrip("/") + "/") for each in directories)
 
 
+def find_target_outside(path: str | os.PathLike[str]) -> str | None:
+    """Return where a path of the command line leads, if a link takes it out of the current project; None otherwise.
+
+    The links of a project that was copied from elsewhere may lead to any file of this user. The project is taken to
+    begin at the last directory that the path and the working directory share. Directories that the user has named with
+    `shoal trust` may be linked to.
+    """
+    here = os.getcwd()
+    top = os.path.commonpath([here, os.path.normpath(os.path.join(here, path))])
+    target = os.path.realpath(path)
+    return None if is_inside(target, {top}) or is_inside(target, read_trusted()) else target
+
+
 def open_own(path: str | os.PathLike[str], flags: int, named: set[str] | None = None) -> int:
     """Opens a regular file of this user, and returns its descriptor. O_CREAT leaves it readable to its owner only.
 
@@ -123,7 +143,7 @@ def open_own(path: str | os.PathLike[str], flags: int, named: set[str] | None = 
 
         if error.errno not in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
             raise
-    fix = f"remove it, or if it is yours: shoal trust {os.path.realpath(os.path.dirname(path))}"
+    fix = f"remove it, or if it is yours: {advise_trust(os.path.realpath(os.path.dirname(path)))}"
     raise PermissionError(1, f"a link, a special file, or a file of another user. Fix: {fix}", os.fspath(path))
 
 
@@ -167,7 +187,9 @@ def _is_private_group(user: int, group: int) -> bool:
         try:
             owner, entry = pwd.getpwuid(user), grp.getgrgid(group)
             members = {*entry.gr_mem, *(each.pw_name for each in pwd.getpwall() if each.pw_gid == group)}
-            _private_groups[user, group] = owner.pw_gid == group and members <= {owner.pw_name, "root"}
+            # A directory service may list no users. Only a group with the user's name is then certainly the user's.
+            is_own = owner.pw_gid == group and entry.gr_name == owner.pw_name
+            _private_groups[user, group] = is_own and members <= {owner.pw_name, "root"}
         except KeyError:  # no entry: unknown members
             _private_groups[user, group] = False
     return _private_groups[user, group]

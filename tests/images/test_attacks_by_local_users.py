@@ -9,6 +9,7 @@ import socket
 import stat
 import subprocess
 import sys
+import tarfile
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,9 +18,11 @@ from pathlib import Path
 import pytest
 
 from shoal.errors import UsageError
+from shoal.jobs import checkpoints
 from shoal.jobs.checkpoints import MARK, copy_tree, open_directory
 from shoal.jobs.job import LOCAL, JobRequest
 from shoal.jobs.store import JobRecord, open_job
+from shoal.limits import MOST_DEPTH
 from smdistributed.core import native
 
 FILTER = native.PATH.with_name("_peer_filter.so")
@@ -269,6 +272,25 @@ def test_odd_files_among_checkpoints_end_no_job(tmp_path: Path, make: Callable[[
             copy_tree(directory, scratch / "checkpoints")
     assert (copied / "model.pt").read_text() == (directory / "model.pt").read_text() == "weights"
     assert not (copied / "odd").exists()
+
+
+def test_checkpoints_in_too_many_directories_are_left_out(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A program can make them one in the other without a limit. Python's recursion has one."""
+    directory, copied = tmp_path / "checkpoints", tmp_path / "copy"
+    copied.mkdir()
+    directory.mkdir()
+    code = "import os\nfor _ in range(1500): os.mkdir('d'), os.chdir('d')"
+    subprocess.run([sys.executable, "-c", code], cwd=directory, check=True)
+    (directory / "model.pt").write_text("weights")
+    with open_directory(directory, "job", "--checkpoints") as opened, tempfile.TemporaryFile() as packed:
+        opened.copy_to(copied)
+        opened.pack("checkpoints", packed, (0, 0))
+        with tarfile.open(fileobj=packed) as found:
+            assert max(name.count("/") for name in found.getnames()) == MOST_DEPTH
+    assert (copied / "model.pt").exists()
+    assert capfd.readouterr().err.count("in more than 100 others are not copied") == 2
+    checkpoints._add_permissions(directory)
+    subprocess.run(["rm", "-r", str(directory)], check=True)
 
 
 IN_THE_WAY: dict[str, tuple[str, Callable[[Path], object]]] = {

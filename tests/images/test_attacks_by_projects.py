@@ -5,6 +5,7 @@ An archive of a project, and a shared directory, may have pipes, endless and hug
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -13,6 +14,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tarfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,15 +22,16 @@ from pathlib import Path
 
 import pytest
 
+from shoal import trust
 from shoal.builds import bundle
 from shoal.commands import completion
 from shoal.docker_client import archive
 from shoal.errors import SpecError, UsageError
-from shoal.jobs import checkpoints, job_log, running, store
+from shoal.jobs import checkpoints, job_log, results, running, source_files, store
 from shoal.jobs.job import LOCAL, JobRequest
 from shoal.jobs.metric_definitions import MetricPattern, MetricSearch
 from shoal.jobs.store import JobRecord, open_job
-from shoal.limits import MOST_LOCK
+from shoal.limits import MOST_GIT, MOST_LOCK
 from shoal.matrix import project as projects
 from shoal.matrix.project import Project
 from shoal.matrix.spec import load
@@ -291,6 +294,24 @@ def test_marks_of_a_script_do_not_end_its_job(tmp_path: Path) -> None:
         checkpoints.open_directory(place, "digits", "--checkpoints").__enter__()
 
 
+def test_many_links_with_long_ways_are_left_out_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(archive, "_MOST_STEPS_OF_ALL", 1000)
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w") as out:
+        for number in range(500):
+            link = tarfile.TarInfo(f"output/{number:03}")
+            link.type, link.linkname = tarfile.SYMTYPE, "a/../" * 2 + "none"
+            out.addfile(link)
+    packed.seek(0)
+    left_out = [*archive.unpack_safely(packed, tmp_path, "/opt/ml")]
+    made = list((tmp_path / "output").iterdir())
+    assert 100 < len(made) < 400 and len(made) + len(left_out) == 500
+    monkeypatch.setattr(archive, "_MOST_STEPS_OF_ALL", 100)
+    problems: list[str] = []
+    assert not list(results.list_files(tmp_path / "output", problems))
+    assert "outside the directory" in problems[-1], "it has no steps left"
+
+
 def test_links_with_long_ways_are_left_out_at_once(tmp_path: Path) -> None:
     """A script can make thousands, each of which takes a tenth of a second to follow."""
     top = tmp_path / "checkpoints"
@@ -466,6 +487,78 @@ def test_a_report_does_not_write_through_a_link(
         output_files.choose_files(Path(name), False, ())
     assert not exists or private.read_text() == "private"
     assert output_files.choose_files(Path("/dev/stdout"), False, ()) == [Path("/dev/stdout")]
+
+
+@pytest.mark.parametrize("name", ["size.html", "timeline.html", "comparison.html"])
+def test_a_pipe_in_the_place_of_a_report_is_not_waited_for(tmp_path: Path, name: str) -> None:
+    pipe(tmp_path / name)
+    error = error_in_time(lambda: output_files.write_files(Path(name), {tmp_path / name: "page"}))
+    assert isinstance(error, UsageError) and "cannot be written" in str(error)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--checkpoints", "link"),
+        ("--checkpoints", "../clone/link/new"),
+        ("--channel", "train=link"),
+        ("--volume", "./link:/data"),
+        ("--output", "link"),
+        ("--env-file", "link/settings.env"),
+        ("--secret", "KEY=link/id_rsa"),
+    ],
+)
+def test_a_link_out_of_a_project_is_not_followed_on_the_command_line(tmp_path: Path, words: tuple[str, str]) -> None:
+    """The project's page asks for `--checkpoints link`: the job would get, replace or change files of the user."""
+    private, clone = tmp_path / "private", tmp_path / "clone"
+    private.mkdir()
+    (private / "id_rsa").write_text("key")
+    (private / "settings.env").write_text("KEY=1")
+    (clone / "code").mkdir(parents=True)
+    (clone / "code" / "train.py").touch()
+    (clone / "link").symlink_to("../private")
+    ended = shoal(clone, "run", "image:1", "code/train.py", *words)
+    assert ended.returncode == 2
+    assert f"leads through a link to {private}" in ended.stderr
+    assert {path.name for path in private.iterdir()} == {"id_rsa", "settings.env"}
+    ended = shoal(clone, "run", "image:1", "code/train.py", words[0], words[1].replace("link", str(private), 1))
+    assert "through a link" not in ended.stderr
+
+
+@pytest.mark.parametrize("at", ["1e18", "1e308", "NaN", "-1e18", '"1"'])
+def test_a_line_with_an_odd_time_is_left_out(tmp_path: Path, at: str) -> None:
+    (write_job(tmp_path / "jobs" / "digits") / job_log.LOG).write_text(f'[{at}, "algo-1", "a"]\n[1, "algo-1", "b"]\n')
+    assert shoal(tmp_path, "logs", "digits").stdout == "algo-1 | b\n"
+
+
+def test_a_name_in_a_command_that_is_printed_has_quotes(tmp_path: Path) -> None:
+    """Somebody copies the command into a shell."""
+    assert trust.advise_trust("/tmp/a;b") == "shoal trust '/tmp/a;b'"
+    (tmp_path / "$(b).key").touch()
+    selection = source_files.Selection(tmp_path)
+    (note,) = source_files.describe_source(selection, source_files.list_source(selection))
+    assert note.endswith("--include '$(b).key'")
+
+
+def test_a_small_repository_with_billions_of_files_does_not_fill_the_memory(
+    copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of nine trees has the one below ten times."""
+
+    def git(*words: str, given: str = "") -> str:
+        command = ["git", "-C", str(copy), "-c", "user.name=a", "-c", "user.email=a", *words]
+        return subprocess.run(command, input=given, capture_output=True, text=True, check=True).stdout.strip()
+
+    git("init", "-q")
+    item = f"100644 blob {git('hash-object', '-w', '--stdin')}"
+    for _ in range(9):
+        item = "040000 tree " + git("mktree", given="".join(f"{item}\tname{number}\n" for number in range(10)))
+    tree = git("mktree", given=f"{item}\tdockerfiles\n")
+    git("update-ref", "HEAD", git("commit-tree", "-m", "a", tree))
+    monkeypatch.setattr(provenance, "_LIMITED", provenance._LIMITED.replace(str(MOST_GIT // 1024), "60000"))
+    before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
+    assert not provenance.find_revision(copy)
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss < max(before, 200_000), "kilobytes"
 
 
 def declare(text: str) -> Callable[[Path], object]:

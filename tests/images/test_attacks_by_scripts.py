@@ -259,8 +259,11 @@ def test_file_systems_below_a_read_only_directory_are_mounted_one_by_one(
 
 
 def test_dockers_own_log_has_a_limit() -> None:
-    settings = docker_objects.container_settings(JobRequest(), "j", "j", "n")
-    assert settings["log_config"]["Config"]["max-size"]
+    """Also of `shoal estimate`, `shell` and `lock`."""
+    client = Mock()
+    containers.create_container(client, "image:1", [], {"name": "a"})
+    settings = client.containers.create.call_args.kwargs
+    assert settings["log_config"]["Config"]["max-size"] and settings["pids_limit"] > 0 and settings["name"] == "a"
 
 
 def test_a_program_in_the_place_of_nvidia_smi_fills_no_memory() -> None:

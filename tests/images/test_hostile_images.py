@@ -86,6 +86,30 @@ def test_a_huge_header_is_refused(kind: bytes) -> None:
         image_archive.read_layers("a:1", endless(huge(kind)))
 
 
+def attributes(content: bytes) -> bytes:
+    """Return an archive whose first header has attributes of the next file, in POSIX's format."""
+    info = tarfile.TarInfo("x")
+    info.type, info.size = tarfile.XHDTYPE, len(content)
+    header = info.tobuf(tarfile.USTAR_FORMAT) + content + bytes(-len(content) % 512)
+    return header + tarfile.TarInfo("file").tobuf(tarfile.USTAR_FORMAT) + bytes(1024)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"1000018 comment=" + b"1" * 1_000_001 + b"\n",
+        b"2 " * 500_000 + b"=",
+        b"99 path=a\n",
+        b"0 path=a\n",
+        b"13 size=-1024\n",
+    ],
+)
+def test_attributes_of_a_file_are_read_at_once(content: bytes) -> None:
+    """Python's tarfile took an hour for numbers, and gigabytes for names beyond the end of their attribute."""
+    error = error_in_time(lambda: read(legacy([attributes(content)])))
+    assert isinstance(error, ImageError), error
+
+
 def holes(is_pax: bool, size: int) -> bytes:
     """Return an archive whose file is a list of `size` holes, in the format of GNU or in the one of POSIX."""
     info = tarfile.TarInfo("x")

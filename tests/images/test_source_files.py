@@ -13,6 +13,7 @@ import sys
 import tarfile
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +27,15 @@ from shoal.errors import UsageError
 from shoal.jobs import job, source_files
 from shoal.jobs.hosts.kubernetes import manifest
 from shoal.jobs.job import LOCAL
-from shoal.jobs.source_files import SECRET_RULES, Selection, copy_source, describe_source, list_source, matches
+from shoal.jobs.source_files import (
+    SECRET_RULES,
+    Selection,
+    SourceFile,
+    copy_source,
+    describe_source,
+    list_source,
+    matches,
+)
 from shoal.jobs.store import JobRecord, open_job
 
 NOBODY = 65534
@@ -453,6 +462,20 @@ def test_setuid_programs_lose_their_rights(source: Path, tmp_path: Path) -> None
     (source / "tool").write_text("#!/bin/sh\n")
     (source / "tool").chmod(0o4755)
     assert (copy(select(source), tmp_path) / "tool").stat().st_mode & 0o7777 == 0o755
+
+
+def test_a_file_full_of_beginnings_of_a_rule_is_read_at_once() -> None:
+    began = time.monotonic()
+    for _ in range(20):
+        assert not source_files._find_secret_rule(Selection(Path("code")), ["request.json"], b'"engine":' * 7_000)
+    assert time.monotonic() - began < 5
+    assert source_files._find_secret_rule(Selection(Path("code")), ["request.json"], b'{"request": {"source": 1')
+
+
+def test_a_time_that_no_system_keeps_is_left_out(source: Path) -> None:
+    """A file system in memory has such times."""
+    source_files.copy_file(SourceFile("a", 0o644, seconds=1e19), source / "copy")
+    assert (source / "copy").exists()
 
 
 @pytest.mark.parametrize("words", [["run", "any:1"], ["deploy", "kubernetes", "any:1"]])

@@ -237,6 +237,7 @@ def test_an_image_extends_the_base_of_its_os(tmp_path: Path) -> None:
         ("    cuda: cu117\n", "", 5, ["releases.0", "names its cuda version"]),
         ("    device: gpu\n", "    device: tpu\n", 7, ["releases.0.device", "'cpu' or 'gpu'", "found 'tpu'"]),
         ("    disk_gib: 16\n", "", 5, ["releases.0.disk_gib", "missing"]),
+        ("disk_gib: 16\n", f"disk_gib: 0x{'f' * 5000}\n", 10, ["releases.0.disk_gib", "100000", "thousands of digits"]),
         ("    requirements: [torch==2.0.1]\n", "    requirements: []\n", 9, ["releases.0.requirements", "at least 1"]),
         ("    disk_gib: 16\n", "    disk_gib: 16\n    index: whl\n", 11, ["releases.0.index: 'whl' is not among"]),
         ("python: py311", "pyton: py311", 2, ["systems.debian12.pyton", "Did you mean 'python'?"]),

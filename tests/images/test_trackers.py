@@ -85,6 +85,8 @@ def test_a_file_that_ends_early_keeps_its_beginning(tmp_path: Path) -> None:
         write_record(b"\x0b" * 50),  # groups
         write_record(b"\x2a\x08\x0a\x06\x0a\x01\xff\x15\x00\x00"),  # a value that is cut
         write_record(b"\x28\x01\x10\x02"),  # a number as a summary
+        write_record(b"\x0a\x03abc\x2a\x00"),  # a time of three bytes
+        write_record(b"\x2a\x09\x0a\x07\x0a\x01a\x12\x02ab"),  # a value of two bytes
         write_record(b"\x10\x01") * 10_000,
         bytes(100_000),
     ],

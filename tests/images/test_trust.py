@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import grp
 import os
+import pwd
 import shutil
 import stat
 import subprocess
@@ -150,6 +152,24 @@ def test_each_way_to_change_a_project_is_found(copy: Project, place: str, change
     with pytest.raises(SpecError, match="shoal trust"):
         projects.find(copy.root)
     assert completion.complete_images("pytorch") == [] or Path.cwd() != copy.root
+
+
+@needs_root
+def test_a_group_of_everybody_is_not_private_if_the_system_lists_nobody(
+    copy: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with a directory service: each user is found by name only, and has the same group."""
+    user = pwd.struct_passwd(("alice", "x", STRANGER, 100, "", "/", "/bin/sh"))
+    monkeypatch.setattr(pwd, "getpwuid", lambda _: user)
+    monkeypatch.setattr(pwd, "getpwall", lambda: [user])
+    monkeypatch.setattr(trust, "own_ids", lambda: {0, STRANGER})
+    monkeypatch.setattr(trust, "_private_groups", {})
+    for name, is_private in (("users", False), ("alice", True)):
+        monkeypatch.setattr(grp, "getgrgid", lambda _, name=name: grp.struct_group((name, "x", 100, [])))
+        trust._private_groups.clear()
+        os.chown(copy.root, STRANGER, 100)
+        copy.root.chmod(0o775)
+        assert (trust.describe_stranger(str(copy.root), copy.root.stat()) is None) == is_private
 
 
 @needs_root
@@ -414,7 +434,11 @@ WRITES = "#!/bin/sh\ntouch RAN\n"
 
 
 @pytest.mark.parametrize(
-    "name", ["hooks", "a configuration of the work tree", "another repository", "a bare repository"]
+    "name",
+    [
+        *("hooks", "a configuration of the work tree", "another repository", "a bare repository"),
+        *("a shared repository", "a submodule"),
+    ],
 )
 def test_git_runs_no_hook_and_no_second_configuration(name: str, copy: Project, tmp_path: Path) -> None:
     """Each is in an archive of a project beside its usual configuration."""
@@ -433,6 +457,17 @@ def test_git_runs_no_hook_and_no_second_configuration(name: str, copy: Project, 
     elif name == "a configuration of the work tree":
         git("config", "extensions.worktreeConfig", "true")
         git("config", "--worktree", "core.fsmonitor", monitor)
+    elif name == "a shared repository":
+        shutil.copytree(copy.root / ".git", copy.root / ".git" / "shared")
+        git("config", "--file", ".git/shared/config", "core.fsmonitor", monitor)
+        (copy.root / ".git" / "commondir").write_text("shared\n")
+    elif name == "a submodule":
+        inside = copy.root / "dockerfiles" / "inside"
+        inside.mkdir()
+        git("init", "-q", root=inside)
+        git("commit", "-q", "--allow-empty", "-m", "first", root=inside)
+        git("config", "core.fsmonitor", monitor, root=inside)
+        git("-c", "advice.addEmbeddedRepo=false", "add", ".")
     else:
         git("config", "core.fsmonitor", monitor)
         (copy.root / ".git").rename(copy.root / "elsewhere")

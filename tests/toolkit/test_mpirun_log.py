@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from shoal_toolkit.output.mpirun_log import MpirunLog, find_failure_reason
@@ -11,6 +13,15 @@ OF_5_0 = (
     b"[vm:1] [prterun-a-b.c-7@0,0] [17951.26] ACTIVATE PROC [prterun-a-b.c-7@1,%d] STATE %s AT /x/odls_base.c:1931\n"
 )
 RULE = "-" * 74 + "\n"
+
+
+def test_a_notice_without_an_end_is_read_at_once() -> None:
+    """mpirun can be killed while it writes one. Each further line took ten times as long as the one before."""
+    log = MpirunLog()
+    log.feed(2, (RULE + "Primary job\n" + "a line\n" * 50).encode())
+    began = time.monotonic()
+    log.rank_failure_cause()
+    assert time.monotonic() - began < 5
 
 
 @pytest.mark.parametrize("line", [OF_4_1, OF_5_0])

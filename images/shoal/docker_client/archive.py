@@ -13,12 +13,14 @@ from pathlib import Path, PurePosixPath
 from typing import IO
 
 from shoal import limits
+from shoal.clean_text import print_error
 from shoal.errors import is_disk_full
 from shoal.tar_stream import open_stream
 
 Content = bytes | Path
 _ZEROS = bytes(64 * 1024)
 _MOST_HOPS = 40  # links on the way to a file, as in Linux
+_MOST_STEPS_OF_ALL = 5_000_000  # of all links of a directory, in a minute
 _MOST_STEPS = 512  # directories and links on the way to a file: links with long targets would take minutes
 
 
@@ -32,13 +34,17 @@ def pack_tree(
 ) -> None:
     """Writes the tree at `root` as `arcname`, owned by a user and a group, and rewind `out`. Directories get mode 0755.
 
-    The entry `left_out` of `root` is not written. Raises `DiskError` if `room` has no place for an entry: a sparse file
+    The entry `left_out` of `root` is not written. Nor are directories in more than `MOST_DEPTH` others, with a line on
+    standard error. Raises `DiskError` if `room` has no place for an entry: a sparse file
     takes its whole size there.
     """
 
     def select(entry: tarfile.TarInfo) -> tarfile.TarInfo | None:
         """Returns an entry with its new owner, or None if it is left out."""
         if left_out and entry.name == f"{arcname}/{left_out}":
+            return None
+        if entry.isdir() and entry.name.count("/") > arcname.count("/") + limits.MOST_DEPTH:
+            print_error(f"warning: {entry.name}: directories in more than {limits.MOST_DEPTH} others are not copied")
             return None
         if room:
             room.take(entry.name, entry.size)
@@ -127,7 +133,7 @@ def unpack_safely(source: IO[bytes], target: Path, origin: str | None = None) ->
                 directories.append((target / entry.name, entry.mtime))
     yield from _link_files(dict(symlinks), target) if origin is None else _make_symlinks(symlinks, target, origin)
     for directory, mtime in reversed(directories):  # files in them have changed their times
-        _set_time(directory, mtime)
+        set_time(directory, mtime)
 
 
 def _find_problem(entry: tarfile.TarInfo) -> str:
@@ -171,7 +177,7 @@ def _make(archive: tarfile.TarFile, entry: tarfile.TarInfo, target: Path) -> Non
     with path.open("xb") as out:
         copy_with_holes(content, out)
     path.chmod(entry.mode & 0o777 | stat.S_IRUSR | stat.S_IWUSR)
-    _set_time(path, entry.mtime)
+    set_time(path, entry.mtime)
 
 
 def _add_name(target: Path, name: PurePosixPath, path: Path) -> None:
@@ -205,10 +211,11 @@ def _make_symlinks(links: Sequence[tuple[str, str]], target: Path, origin: str) 
     link can lead through another one.
     """
     made = []
+    left = count_steps()
     for name, link in links:
         path = target / name
         top = target / PurePosixPath(name).parts[0]
-        if path == top or not stays_inside(path.parent, top):
+        if path == top or not stays_inside(path.parent, top, left=left):
             yield f"{name}: outside the directory"
             continue
         try:
@@ -219,23 +226,29 @@ def _make_symlinks(links: Sequence[tuple[str, str]], target: Path, origin: str) 
         else:
             made.append((name, link, path, top))
     for name, link, path, top in made:
-        if not stays_inside(path, top):
+        if not stays_inside(path, top, left=left):
             path.unlink()
             yield f"{name}: a link to {link}, which is outside the directory"
 
 
-def stays_inside(path: Path, top: Path, *, by_its_name: bool = False) -> bool:
+def count_steps() -> Iterator[int]:
+    """Returns the limit of `stays_inside` for all links of a directory: a script can make a million long ones."""
+    return iter(range(_MOST_STEPS_OF_ALL))
+
+
+def stays_inside(path: Path, top: Path, *, by_its_name: bool = False, left: Iterator[int] | None = None) -> bool:
     """Returns whether a path leads to a place in `top` without leaving it on the way, wherever `top` is moved to.
 
     So `../top/file` does not: the directory may get another name. A circle of links leads nowhere, and stays inside. A
-    very long way counts as one that leaves it. With `by_its_name`, absolute links into `top` stay inside too.
+    very long way counts as one that leaves it, and so does each way if no steps are `left`. With `by_its_name`,
+    absolute links into `top` stay inside too.
     """
     pending = [*reversed(path.relative_to(top).parts)]
     place = top
     hops = steps = 0
     while pending:
         steps += 1
-        if steps > _MOST_STEPS:
+        if steps > _MOST_STEPS or (left and next(left, None) is None):
             return False
         part = pending.pop()
         if part == "..":
@@ -271,7 +284,7 @@ def copy_with_holes(source: IO[bytes], out: IO[bytes]) -> None:
     out.truncate()
 
 
-def _set_time(path: Path, mtime: float) -> None:
+def set_time(path: Path, mtime: float) -> None:
     """Sets the time of a file or directory. A time that the file system cannot keep is ignored."""
     with contextlib.suppress(OSError, OverflowError, ValueError):
         os.utime(path, (mtime, mtime))

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from datetime import datetime
+from pathlib import Path
 from typing import IO, Any, cast
 
 import docker
@@ -19,12 +20,14 @@ import docker.errors
 import requests
 from docker.models.containers import Container
 from docker.models.networks import Network
+from docker.types import LogConfig
 
 from shoal.errors import ImageError
-from shoal.limits import MOST_LOG_LINE, MOST_REPORT
+from shoal.limits import MOST_LOG_LINE, MOST_PROCESSES, MOST_REPORT
 from shoal.tar_stream import open_stream
 
 JOB_LABEL = "shoal.job"
+_LOG = {"max-size": "64m"}
 HANGS = 10
 """Seconds without an answer after which Docker is considered to hang."""
 
@@ -115,13 +118,26 @@ def create_container(
 ) -> Container:
     """Creates a container without starting it. Raises `ImageError` if Docker does not have the image.
 
-    `settings` are further arguments of the SDK's `containers.create`. Interrupts are delayed meanwhile.
+    `settings` are further arguments of the SDK's `containers.create`. Interrupts are delayed meanwhile. By default,
+    Docker's own copy of its output has a limit, which would fill the disk, and so have its processes.
     """
+    limits = {"pids_limit": most_processes(), "log_config": LogConfig(type=LogConfig.types.JSON, config=_LOG)}
     try:
         with delay_interrupts():
-            return client.containers.create(image, command, **settings)
+            return client.containers.create(image, command, **{**limits, **settings})
     except docker.errors.ImageNotFound as error:
         raise ImageError(f"Docker has no image {image}. Fix: build or pull it; `shoal list` names ours") from error
+
+
+def most_processes() -> int:
+    """Return half of the processes and threads that this machine can have. Docker may run on another machine.
+
+    The kernel has two limits: of their numbers, and of the memory for them.
+    """
+    try:
+        return min(int(Path("/proc/sys/kernel", name).read_text()) for name in ("pid_max", "threads-max")) // 2
+    except (OSError, ValueError):
+        return MOST_PROCESSES
 
 
 @contextlib.contextmanager

@@ -23,7 +23,7 @@ from shoal import trust
 from shoal.clean_text import print_error
 from shoal.docker_client import archive
 from shoal.errors import UsageError
-from shoal.limits import Room
+from shoal.limits import MOST_DEPTH, Room, is_too_deep, walk
 
 MARK = ".shoal-job.json"
 """The file in the directory that names its job. The job itself does not see it."""
@@ -141,7 +141,7 @@ def open_directory(path: Path, job: str, option: str, *, can_claim: bool = True)
         if problem := trust.find_stranger(path):
             raise UsageError(
                 f"{option}: {problem}, and so decides what the job continues from. Fix: name another directory, or if"
-                f" you trust them: shoal trust {path}"
+                f" you trust them: {trust.advise_trust(path)}"
             )
         is_found = _check_owner(path, job, option)
         if is_found and not can_claim and not os.path.lexists(path / MARK):
@@ -239,7 +239,9 @@ def _check_owner(path: Path, job: str, option: str) -> bool:
     found = _read_mark(path / MARK, option) if os.path.lexists(path / MARK) else None
     marks = [parent / MARK for parent in path.parents if _has_own_mark(parent)]
     if not found or found["job"] != job:  # otherwise the job has replaced all in it, and its script wrote them
-        marks += [mark for mark in path.rglob(MARK) if mark.parent != path]
+        marks += [
+            Path(place, MARK) for place, *names in walk(path) if MARK in itertools.chain(*names) and place != str(path)
+        ]
     for mark in marks:
         raise UsageError(
             f"{option}: {mark.parent} has the checkpoints of a job ({MARK}), and a job replaces its directory as a"
@@ -292,6 +294,8 @@ def _write_mark(directory: Path, job: str, is_found: bool = False) -> None:
 def copy_tree(source: Path, target: Path, link: bool = False) -> None:
     """Copies files, directories and symbolic links to an existing directory; others, such as sockets, are left out.
 
+    So are directories in more than `MOST_DEPTH` others, with a line on standard error.
+
     With `link`, files become hard links if both are on one file system, so that no bytes are copied. Absolute
     links into `source` become relative ones. Holes of files stay holes, and still their sizes must fit. Raises
     `DiskError` otherwise.
@@ -302,7 +306,12 @@ def copy_tree(source: Path, target: Path, link: bool = False) -> None:
     def ignore(directory: str, names: list[str]) -> set[str]:
         """Returns the entries that are not copied."""
         modes = {name: stat.S_IFMT(Path(directory, name).lstat().st_mode) for name in names}
-        return {name for name, mode in modes.items() if mode not in (stat.S_IFREG, stat.S_IFDIR, stat.S_IFLNK)}
+        kept = {stat.S_IFREG, stat.S_IFLNK}
+        if not is_too_deep(directory, source):
+            kept.add(stat.S_IFDIR)
+        elif stat.S_IFDIR in modes.values():
+            print_error(f"warning: {directory}: directories in more than {MOST_DEPTH} others are not copied")
+        return {name for name, mode in modes.items() if mode not in kept}
 
     room = Room(target.parent)
 
@@ -320,7 +329,8 @@ def copy_tree(source: Path, target: Path, link: bool = False) -> None:
 
 
 def _make_links_relative(source: Path, target: Path) -> None:
-    for directory, *names in os.walk(target):
+    """Replaces absolute links into `source` in its copy `target`."""
+    for directory, *names in walk(target):
         for path in (Path(directory, name) for name in itertools.chain(*names)):
             if path.is_symlink() and path.readlink().is_absolute():
                 place = source / path.relative_to(target)
@@ -334,7 +344,7 @@ def _copy_file(source: str | os.DirEntry[str], target: str) -> None:
         archive.copy_with_holes(content, out)
     found = Path(source).stat()
     Path(target).chmod(found.st_mode & 0o777)
-    os.utime(target, ns=(found.st_atime_ns, found.st_mtime_ns))
+    archive.set_time(Path(target), found.st_mtime)
 
 
 def _flush(directory: Path) -> None:
@@ -377,7 +387,7 @@ def collect_tree(tree: Path, directory: LockedCheckpoints) -> None:
 def _add_permissions(root: Path) -> None:
     """Lets this user read, change and remove all files in a directory of a job, as after a job in Docker."""
     _add_permission(root, 0o700)
-    for directory, names, files in os.walk(root):
+    for directory, names, files in walk(root):
         for name in names:
             _add_permission(Path(directory, name), 0o700)
         for name in files:

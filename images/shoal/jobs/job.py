@@ -18,7 +18,7 @@ from shoal.docker_client import containers
 from shoal.errors import UsageError, did_you_mean
 from shoal.jobs import distribution, gpus, source_files
 from shoal.jobs.source_files import Selection
-from shoal.jobs.variables import Secret, check_secret_variables
+from shoal.jobs.variables import Secret, check_place, check_secret_variables
 from shoal.jobs.volumes import Volume
 
 DOCKER, LOCAL = "docker", "none"
@@ -155,6 +155,7 @@ class JobRequest(JobSpec):
         for name, directory in self.channels.items():
             check_channel_name(name)
             check_channel_directory(name, directory)
+        self._check_links()
         self._check_checkpoints()
         if MAX_RESTARTS in self.environment:
             raise UsageError(f"--env {MAX_RESTARTS}: hosts would not be replaced. Fix: --max-restarts N")
@@ -165,6 +166,15 @@ class JobRequest(JobSpec):
         check_secret(self.environment)
         check_secret_variables(self.secrets, self.environment)
         self.encode_hyperparameters("")
+
+    def _check_links(self) -> None:
+        """Raise `UsageError` if a link takes a directory of the job out of the current project."""
+        options = {"--output": self.output, "--checkpoints": self.checkpoints}
+        channels = {f"--channel {name}": directory for name, directory in self.channels.items()}
+        volumes = {f"--volume {volume.source}:{volume.target}": volume.source for volume in self.volumes}
+        for option, place in {**options, **channels, **volumes}.items():
+            if place:
+                check_place(option, place)
 
     def _check_checkpoints(self) -> None:
         """Raises `UsageError` if other files of the job are in the directory of its checkpoints, which it replaces."""

@@ -321,7 +321,7 @@ def _read_whole(file: IO[bytes]) -> Iterator[tuple[float, str, str]]:
         if not line.endswith(b"\n") and len(line) < _MOST_LINE:
             file.seek(place)
             return
-        with contextlib.suppress(ValueError, TypeError, OverflowError, RecursionError):  # of another program
+        with contextlib.suppress(ValueError, TypeError, OverflowError, OSError, RecursionError):  # of another program
             at, host, text = json.loads(line)
             datetime.fromtimestamp(at)
             yield at, str(host), str(text)

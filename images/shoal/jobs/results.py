@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from shoal.docker_client.archive import make_relative, stays_inside
+from shoal.docker_client.archive import count_steps, make_relative, stays_inside
 from shoal.errors import ShoalError
 from shoal.jobs.job import FinishedJob
 from shoal.limits import MOST_DEPTH, MOST_FAILURE, MOST_REPORT, Room, open_file, parse_json, read_file
@@ -192,6 +192,7 @@ def list_files(root: Path, problems: list[str]) -> Iterator[Path]:
         problems.append("not a directory")
         return
     pending = [root] if root.exists() else []
+    left = count_steps()
     while pending:
         directory = pending.pop()
         try:
@@ -204,20 +205,20 @@ def list_files(root: Path, problems: list[str]) -> Iterator[Path]:
             path = directory / entry.name
             if entry.is_dir(follow_symlinks=False) and not is_deep:
                 pending.append(path)
-            elif problem := _find_problem(entry, root, is_deep):
+            elif problem := _find_problem(entry, root, is_deep, left):
                 problems.append(f"{path.relative_to(root)}: not packed: {problem}")
             else:
                 yield path
 
 
-def _find_problem(entry: os.DirEntry[str], root: Path, is_deep: bool) -> str:
+def _find_problem(entry: os.DirEntry[str], root: Path, is_deep: bool, left: Iterator[int]) -> str:
     """Returns why an entry cannot be packed; empty for a file, and for a link to something below `root`."""
     if entry.is_file(follow_symlinks=False):
         return ""
     if not entry.is_symlink():
         return f"in more than {MOST_DEPTH} directories" if is_deep else "neither a file nor a directory"
     path = Path(entry.path)
-    if not stays_inside(path, root, by_its_name=True):
+    if not stays_inside(path, root, by_its_name=True, left=left):
         return f"a link to {path.readlink()}, which is outside the directory"
     return "" if path.exists() else f"a link to {path.readlink()}, which leads to nothing"
 

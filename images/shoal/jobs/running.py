@@ -109,7 +109,7 @@ def _remember(directory: Path, key: str) -> None:
     """Makes a link to a job's directory. Prints a warning if other commands will not take the job for this user's."""
     links = _state_directory() / socket.gethostname()
     link = links / _link_name(directory, key)
-    fix = f"Fix: shoal trust {directory}"
+    fix = f"Fix: {trust.advise_trust(directory)}"
     try:
         links.mkdir(mode=0o700, parents=True, exist_ok=True)
         with contextlib.suppress(FileExistsError):
@@ -158,7 +158,7 @@ def check_own(directory: Path, key: str, option: str) -> None:
         raise UsageError(
             f"{option}: {place} is not a job of yours: {problem}. The record of a job says what is run, mounted,"
             " replaced and ended, so nothing was done. Fix: if it is yours, such as one that you have moved or copied"
-            f" here: shoal trust {place}"
+            f" here: {trust.advise_trust(place)}"
         )
 
 

@@ -12,6 +12,7 @@ import errno
 import functools
 import os
 import re
+import shlex
 import shutil
 import stat
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from shoal.clean_text import clean_text
+from shoal.docker_client.archive import set_time
 from shoal.errors import UsageError
 from shoal.limits import Room
 
@@ -364,7 +366,7 @@ def _is_directory(place: Path, status: os.stat_result) -> bool:
 
 def _convert_error(selection: Selection, name: str, error: OSError) -> UsageError:
     fix = {
-        PermissionError: f"Fix: make it readable for you (chmod u+r {name}), or move it out of the source",
+        PermissionError: f"Fix: make it readable for you (chmod u+r {shlex.quote(name)}), or move it out of the source",
         FileNotFoundError: "Fix: remove it if it is a link to nothing. If files change all the time, copy the code",
     }.get(type(error), "Fix: move it out of the source. If files change all the time, copy the code")
     return selection.fail(name, f"cannot be read: {error.strerror or error}. {fix}")
@@ -381,7 +383,7 @@ def list_source(selection: Selection) -> list[SourceFile]:
         raise UsageError(
             _clean(
                 f"--entry-point {selection.entry_point}: {lost.name} is left out ({lost.left_out}). Fix: move the"
-                f" script out of it, or --include {lost.name}"
+                f" script out of it, or --include {shlex.quote(lost.name)}"
             )
         )
     return files
@@ -423,7 +425,7 @@ def copy_file(source: SourceFile, place: Path) -> None:
             out.write(chunk)
             rest -= len(chunk)
         os.fchmod(out.fileno(), stat.S_IMODE(source.mode) & 0o777)
-    os.utime(place, (source.seconds, source.seconds))
+    set_time(place, source.seconds)
 
 
 def describe_source(selection: Selection, files: Sequence[SourceFile]) -> list[str]:
@@ -432,7 +434,7 @@ def describe_source(selection: Selection, files: Sequence[SourceFile]) -> list[s
     if secrets := [each.name for each in files if each.left_out == _SECRET]:
         notes.append(
             f"left out of the job, as they may hold secrets: {_join_names(secrets)}. To include one:"
-            f" --include {secrets[0]}"
+            f" --include {shlex.quote(secrets[0])}"
         )
     if skipped := [f"{each.name} ({each.detail})" for each in files if each.left_out == _SKIPPED]:
         notes.append(f"left out of the job, as they are not files: {_join_names(skipped)}")

@@ -267,7 +267,7 @@ def _make_new(record: JobRecord, name: str | None) -> tuple[JobRecord, str, Path
         directory.rmdir()
         raise UsageError(
             f"--output {request.output}: {problem}, and so could replace the files of the job. Fix: choose another"
-            f" directory, or shoal trust {directory.parent}"
+            f" directory, or {trust.advise_trust(directory.parent)}"
         )
     return replace(record, identity=identity, token=secrets.token_hex(16)), name, directory
 

@@ -75,7 +75,7 @@ def read_scalars(output: Path, began: float) -> dict[Key, Series]:
                     if key in series or len(series) < MAX_SERIES:
                         place = X("step", scalar.step)
                         series.setdefault(key, Series()).add(round(scalar.seconds - began, 2), scalar.value, place)
-        except (OSError, ValueError):
+        except (OSError, ValueError, struct.error):
             continue
         left -= size
         if left <= 0:

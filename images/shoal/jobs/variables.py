@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from shoal import trust
 from shoal.errors import UsageError
 
 SECRETS = "/run/secrets"
@@ -80,6 +81,7 @@ class Secret:
         return os.fsencode(os.environ[self.name])
 
     def _read_file(self, path: Path) -> bytes:
+        check_place(f"--secret {self.name}", path)
         try:
             with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
                 content = file.read(_MAX_SECRET + 1) if stat.S_ISREG(os.fstat(file.fileno()).st_mode) else None
@@ -111,6 +113,15 @@ def parse_secrets(words: Sequence[str] | None) -> tuple[Secret, ...]:
     secrets = [Secret.parse(word) for word in words or ()]
     check_unique("--secret", [secret.name for secret in secrets])
     return tuple(secrets)
+
+
+def check_place(option: str, path: Path) -> None:
+    """Raise `UsageError` if a link takes a path out of the current project: it may be somebody else's link."""
+    if target := trust.find_target_outside(path):
+        raise UsageError(
+            f"{option}: {path} leads through a link to {target}, outside of this directory. Fix: name {target} itself,"
+            f" or to allow links to it: {trust.advise_trust(target)}"
+        )
 
 
 def check_unique(option: str, names: Iterable[str]) -> None:
@@ -171,6 +182,7 @@ def read_env_file(path: Path) -> dict[str, str]:
     Quotes are part of a value. Empty lines and lines that begin with # are left out. Raises `UsageError`, with the
     number of a line.
     """
+    check_place("--env-file", path)
     try:
         with path.open("rb") as file:  # it may be a pipe, as of the shell's <(command)
             content = file.read(_MAX_ENV_FILE + 1)

@@ -72,7 +72,7 @@ class Project:
         if not self.may_run_code():
             raise SpecError(
                 f"{own}: to build this package runs code of its pyproject.toml on this machine. Fix: remove it, so that"
-                f" images get the one that comes with shoal, or if you trust it: shoal trust {self.root}"
+                f" images get the one that comes with shoal, or if you trust it: {trust.advise_trust(self.root)}"
             )
         return own
 
@@ -166,7 +166,7 @@ def _check_cache(path: Path) -> Path:
         if words := trust.find_stranger(path) or next(filter(None, found), None):
             raise SpecError(
                 f"{path}: the cache of builds has packages and base images, but {words}. Fix: set XDG_CACHE_HOME to"
-                f" another directory, or if you trust all that is in it: shoal trust {path}"
+                f" another directory, or if you trust all that is in it: {trust.advise_trust(path)}"
             )
     return path
 
@@ -174,7 +174,7 @@ def _check_cache(path: Path) -> Path:
 def _refuse(root: Path, words: str, directory: Path) -> SpecError:
     return SpecError(
         f"{root}: this directory has a buildspec.yml, which decides what commands run here, but {words}. Fix: work in"
-        f" another directory, or if you trust all that is in it: shoal trust {directory}"
+        f" another directory, or if you trust all that is in it: {trust.advise_trust(directory)}"
     )
 
 

@@ -42,7 +42,7 @@ class _Needs(StrictModel):
     """pip requirements, resolved to exact files with hashes by `shoal lock`."""
     index: str | None = None
     """An entry of buildspec.yml's `indexes`, for files that PyPI does not have."""
-    disk_gib: Annotated[int, pydantic.Field(gt=0)]
+    disk_gib: Annotated[int, pydantic.Field(gt=0, le=100_000)]
     """The free space that a cold build needs, in GiB."""
 
 

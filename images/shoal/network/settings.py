@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from shoal import trust
 from shoal.matrix.project import Project
 from shoal.network import credentials, pip_settings
 
@@ -181,7 +182,7 @@ def read_settings_for(project: Project, say: Callable[[str], object]) -> Network
         return settings
     say(
         f"! {project.root}: its steps get no passwords of package indexes, mirrors and proxies. Fix, if you trust all"
-        f" that is in it: shoal trust {project.root}"
+        f" that is in it: {trust.advise_trust(project.root)}"
     )
     return public
 

@@ -82,10 +82,12 @@ def render_page(template: str, **values: object) -> str:
 
 
 def _write(path: Path, text: str, mode: int) -> None:
-    """Writes a file. If an error or an interrupt stops that, a new file is removed."""
+    """Writes a file. A new one is removed after an error or an interrupt. A pipe without a reader is an error."""
     existed = path.exists()
     try:
-        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "w", encoding="utf-8") as file:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK, mode)
+        os.set_blocking(descriptor, True)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.write(text)
     except BaseException:
         if not existed:

@@ -9,13 +9,14 @@ import contextlib
 import os
 import re
 import subprocess
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import tomllib
 
-from shoal.limits import MOST_RECORD, read_file
+from shoal.limits import KIB, MOST_GIT, MOST_GIT_OUTPUT, MOST_RECORD, read_file
 from shoal.matrix.project import INSTALLED, Project
 
 INPUTS = ("buildspec.yml", "dockerfiles", "checkpoint", "images", "library", "rehearsal", "toolkit")
@@ -24,6 +25,8 @@ REVISION = "revision"
 """The file with the commit of installed image definitions. A checkout does not have it."""
 _PATIENCE = 60.0
 """Seconds in which git has to answer."""
+_LIMITED = f'ulimit -d {MOST_GIT // KIB}; ulimit -f {MOST_GIT_OUTPUT // 512}; exec "$0" "$@"'
+"""Starts git with a limit of its memory and its output: a small repository may hold trees with billions of files."""
 _HARMLESS = re.compile(
     r"(?:advice|branch|color|commit|gc|init|maintenance|pull|push|rebase|submodule|tag|user)\..+"
     r"|remote\..+\.(?:fetch|prune|pushurl|tagopt|url)"
@@ -80,11 +83,20 @@ def _git(root: Path, *arguments: str) -> str | None:
     # A hook sets these for its own repository, which may be another one.
     environment = {name: value for name, value in os.environ.items() if name not in ("GIT_DIR", "GIT_INDEX_FILE")}
     command = ["git", "--no-optional-locks", "-c", "log.showSignature=false", "-C", str(root), *arguments]
-    try:
-        ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=_PATIENCE)
-    except (FileNotFoundError, subprocess.TimeoutExpired):  # a repository may have a pipe in the place of a file
-        return None
-    return None if ended.returncode else ended.stdout.strip()
+    with tempfile.TemporaryFile("w+", errors="replace") as output:
+        try:
+            ended = subprocess.run(
+                ["/bin/sh", "-c", _LIMITED, *command],
+                env=environment,
+                stdout=output,
+                stderr=subprocess.DEVNULL,
+                check=False,
+                timeout=_PATIENCE,
+            )
+        except subprocess.TimeoutExpired:  # a repository may have a pipe in the place of a file
+            return None
+        output.seek(0)
+        return None if ended.returncode else output.read().strip()
 
 
 def _declared_source(root: Path) -> str:

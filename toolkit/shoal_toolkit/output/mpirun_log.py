@@ -27,7 +27,7 @@ _RULE = re.compile(r"^-{20,}$", re.MULTILINE)
 _PARAGRAPH = re.compile(r"\n\s*\n")
 # The notice about a rank that failed, from one rule of dashes to the next.
 _SUMMARY = re.compile(
-    r"^-{20,}\n(?:Primary job|(?:mpirun|prterun|prte)(?: has)? (?:noticed|detected|exited))(?:(?!-{20}).*\n?)*-{20,}$",
+    r"^-{20,}\n(?:Primary job|(?:mpirun|prterun|prte)(?: has)? (?:noticed|detected|exited))(?:(?!-{20}).*\n)*-{20,}$",
     re.MULTILINE,
 )
 _VAGUE = "It looks like MPI_INIT failed for some reason"

@@ -6,7 +6,6 @@ import contextlib
 import queue
 import threading
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import docker
@@ -26,11 +25,9 @@ from shoal.jobs.run import Arrival, HostExit
 from shoal.jobs.usage import GpuMeter, Usage, read_lines, smi_command
 from shoal.jobs.view import View
 from shoal.jobs.volumes import Volume
-from shoal.limits import MOST_PROCESSES
 
 _STOP_MARGIN = 5
 _LEAST_PROCESSES = 1024  # of a host
-_DOCKER_LOG = "64m"
 SECRET_PATH = "run/shoal-job-secret"
 """The file with the job's secret, relative to the container's root. `docker inspect` would show an environment."""
 _CHECKPOINTS = f"opt/ml/{checkpoints.CONTENT}"
@@ -78,17 +75,6 @@ def create_network(client: docker.DockerClient, identity: str) -> Network:
         return client.networks.create(f"shoal-{identity}", driver="bridge", options=mtu, labels=labels)
 
 
-def _read_most_processes() -> int:
-    """Returns how many processes and threads this machine can have. Docker may run on another machine.
-
-    The kernel has two limits: of their numbers, and of the memory for them.
-    """
-    try:
-        return min(int(Path("/proc/sys/kernel", name).read_text()) for name in ("pid_max", "threads-max"))
-    except (OSError, ValueError):
-        return 2 * MOST_PROCESSES
-
-
 def container_settings(request: job.JobRequest, name: str, identity: str, network: str) -> dict[str, Any]:
     """Returns the settings that the containers of all hosts share: environment, label, mounts, network and limits.
 
@@ -118,9 +104,7 @@ def container_settings(request: job.JobRequest, name: str, identity: str, networ
         "mem_limit": request.memory,
         "nano_cpus": None if request.cpus is None else round(request.cpus * 1e9),
         # Otherwise a script that forks for ever leaves no process to end it with.
-        "pids_limit": max(_LEAST_PROCESSES, _read_most_processes() // 2 // request.hosts),
-        # Without a limit, Docker's own copy of the log fills the disk. All lines are in the job's directory.
-        "log_config": docker.types.LogConfig(type="json-file", config={"max-size": _DOCKER_LOG}),
+        "pids_limit": max(_LEAST_PROCESSES, containers.most_processes() // request.hosts),
     }
 
 

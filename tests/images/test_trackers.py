@@ -5,6 +5,7 @@ The event files in data/events are from torch's SummaryWriter and from Keras.
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import struct
@@ -86,6 +87,7 @@ def test_a_file_that_ends_early_keeps_its_beginning(tmp_path: Path) -> None:
         write_record(b"\x2a\x08\x0a\x06\x0a\x01\xff\x15\x00\x00"),  # a value that is cut
         write_record(b"\x28\x01\x10\x02"),  # a number as a summary
         write_record(b"\x0a\x03abc\x2a\x00"),  # a time of three bytes
+        write_record(b"\x09" + struct.pack("<d", math.inf) + b"\x2a\x0a\x0a\x08\x0a\x01a\x15" + struct.pack("<f", 1)),
         write_record(b"\x2a\x09\x0a\x07\x0a\x01a\x12\x02ab"),  # a value of two bytes
         write_record(b"\x10\x01") * 10_000,
         bytes(100_000),

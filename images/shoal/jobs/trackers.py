@@ -8,6 +8,7 @@ have written it. The reader stops at the first damage, and keeps the scalars bef
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import shlex
 import struct
@@ -105,7 +106,7 @@ def _parse_event(data: bytes) -> Iterator[_Scalar]:
     fields = dict(split_fields(data))
     step, summary = fields.get(2, 0), fields.get(5)
     (seconds,) = struct.unpack("<d", _as_bytes(fields.get(1, bytes(8))))
-    if isinstance(step, bytes) or summary is None:
+    if isinstance(step, bytes) or summary is None or not math.isfinite(seconds):
         return
     step = step - (1 << 64) if step >> 63 else step
     for number, value in split_fields(_as_bytes(summary)):

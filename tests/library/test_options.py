@@ -48,11 +48,14 @@ def test_a_constructor_names_its_class() -> None:
 
 
 @pytest.mark.once
-def test_only_the_first_rank_warns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "1")
+@pytest.mark.parametrize("name", ["RANK", "OMPI_COMM_WORLD_RANK"])
+def test_only_the_first_rank_warns(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """A script under mpirun without `train` has no RANK."""
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setenv(name, "1")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         options.warn_without_effect("An option", "of this")
-    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv(name, "0")
     with pytest.warns(UserWarning, match=r"^An option has no effect: of this\.$"):
         options.warn_without_effect("An option", "of this")

@@ -297,6 +297,7 @@ TORCH_FULL = "[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 
         (f"{BEGIN}FileNotFoundError: [Errno 2] No such file or directory: 's3://bucket/model/x'", *S3),
         (f"{BEGIN}KeyError: 'TF_CONFIG'", 1, {}, "sagemaker_multi_worker_mirrored_strategy_enabled"),
         (f"{BEGIN}ValueError: Disallowed task type found in cluster spec. Allowed", 1, {}, "has no task `master`"),
+        (f"{BEGIN}ValueError: Cluster spec must be non-empty in `tf.distribute", 1, {}, "This job has no TF_CONFIG"),
         (f"{BEGIN}    tf.config.set_visible_devices(gpus[0], 'GPU')\nIndexError: list index out of range", *NO_GPU),
         (f"{BEGIN}    g = list_physical_devices('GPU')[rank]\n      ~^^\nIndexError: list index out of range", *NO_GPU),
         (f"{BEGIN}RuntimeError: {TORCH_FULL}", 1, {"full_mounts": 1, "full:/ckpt": 1}, "no space is left in /ckpt."),

@@ -56,7 +56,9 @@ def checkout(tmp_path: Path) -> Path:
         (PARENT, {"base.digest": ""}, Provenance(), {}),
     ],
 )
-def test_what_is_said(beneath: BaseImage, inherited: dict[str, str], found: Provenance, said: dict[str, str]) -> None:
+def test_labels_name_the_base_and_the_origin(
+    beneath: BaseImage, inherited: dict[str, str], found: Provenance, said: dict[str, str]
+) -> None:
     below = {f"{OCI}.{name}": value for name, value in inherited.items()}
     expected = {"base.name": beneath.name, **said}
     assert provenance.make_oci_labels(beneath.name, beneath.digest, below, found) == {

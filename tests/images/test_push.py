@@ -80,7 +80,7 @@ def test_what_may_be_better_a_moment_later_is_tried_again(error: str) -> None:
         "dial tcp: lookup registry.invalid: no such host",
     ],
 )
-def test_what_stays_as_it_is_is_told_at_once(error: str) -> None:
+def test_an_error_that_a_retry_does_not_change_is_reported_at_once(error: str) -> None:
     engine = Engine(error)
     with pytest.raises(PushError, match="host/a:1: "):
         pushed(engine)

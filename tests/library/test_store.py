@@ -138,7 +138,9 @@ def test_in_the_session_directory_when_there_is_no_address(tmp_path: Path) -> No
     first.close()
 
 
-def test_who_cannot_meet_is_told(free_port: int, monkeypatch: pytest.MonkeyPatch, server: Server) -> None:
+def test_a_rank_that_cannot_reach_the_store_is_an_error_with_the_address(
+    free_port: int, monkeypatch: pytest.MonkeyPatch, server: Server
+) -> None:
     with pytest.raises(LaunchError, match=r"the address where the ranks meet is missing\. Fix: set MASTER_ADDR"):
         open_store(launch(0, 2, None))
     with pytest.raises(LaunchError, match=f"another process of this host uses port {server.port}"):

@@ -330,7 +330,7 @@ def test_the_region_is_the_first_that_is_named(
     assert variables(tree, **environ)["SAGEMAKER_REGION"] == region
 
 
-def test_what_smdistributed_asks_for_is_told(tree: Tree, tmp_path: Path) -> None:
+def test_sm_training_env_has_the_facts_that_smdistributed_reads(tree: Tree, tmp_path: Path) -> None:
     (tmp_path / "smddprun").write_text("")
     (tmp_path / "smddprun").chmod(0o755)
     commands = machine.read_machine({"PATH": str(tmp_path)}, "eth0", []).library_commands

@@ -358,7 +358,7 @@ def test_a_known_fix_is_printed(stderr: str, code: int, facts: dict[str, int], s
         ("W: libcudart.so.11: cannot open shared object file\nno data\n", 3, {}, "library"),
     ],
 )
-def test_what_is_not_so_is_not_said(stderr: str, code: int, facts: dict[str, int], unsaid: str) -> None:
+def test_advice_that_does_not_fit_is_not_printed(stderr: str, code: int, facts: dict[str, int], unsaid: str) -> None:
     assert unsaid not in message(stderr, code, facts=facts)
 
 

@@ -108,7 +108,7 @@ def test_nccl_says_as_much_as_in_the_stock_toolkit(tree: Tree, part: str, debug:
     assert (variables["NCCL_DEBUG"], variables.get("NCCL_MIN_NRINGS")) == (debug, rings)
 
 
-def test_what_the_user_set_stays_and_is_said(tree: Tree) -> None:
+def test_variables_of_the_user_stay_and_are_reported(tree: Tree) -> None:
     """The stock PyTorch toolkit overwrites it."""
     own = {"NCCL_DEBUG": "TRACE", "NCCL_SOCKET_IFNAME": "ens", "NCCL_IB_DISABLE": "0", "FI_PROVIDER": "tcp"}
     found = chosen(tree, MACHINE._replace(nics=(EFA,)), environ=own)

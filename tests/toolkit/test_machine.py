@@ -207,7 +207,7 @@ def test_an_interface_that_is_there_is_taken(tmp_path: Path) -> None:
         ("", {"tunl0": "down"}, "lo", "it is the first that is up"),
     ],
 )
-def test_one_that_is_not_is_replaced_and_said(
+def test_a_missing_network_interface_is_replaced_with_a_reason(
     tmp_path: Path, routes: str, states: dict[str, str], chosen: str, reason: str
 ) -> None:
     found, why, replaced = machine.choose_interface("ethwe", [], interfaces(tmp_path, routes, lo="unknown", **states))

@@ -60,10 +60,10 @@ class Impostor:
         elif isinstance(said, messages.Ready):
             self._start()
         elif isinstance(said, messages.CommandEnded):
-            self._channel.send(messages.JobResult(0, "", {}))
+            self._channel.send(messages.JobEnded(0, "", {}))
         elif isinstance(said, messages.HostFailed):
             self.reason = said.message
-            self._channel.send(messages.JobResult(said.code, said.message, {}))
+            self._channel.send(messages.JobEnded(said.code, said.message, {}))
 
     def _answer(self, hello: messages.Hello) -> None:
         self._transcript = {
@@ -82,9 +82,9 @@ class Impostor:
 
     def _start(self) -> None:
         asked = "--mca mca_base_component_path /tmp" if self._when == "unplanned" else trace(self._secret, self._when)
-        self._channel.send(messages.GO if self._when == "script" else messages.Start(f"orted {asked}"))
+        self._channel.send(messages.GO if self._when == "script" else messages.StartDaemon(f"orted {asked}"))
         if self._when == "twice":
-            self._channel.send(messages.Start(f"orted {asked}"))
+            self._channel.send(messages.StartDaemon(f"orted {asked}"))
 
 
 def connect(worker: str, source: str) -> socket.socket:

@@ -431,6 +431,7 @@ def test_git_runs_no_program_of_a_repository(name: str, copy: Project) -> None:
 
 
 WRITES = "#!/bin/sh\ntouch RAN\n"
+GIT_HOOKS = ("post-index-change", "pre-commit", "post-checkout", "reference-transaction", "fsmonitor-watchman")
 
 
 @pytest.mark.parametrize(
@@ -451,7 +452,7 @@ def test_git_runs_no_hook_and_no_second_configuration(name: str, copy: Project, 
     git("commit", "-q", "-m", "first")
     monitor = f"touch {copy.root}/RAN; false"
     if name == "hooks":
-        for hook in ("post-index-change", "pre-commit", "post-checkout", "reference-transaction", "fsmonitor-watchman"):
+        for hook in GIT_HOOKS:
             (copy.root / ".git" / "hooks" / hook).write_text(WRITES)
             (copy.root / ".git" / "hooks" / hook).chmod(0o755)
     elif name == "a configuration of the work tree":
@@ -474,8 +475,7 @@ def test_git_runs_no_hook_and_no_second_configuration(name: str, copy: Project, 
         if name == "another repository":
             (copy.root / ".git").write_text("gitdir: elsewhere\n")
         else:
-            for path in (copy.root / "elsewhere").iterdir():
-                path.rename(copy.root / path.name)
+            shutil.copytree(copy.root / "elsewhere", copy.root, dirs_exist_ok=True)
     os.utime(copy.buildspec, (1, 1))
     assert bool(read_provenance(copy).revision) == (name == "hooks")
     assert not (copy.root / "RAN").exists()

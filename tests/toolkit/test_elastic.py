@@ -142,13 +142,13 @@ def test_a_host_that_comes_late_is_ready_once_for_each_start(monkeypatch: pytest
     worker._number, worker._restarted, worker._was_ready, worker._facts = 0, False, False, {}
     steps: list[Callable[[], None]] = [
         lambda: worker._on_probed(""),
-        lambda: worker._on_message(messages.Restart(0, "", True)),
+        lambda: worker._on_message(messages.PrepareRestart(0, "", True)),
     ]
     worker._is_set_up, worker._is_started = True, False
     for step in steps if is_sooner else reversed(steps):
         step()
     assert [each for each in sent if isinstance(each, messages.Ready)] == [messages.Ready(0)]
-    worker._on_message(messages.Restart(1, "algo-2 came back", True))
+    worker._on_message(messages.PrepareRestart(1, "algo-2 came back", True))
     assert sent[-1] == messages.Ready(1)
 
 

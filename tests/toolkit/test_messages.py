@@ -28,17 +28,17 @@ VALID: list[Any] = [
     messages.Prove(NONCE, PROOF, PROOF),
     messages.Welcome(PROOF),
     messages.Refused("because"),
-    messages.Start('orted -mca ess "env"'),
+    messages.StartDaemon('orted -mca ess "env"'),
     messages.PassSignal(15),
-    messages.JobResult(1, "it failed", {"hosts": ["a", "b"], "ranks": 2, "launch_seconds": 0.5, "launcher": None}),
-    messages.JobResult(0, "", {"hosts": ["a", "b"], "restarts": [{"number": 1, "rank": 0, "seconds": None}]}),
+    messages.JobEnded(1, "it failed", {"hosts": ["a", "b"], "ranks": 2, "launch_seconds": 0.5, "launcher": None}),
+    messages.JobEnded(0, "", {"hosts": ["a", "b"], "restarts": [{"number": 1, "rank": 0, "seconds": None}]}),
     messages.RankStarted(3),
-    messages.Output(1, 3, b"\0words\xff"),
+    messages.RankOutput(1, 3, b"\0words\xff"),
     messages.RankEnded(3, 137, {"oom_kills": -1, "shm": (1 << 64) - 1}),
     messages.CommandEnded(1, "words", None, {}, ""),
     messages.CommandEnded(1, "words", 3, {}, "it cannot be recorded"),
     messages.HostFailed(0, 2, "no script", False),
-    messages.Restart(3, "rank 1: it was killed", True),
+    messages.PrepareRestart(3, "rank 1: it was killed", True),
     messages.StopReceived(2),
     messages.Register(2),
     messages.Addresses(["10.0.0.1", "10.0.0.2"]),
@@ -46,7 +46,7 @@ VALID: list[Any] = [
     messages.Measured("algo-2", 90, 10**9, -3, ""),
     messages.Facts({"gpus": 8, "driver": "550.1", "time": 1.5}),
     messages.Ready(0),
-    messages.Members(["algo-1", "algo-3"]),
+    messages.NextHosts(["algo-1", "algo-3"]),
     messages.GO,
     messages.PING,
     messages.PAUSE,
@@ -110,13 +110,13 @@ def test_hostile_payloads_are_refused(kind: bytes, payload: bytes) -> None:
         messages.RankStarted(1 << 40),
         messages.RankEnded(1, 1, {"facts": {"deep": 1}}),  # type: ignore[dict-item]
         messages.RankEnded(1, 1, {str(number): number for number in range(9999)}),
-        messages.JobResult(1, "", {"deep": {"er": 1}}),
-        messages.JobResult(1, "", {"restarts": [{"deep": {"er": 1}}]}),
-        messages.JobResult(1, "", {"restarts": [[1]]}),
+        messages.JobEnded(1, "", {"deep": {"er": 1}}),
+        messages.JobEnded(1, "", {"restarts": [{"deep": {"er": 1}}]}),
+        messages.JobEnded(1, "", {"restarts": [[1]]}),
         messages.HostFailed(0, 1, "", 1),  # type: ignore[arg-type]
-        messages.Restart(1, "two\nlines", False),
-        messages.Output(3, 1, b""),
-        messages.Output(0, 1, b""),
+        messages.PrepareRestart(1, "two\nlines", False),
+        messages.RankOutput(3, 1, b""),
+        messages.RankOutput(0, 1, b""),
     ],
 )
 def test_values_that_no_peer_sends_are_refused(message: Any) -> None:
@@ -148,7 +148,7 @@ def payloads(draw: st.DrawFn) -> bytes:
     if how == "json":
         return json.dumps(draw(VALUES)).encode()
     message = draw(st.sampled_from([each for each in VALID if not isinstance(each, messages.Bare)]))
-    if how == "fields" and not isinstance(message, messages.Output):
+    if how == "fields" and not isinstance(message, messages.RankOutput):
         fields = dict(zip(message._fields, message))
         name = draw(st.sampled_from(sorted(fields)))
         return json.dumps({**fields, name: draw(VALUES)}).encode()

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from shoal_toolkit.hosts.measure import Meter
+from shoal_toolkit.hosts.measure import NetworkMeter
 from shoal_toolkit.hosts.messages import Measured
 from shoal_toolkit.job.contract import Paths, read_cluster, read_job
 from shoal_toolkit.plan.plan import make_plan
@@ -301,7 +301,7 @@ def test_each_pair_measures_both_ways_once_and_a_host_once_at_a_time(count: int)
 @pytest.mark.parametrize(("secret", "works"), [(SECRET, True), (f"{SECRET}x", False)])
 def test_a_host_is_measured_with_the_jobs_secret_only(secret: str, works: bool) -> None:
     loop = Loop()
-    measured_host, measuring_host = Meter(loop, SECRET), Meter(loop, secret)
+    measured_host, measuring_host = NetworkMeter(loop, SECRET), NetworkMeter(loop, secret)
     found: list[Measured] = []
     measuring_host.measure("127.0.0.1", measured_host.port, found.append)
     loop.run_until(lambda: bool(found))
@@ -314,7 +314,7 @@ def test_a_host_is_measured_with_the_jobs_secret_only(secret: str, works: bool) 
 
 def test_a_stranger_that_sends_no_proof_gets_no_clock() -> None:
     loop = Loop()
-    meter = Meter(loop, "")
+    meter = NetworkMeter(loop, "")
     with socket.create_connection(("127.0.0.1", meter.port)) as stranger:
         stranger.sendall(b"p" * 64)
         answer = stranger.recv(100)

@@ -11,7 +11,7 @@ from shoal_toolkit.discovery.host_list import HostList, Registration
 from shoal_toolkit.hosts import registration, wire
 from shoal_toolkit.hosts.messages import Register
 from shoal_toolkit.hosts.wire import Channel
-from shoal_toolkit.job.settings import Settings, take_settings
+from shoal_toolkit.job.settings import TrainSettings, take_settings
 from shoal_toolkit.system.loop import Loop
 
 
@@ -22,7 +22,7 @@ def loop() -> Iterator[Loop]:
     made.close()
 
 
-def choose_settings() -> Settings:
+def choose_settings() -> TrainSettings:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     settings, problem = take_settings({"SHOAL_JOB_SECRET": "s3cret", "SHOAL_AGENT_PORT": str(port)})

@@ -99,7 +99,7 @@ class Visitor:
         self.heard.append(messages.encode_message(said)[0])
         if isinstance(said, messages.Welcome):
             self.channel.start(wire.make_seals(self._secret, "first", self._transcript))
-            self.channel.send(messages.Start("orted"))
+            self.channel.send(messages.StartDaemon("orted"))
         if not isinstance(said, messages.Hello):
             return
         nonce, hosts = wire.make_nonce(), wire.hash_hosts(HOSTS)
@@ -220,7 +220,7 @@ def test_messages_arrive_as_they_were_sent_in_pieces_of_any_size(
 ) -> None:
     pair = Pair(loop)
     pair.channel.start(seals("worker"))
-    outputs = [messages.Output(*each) for each in sent]
+    outputs = [messages.RankOutput(*each) for each in sent]
     stream = b"".join(sealed(*outputs))
     for start in range(0, len(stream), size):
         pair.raw.sendall(stream[start : start + size])
@@ -393,7 +393,7 @@ def test_a_silent_connection_is_lost_unless_it_is_paused(loop: Loop, clock: list
     channel = Channel(loop, near, heard.append, lost.append)
     channel.start((wire.Seal(b"near"), wire.Seal(b"far")))
     channel.pause()
-    kind, payload = messages.encode_message(messages.Start("orted"))
+    kind, payload = messages.encode_message(messages.StartDaemon("orted"))
     payload += wire.Seal(b"far").make_tag(kind, payload)
     far.sendall(struct.pack("!Ic", len(payload) + 1, kind) + payload)
     clock[0] = 100
@@ -401,7 +401,7 @@ def test_a_silent_connection_is_lost_unless_it_is_paused(loop: Loop, clock: list
     assert (heard, lost) == ([], []), "nothing is read, and the silence does not count"
     channel.resume()
     beat()
-    assert heard == [messages.Start("orted")]
+    assert heard == [messages.StartDaemon("orted")]
     channel.pause()
     clock[0] = 200
     channel.resume()
@@ -435,7 +435,7 @@ def test_a_channel_that_has_sent_all_waits_for_nothing(loop: Loop) -> None:
     channel = Channel(loop, near, print, print)
     channel.on_held = held.append
     while not held or not held[-1]:
-        channel.send(messages.Start("x" * 100_000))
+        channel.send(messages.StartDaemon("x" * 100_000))
     far.settimeout(0)
     while held[-1]:
         with contextlib.suppress(BlockingIOError):

@@ -38,7 +38,7 @@ from shoal_toolkit.job.contract import (
 from shoal_toolkit.job.entry import PYTHON
 from shoal_toolkit.job.machine import read_machine
 from shoal_toolkit.job.settings import (
-    Settings,
+    TrainSettings,
     derive_rank_secret,
     describe_restarts,
     take_settings,
@@ -48,7 +48,7 @@ from shoal_toolkit.log import clean_line, configure_log, write_log
 from shoal_toolkit.plan.launcher import DEFAULT_MASTER_PORT, select_hosts
 from shoal_toolkit.plan.plan import LaunchPlan, make_plan
 from shoal_toolkit.result.result import Result, prepare_output, write_result
-from shoal_toolkit.run.host import Host, Task, make_report
+from shoal_toolkit.run.host import Host, HostTask, make_report
 from shoal_toolkit.system.account import build_account_variables
 from shoal_toolkit.system.loop import PASSED_SIGNALS, STOP_SIGNALS
 
@@ -201,18 +201,18 @@ def _run_job(paths: Paths, words: Sequence[str], began: float, preflight: bool) 
     except Exception as error:
         plan = _explain_bug(error)  # reported to the other hosts too
     hosts = plan.hosts if isinstance(plan, LaunchPlan) else _order_hosts(paths, cluster)
-    role = _make_role(_prepare(Task(paths, cluster, hosts, plan, settings, environ, began, preflight, plan_with)))
+    role = _make_role(_prepare(HostTask(paths, cluster, hosts, plan, settings, environ, began, preflight, plan_with)))
     early.end()
     return role.run()
 
 
-def _build_script_environment(settings: Settings, preflight: bool) -> dict[str, str]:
+def _build_script_environment(settings: TrainSettings, preflight: bool) -> dict[str, str]:
     """Returns the environment of the script, without the variables that the plan adds. A preflight makes no home."""
     account = {} if preflight else build_account_variables(os.environ)
     return {**os.environ, **account, **derive_rank_secret(settings, os.environ)}
 
 
-def _prepare(task: Task) -> Task:
+def _prepare(task: HostTask) -> HostTask:
     """Makes the output directories, removes the result of an earlier job, and writes the first job.json.
 
     Returns the task, with an error in place of the plan if that fails. For a preflight it touches no file, and removes
@@ -228,7 +228,7 @@ def _prepare(task: Task) -> Task:
     return task
 
 
-def _register(cluster: Cluster, settings: Settings, problem: TrainError | None) -> Cluster:
+def _register(cluster: Cluster, settings: TrainSettings, problem: TrainError | None) -> Cluster:
     """Exchanges addresses with the other hosts, as on AWS Batch, and returns the cluster with them.
 
     The log names this host by its address from now on. Raises the problem in the settings, or LaunchError if a host is
@@ -289,7 +289,7 @@ def plan_host(
     cluster: Cluster,
     environ: dict[str, str],
     words: Sequence[str],
-    settings: Settings,
+    settings: TrainSettings,
     fetch: bool = True,
 ) -> tuple[LaunchPlan, Callable[[Sequence[str]], LaunchPlan]]:
     """Reads the contract and the machine, fetches the code, and plans this host's part.
@@ -329,7 +329,7 @@ def plan_host(
     return plan._replace(notes=(*plan.notes, *_describe_ranks(plan, job, settings))), plan_with
 
 
-def _describe_ranks(plan: LaunchPlan, job: Job, settings: Settings) -> list[str]:
+def _describe_ranks(plan: LaunchPlan, job: Job, settings: TrainSettings) -> list[str]:
     """Returns notes about ranks that cannot find each other, and about an elastic job, which it checks.
 
     Raises ContractError if the job cannot be elastic.
@@ -353,7 +353,7 @@ def _open_standard_descriptors() -> None:
     os.close(descriptor)
 
 
-def _make_role(task: Task) -> Host:
+def _make_role(task: HostTask) -> Host:
     """Returns this host's role: FirstHost or FirstOfSeveral, otherwise Worker; the Measuring ones in a preflight.
 
     Only the role's module is imported.

@@ -37,17 +37,17 @@ def activate() -> None:
     If SHOAL_FAST_IMPORTS is 0, imports of frameworks do not pause the garbage collector. If SHOAL_SET_DEVICE is 0,
     ranks get no device.
     """
-    if any(isinstance(finder, _Finder) for finder in sys.meta_path):
+    if any(isinstance(finder, _ExtendingFinder) for finder in sys.meta_path):
         return
     extensions = [(_GROUPS, _with_idle_threads)]
     if os.environ.get("SHOAL_SET_DEVICE") != "0":
         extensions += [(name, _with_local_device) for name in _WITH_DEVICES]
     if os.environ.get("SHOAL_FAST_IMPORTS") != "0":
         extensions += [(name, _without_collections) for name in _PAUSED]
-    sys.meta_path.insert(0, _Finder(extensions))
+    sys.meta_path.insert(0, _ExtendingFinder(extensions))
 
 
-class _Finder:
+class _ExtendingFinder:
     """Finds modules with the other finders, and extends their loaders by the functions for their names."""
 
     def __init__(self, extensions: Sequence[tuple[str, Callable[[_Execute], _Execute]]]) -> None:

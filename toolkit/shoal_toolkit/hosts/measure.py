@@ -29,7 +29,7 @@ _NONCE_BYTES = 16
 _PROOF_BYTES = 64
 
 
-class Meter:
+class NetworkMeter:
     """Measures the way to other hosts, and lets them measure the way to this one, until `close`.
 
     Creating it opens a port, and starts a thread that accepts connections.

@@ -76,7 +76,7 @@ class Addresses(NamedTuple):
 # First host → worker
 
 
-class Start(NamedTuple):
+class StartDaemon(NamedTuple):
     """Start mpirun's daemon."""
 
     command: str
@@ -95,7 +95,7 @@ class PassSignal(NamedTuple):
     number: int
 
 
-class Restart(NamedTuple):
+class PrepareRestart(NamedTuple):
     """End your processes, and get ready for the next start of the job."""
 
     number: int  # restarts of the job so far
@@ -103,13 +103,13 @@ class Restart(NamedTuple):
     standby: bool  # whether standbys fork the ranks: torchrun on one host and a standby on another would not meet
 
 
-class Members(NamedTuple):
+class NextHosts(NamedTuple):
     """These hosts take part in the next start, a part of all hosts. Sent before a start of an elastic job."""
 
     hosts: Sequence[str]
 
 
-class JobResult(NamedTuple):
+class JobEnded(NamedTuple):
     """The result of the job, and job.json."""
 
     code: int
@@ -142,7 +142,7 @@ class RankStarted(NamedTuple):
     rank: int
 
 
-class Output(NamedTuple):
+class RankOutput(NamedTuple):
     """A rank has written something."""
 
     stream: int
@@ -304,17 +304,17 @@ _FIELDS: dict[bytes, tuple[Any, tuple[Callable[[Any], Any], ...]]] = {
     b"R": (Refused, (_check_line,)),
     b"g": (Register, (_check_rank,)),
     b"A": (Addresses, (_check_hosts,)),
-    b"S": (Start, (_check_text,)),
+    b"S": (StartDaemon, (_check_text,)),
     b"K": (PassSignal, (_check_stop_signal,)),
-    b"V": (JobResult, (_check_code, _check_text, _check_report)),
+    b"V": (JobEnded, (_check_code, _check_text, _check_report)),
     b"m": (Measure, (_check_text, _check_code)),
     b"M": (Measured, (_check_text, _check_amount, _check_amount, _check_integer, _check_text)),
     b"c": (Facts, (_check_report,)),
     b"s": (RankStarted, (_check_rank,)),
     b"n": (RankEnded, (_check_rank, _check_code, _check_facts)),
     b"e": (CommandEnded, (_check_code, _check_text, _check_optional_rank, _check_facts, _check_text)),
-    b"B": (Members, (_check_hosts,)),
-    b"N": (Restart, (_check_code, _check_line, _check_flag)),
+    b"B": (NextHosts, (_check_hosts,)),
+    b"N": (PrepareRestart, (_check_code, _check_line, _check_flag)),
     b"r": (Ready, (_check_code,)),
     b"f": (HostFailed, (_check_code, _check_code, _check_text, _check_flag)),
     b"t": (StopReceived, (_check_stop_signal,)),
@@ -326,7 +326,7 @@ def encode_message(message: Any) -> tuple[bytes, bytes]:
     """Returns the kind and the payload of a message."""
     if isinstance(message, Bare):
         return message.kind, b""
-    if isinstance(message, Output):
+    if isinstance(message, RankOutput):
         return OUTPUT, _OUTPUT.pack(message.stream, message.rank) + message.data
     return _KINDS[type(message)], json.dumps(dict(zip(message._fields, message))).encode()
 
@@ -357,14 +357,14 @@ def parse_message(kind: bytes, payload: bytes, proved: bool) -> Any:
     return make(*(check(fields[name]) for name, check in zip(make._fields, checks)))
 
 
-def _parse_output(payload: bytes) -> Output:
+def _parse_output(payload: bytes) -> RankOutput:
     """Returns the output of a rank. Raises ProtocolError if the stream or the rank is wrong."""
     if len(payload) < _OUTPUT.size:
         raise ProtocolError("output without a rank")
     stream, rank = _OUTPUT.unpack_from(payload)
     if stream not in (1, 2):
         raise ProtocolError(f"output of the stream {stream}")
-    return Output(stream, _check_rank(rank), payload[_OUTPUT.size :])
+    return RankOutput(stream, _check_rank(rank), payload[_OUTPUT.size :])
 
 
 def _parse_object(payload: bytes, flat: bool) -> dict[str, Any]:

@@ -17,14 +17,14 @@ from shoal_toolkit.hosts.agent import listen
 from shoal_toolkit.hosts.connect import WorkerSearch
 from shoal_toolkit.hosts.messages import Addresses, Hello, ProtocolError, Prove, Refused, Register, Welcome
 from shoal_toolkit.hosts.wire import Channel
-from shoal_toolkit.job.settings import Settings
+from shoal_toolkit.job.settings import TrainSettings
 from shoal_toolkit.system.loop import READ, Loop
 
 _MIN_UNPROVED = 32  # the limit of connections that have not proved the secret, for a job of few hosts
 _FAREWELL_SECONDS = 5.0
 
 
-def register_hosts(found: HostList, settings: Settings) -> HostList:
+def register_hosts(found: HostList, settings: TrainSettings) -> HostList:
     """Returns the list with addresses in place of its names, the same on all hosts. Waits until all have registered.
 
     Args:
@@ -54,7 +54,7 @@ def register_hosts(found: HostList, settings: Settings) -> HostList:
 class _Visitor:
     """Any other host: connects to the first one, and waits for the addresses."""
 
-    def __init__(self, loop: Loop, found: HostList, settings: Settings) -> None:
+    def __init__(self, loop: Loop, found: HostList, settings: TrainSettings) -> None:
         assert found.registration is not None
         self.addresses: tuple[str, ...] = ()
         self.problem = ""
@@ -102,7 +102,7 @@ class _Desk:
     Raises LaunchError if the port is taken.
     """
 
-    def __init__(self, loop: Loop, found: HostList, settings: Settings) -> None:
+    def __init__(self, loop: Loop, found: HostList, settings: TrainSettings) -> None:
         assert found.registration is not None
         self.addresses: tuple[str, ...] = ()
         self.problem = ""

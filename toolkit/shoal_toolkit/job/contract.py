@@ -26,7 +26,7 @@ from shoal_toolkit.job.source import (
 )
 
 if TYPE_CHECKING:  # few jobs define metrics
-    from shoal_toolkit.job.metrics import MetricDefinition
+    from shoal_toolkit.job.metrics import MetricPattern
 
 DEFAULT_BASE = "/opt/ml"
 SDK_HYPERPARAMETERS = "SHOAL_SDK_HYPERPARAMETERS"  # set in place of SDK 3's MPI driver: see hooks/sdk_driver.py
@@ -121,7 +121,7 @@ class Job(NamedTuple):
     extra_args: tuple[str, ...]  # after `train` on the command line
     environ: Mapping[str, str]
     configured: bool  # whether hyperparameters.json exists: a bare `docker run` has none
-    metrics: tuple[MetricDefinition, ...] = ()
+    metrics: tuple[MetricPattern, ...] = ()
     entry_notes: tuple[str, ...] = ()  # for the log
 
     @property
@@ -337,7 +337,7 @@ def _read_hyperparameters(paths: Paths, environ: Mapping[str, str]) -> dict[str,
     return {**(raw or {}), **json.loads(settings)} if settings else raw
 
 
-def _read_metrics(paths: Paths, code: Code, toolkit: Mapping[str, Any]) -> tuple[MetricDefinition, ...]:
+def _read_metrics(paths: Paths, code: Code, toolkit: Mapping[str, Any]) -> tuple[MetricPattern, ...]:
     """Returns the metric definitions. Raises ContractError if one is wrong.
 
     Most jobs have none, and start faster without the module for them.

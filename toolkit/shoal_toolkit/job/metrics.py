@@ -18,14 +18,14 @@ _FILE = "metrics.json"
 _EXAMPLE = '[{"Name": "loss", "Regex": "loss: ([0-9.]+)"}]'
 
 
-class MetricDefinition(NamedTuple):
+class MetricPattern(NamedTuple):
     """One metric; its value is the first group of the expression."""
 
     name: str
     pattern: re.Pattern[str]
 
 
-def read_metric_definitions(config: str, code_dir: str, hyperparameter: Any) -> tuple[MetricDefinition, ...]:
+def read_metric_definitions(config: str, code_dir: str, hyperparameter: Any) -> tuple[MetricPattern, ...]:
     """Reads and checks the metric definitions of a job.
 
     Args:
@@ -72,7 +72,7 @@ def _load_json(path: str) -> Any:
         raise ContractError(f"{path} cannot be read as JSON: {error}. It must be a list such as {_EXAMPLE}.") from None
 
 
-def _check_definition(item: Any, index: int, source: str) -> MetricDefinition:
+def _check_definition(item: Any, index: int, source: str) -> MetricPattern:
     """Returns a definition with its compiled expression, which must have a group.
 
     Raises ContractError if it is wrong.
@@ -93,4 +93,4 @@ def _check_definition(item: Any, index: int, source: str) -> MetricDefinition:
             f"{source}: the Regex of the metric {name!r} is {regex!r}, which has no group. "
             "Fix: put the number in parentheses, such as loss: ([0-9.]+)."
         )
-    return MetricDefinition(name, pattern)
+    return MetricPattern(name, pattern)

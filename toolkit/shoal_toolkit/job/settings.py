@@ -43,7 +43,7 @@ _LEAST_SIMILARITY = 0.8
 _MIN_SECRET_LENGTH, _MAX_SECRET_LENGTH = 16, 4096  # characters, of a secret in a file
 
 
-class Settings(NamedTuple):
+class TrainSettings(NamedTuple):
     """The settings of one run of `train`."""
 
     secret: str  # empty if none is set
@@ -58,7 +58,7 @@ class Settings(NamedTuple):
     min_hosts: int = 0  # with which an elastic job goes on; 0: all
 
 
-def take_settings(environ: MutableMapping[str, str]) -> tuple[Settings, ContractError | None]:
+def take_settings(environ: MutableMapping[str, str]) -> tuple[TrainSettings, ContractError | None]:
     """Reads the settings, and removes the secret from the environment, so that no child process inherits it.
 
     Args:
@@ -91,7 +91,7 @@ def take_settings(environ: MutableMapping[str, str]) -> tuple[Settings, Contract
     number(SET_DEVICE, 1, 0, 1)
     number("SHOAL_CPUS", 1, 1, 65536)  # read_machine uses it
     number(MEMBERS_ONLY, 0, 0, 1)  # the plan uses it
-    settings = Settings(
+    settings = TrainSettings(
         secret=secret,
         port=number("SHOAL_AGENT_PORT", DEFAULT_PORT, 1, 65535),
         hosts_timeout=number("SHOAL_HOSTS_TIMEOUT", DEFAULT_HOSTS_TIMEOUT, 1, 7 * 24 * 3600),
@@ -168,7 +168,7 @@ def _read_secret_variables(environ: MutableMapping[str, str]) -> None:
     learn_values(environ[name] for name in names)
 
 
-def derive_rank_secret(settings: Settings, environ: Mapping[str, str]) -> dict[str, str]:
+def derive_rank_secret(settings: TrainSettings, environ: Mapping[str, str]) -> dict[str, str]:
     """Returns the variable with which `smdistributed` authenticates the ranks of this job to each other.
 
     Its value is derived from the job's secret, but does not allow anybody to start programs on a host.
@@ -188,7 +188,7 @@ def derive_rank_secret(settings: Settings, environ: Mapping[str, str]) -> dict[s
     return {LIBRARY_SECRET: hmac.digest(secret, b"ranks", "sha256").hex()}
 
 
-def warn_without_secret(settings: Settings, hosts: Sequence[str], hint: str = "") -> tuple[str, ...]:
+def warn_without_secret(settings: TrainSettings, hosts: Sequence[str], hint: str = "") -> tuple[str, ...]:
     """Returns a warning for a job of several hosts without a secret; none for another job.
 
     A job without a secret runs all the same: on SageMaker no job has one.
@@ -208,7 +208,7 @@ def warn_without_secret(settings: Settings, hosts: Sequence[str], hint: str = ""
     )
 
 
-def describe_restarts(settings: Settings) -> tuple[str, ...]:
+def describe_restarts(settings: TrainSettings) -> tuple[str, ...]:
     """Returns a note that says how often a failure restarts the job; none if it never does."""
     if not settings.max_restarts:
         return ()

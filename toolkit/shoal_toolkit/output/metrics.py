@@ -18,7 +18,7 @@ import signal
 from collections.abc import Sequence
 from typing import Any
 
-from shoal_toolkit.job.metrics import MetricDefinition
+from shoal_toolkit.job.metrics import MetricPattern
 from shoal_toolkit.log import format_time, write_log
 from shoal_toolkit.output.lines import TextLines
 
@@ -30,7 +30,7 @@ _MAX_SECONDS = 2.0
 class MetricsFile:
     """The file to which the metrics of all ranks are written. It is made by the first match."""
 
-    def __init__(self, path: str, definitions: Sequence[MetricDefinition]) -> None:
+    def __init__(self, path: str, definitions: Sequence[MetricPattern]) -> None:
         self.definitions = definitions
         self._path = path
         self._fd = -1
@@ -39,9 +39,9 @@ class MetricsFile:
         signal.signal(signal.SIGVTALRM, self._on_alarm)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGVTALRM])
 
-    def reader(self, rank: int, host: str) -> MetricReader:
+    def reader(self, rank: int, host: str) -> MetricLineReader:
         """Returns a reader for one stream of a rank."""
-        return MetricReader(self, rank, host)
+        return MetricLineReader(self, rank, host)
 
     def search(self, lines: Sequence[str], origin: dict[str, Any]) -> None:
         """Writes the metrics in lines to the file. Only the first 4096 characters of a line are searched.
@@ -98,7 +98,7 @@ class MetricsFile:
             self._fd = -1
 
 
-class MetricReader:
+class MetricLineReader:
     """Finds metrics in one stream of a rank."""
 
     def __init__(self, file: MetricsFile, rank: int, host: str) -> None:

@@ -18,7 +18,7 @@ from shoal_toolkit.output.pipes import FlowControl, Sink
 from shoal_toolkit.system.loop import Loop
 
 if TYPE_CHECKING:  # few jobs define metrics
-    from shoal_toolkit.output.metrics import MetricReader, MetricsFile
+    from shoal_toolkit.output.metrics import MetricLineReader, MetricsFile
 
 
 class Formatter(Protocol):
@@ -33,7 +33,7 @@ class _Stream(NamedTuple):
 
     formatter: Formatter | None
     tail: Tail | None
-    metrics: MetricReader | None
+    metrics: MetricLineReader | None
 
 
 class Output:

@@ -8,7 +8,7 @@ from shoal_toolkit.discovery.host_list import HostList
 from shoal_toolkit.errors import ContractError
 from shoal_toolkit.job.contract import Cluster, Job
 from shoal_toolkit.job.machine import Machine
-from shoal_toolkit.job.settings import Settings
+from shoal_toolkit.job.settings import TrainSettings
 from shoal_toolkit.plan.plan import LaunchPlan, make_plan
 
 _FIX = "Fix: unset SHOAL_MIN_HOSTS"
@@ -50,7 +50,7 @@ def refuse_registration(found: HostList) -> None:
         )
 
 
-def check_elastic(settings: Settings, job: Job, plan: LaunchPlan) -> tuple[str, ...]:
+def check_elastic(settings: TrainSettings, job: Job, plan: LaunchPlan) -> tuple[str, ...]:
     """Returns notes on an elastic job; none if SHOAL_MIN_HOSTS is not set.
 
     Raises:

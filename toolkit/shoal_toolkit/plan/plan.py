@@ -36,7 +36,7 @@ from shoal_toolkit.plan.launcher import (
 )
 
 if TYPE_CHECKING:  # few jobs define metrics
-    from shoal_toolkit.job.metrics import MetricDefinition
+    from shoal_toolkit.job.metrics import MetricPattern
 
 
 class Sidecar(NamedTuple):
@@ -72,7 +72,7 @@ class LaunchPlan(NamedTuple):
     interface: str
     hosts_source: str  # such as "Slurm"
     hosts_evidence: str  # the variables or the file that name the hosts
-    metrics: tuple[MetricDefinition, ...]
+    metrics: tuple[MetricPattern, ...]
     notes: tuple[str, ...]  # for the log
     reasons: tuple[str, ...]  # more notes, for `train --explain` only
 

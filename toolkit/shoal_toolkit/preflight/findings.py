@@ -50,7 +50,7 @@ _PROBLEMS = {
 }
 
 
-class Finding(NamedTuple):
+class HostFinding(NamedTuple):
     """Something that is wrong on one or several hosts."""
 
     hosts: tuple[str, ...]
@@ -62,7 +62,7 @@ class Finding(NamedTuple):
         return f"{', '.join(self.hosts[:_MAX_NAMED])}{more}: {self.problem}. Fix: {self.fix}."
 
 
-def compare_facts(facts: Mapping[str, Facts], delays: Mapping[str, float], one_kind: bool = True) -> list[Finding]:
+def compare_facts(facts: Mapping[str, Facts], delays: Mapping[str, float], one_kind: bool = True) -> list[HostFinding]:
     """Returns a finding for each problem of the hosts: different facts, a bad fact, or a clock off by over 30 s.
 
     Args:
@@ -78,16 +78,16 @@ def compare_facts(facts: Mapping[str, Facts], delays: Mapping[str, float], one_k
     equal.update({name: (f"the version of {name[len(PACKAGE) :]}", _SAME_IMAGE) for name in packages})
     found = [each for name, (title, fix) in equal.items() for each in _find_differences(facts, name, title, fix)]
     for host, each in facts.items():
-        found += [Finding((host,), problem, fix) for problem, fix in _check_host(each)]
+        found += [HostFinding((host,), problem, fix) for problem, fix in _check_host(each)]
     for host, delay in delays.items():
         if abs(delay) > _MOST_SKEW:
             side = "behind" if delay > 0 else "ahead of"
             problem = f"its clock is {abs(delay):.0f} s {side} the clock of {next(iter(facts))}"
-            found.append(Finding((host,), problem, _SYNCHRONISE))
+            found.append(HostFinding((host,), problem, _SYNCHRONISE))
     return found
 
 
-def _find_differences(facts: Mapping[str, Facts], name: str, title: str, fix: str) -> list[Finding]:
+def _find_differences(facts: Mapping[str, Facts], name: str, title: str, fix: str) -> list[HostFinding]:
     """Returns a finding for each value of a fact other than the most frequent one; none if all hosts have the same.
 
     If several values are equally frequent, the value of the earliest host counts as usual. A missing fact is a value
@@ -100,7 +100,7 @@ def _find_differences(facts: Mapping[str, Facts], name: str, title: str, fix: st
         return []
     usual = max(groups, key=lambda value: len(groups[value]))  # the first of equals
     return [
-        Finding(
+        HostFinding(
             tuple(hosts),
             f"{title} is {_show(value)}, and {_show(usual)} on {_name_hosts(groups[usual])}",
             fix,
@@ -165,7 +165,7 @@ class Way(Protocol):
         """Why it was not measured; empty if it was."""
 
 
-def check_network(first: str, ways: Mapping[tuple[str, str], Way]) -> list[Finding]:
+def check_network(first: str, ways: Mapping[tuple[str, str], Way]) -> list[HostFinding]:
     """Returns a finding for each way that failed or carries less than a third of the median, and each wrong clock.
 
     Rates are compared if at least six ways were measured, as between three hosts. A clock is wrong if the first host
@@ -176,7 +176,7 @@ def check_network(first: str, ways: Mapping[tuple[str, str], Way]) -> list[Findi
         ways: (from, to) → measurement.
     """
     found = [
-        Finding(
+        HostFinding(
             (one,),
             f"it cannot reach {other}: {way.problem}",
             "fix its name lookup, or allow all TCP ports between them",
@@ -192,11 +192,13 @@ def check_network(first: str, ways: Mapping[tuple[str, str], Way]) -> list[Findi
             problem = (
                 f"its way to {other} carries {_show_rate(way.bytes_per_second)}, and the median is {_show_rate(usual)}"
             )
-            found.append(Finding((one,), problem, "check the cables, switch ports and cloud placement of both hosts"))
+            found.append(
+                HostFinding((one,), problem, "check the cables, switch ports and cloud placement of both hosts")
+            )
         if one == first and abs(way.skew_ms) > _MOST_MEASURED_SKEW_MS:
             side = "ahead of" if way.skew_ms > 0 else "behind"
             problem = f"its clock is {abs(way.skew_ms) / 1000:.1f} s {side} the clock of {first}"
-            found.append(Finding((other,), problem, _SYNCHRONISE))
+            found.append(HostFinding((other,), problem, _SYNCHRONISE))
     return found
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from shoal_toolkit.errors import FAILED, SUCCESS, LaunchError, TrainError
 from shoal_toolkit.log import STDERR, STDOUT
 from shoal_toolkit.result.result import Failure, Result
-from shoal_toolkit.run.host import Host, Task, describe_sidecar_end
+from shoal_toolkit.run.host import Host, HostTask, describe_sidecar_end
 from shoal_toolkit.run.rank_table import RankTable, explain
 
 if TYPE_CHECKING:  # imported when needed: sockets and hashes take too long for a job of one host
@@ -52,7 +52,7 @@ class FirstHost(Host):
 
     _ranks: RankTable  # from the launch on
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: HostTask) -> None:
         super().__init__(task)
         self._phase = Phase.PREPARING
         self._channels: dict[str, Channel] = {}  # to the other hosts

@@ -25,7 +25,7 @@ from shoal_toolkit.log import write_log
 from shoal_toolkit.result.result import Result
 from shoal_toolkit.run.first import FirstHost, Phase
 from shoal_toolkit.run.gathering import Gathering
-from shoal_toolkit.run.host import Task
+from shoal_toolkit.run.host import HostTask
 from shoal_toolkit.run.preflight import Preflight
 
 _CONFIRM_SECONDS = 5.0  # for the workers, to confirm the result
@@ -35,7 +35,7 @@ _DELIVERY_SECONDS = 30  # for hosts that start later than a failure before the l
 class FirstOfSeveral(FirstHost):
     """Leads a job of several hosts."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: HostTask) -> None:
         super().__init__(task)
         self._gathering = Gathering(self.loop, task, self._on_found, self._on_search_limit)
         self._members = self._gathering.members
@@ -136,7 +136,7 @@ class FirstOfSeveral(FirstHost):
         self.plan_with(hosts)
         for host, channel in self._channels.items():
             if host in hosts:
-                channel.send(messages.Members(hosts))
+                channel.send(messages.NextHosts(hosts))
 
     # While it runs
 
@@ -188,7 +188,7 @@ class FirstOfSeveral(FirstHost):
 
     def _on_rank_message(self, host: str, message: Any) -> None:
         """Handles a worker's message about its ranks, or about its own command. Raises ProtocolError for another."""
-        if isinstance(message, messages.Output):
+        if isinstance(message, messages.RankOutput):
             self.on_rank_output(message.stream, message.rank, message.data)
         elif not self._phase.has_launched:
             return  # about an earlier start
@@ -234,7 +234,7 @@ class FirstOfSeveral(FirstHost):
         """Ends a worker that can't take part, and that the job does not need. The job goes on without it."""
         write_log(f"going on without {host}: {result.message}")
         channel = self._channels[host]
-        channel.send(messages.JobResult(result.exit_code, result.message, {}))
+        channel.send(messages.JobEnded(result.exit_code, result.message, {}))
 
     def _on_worker_ended(self, host: str, message: messages.CommandEnded) -> None:
         """Handles the end of a worker's own command, or of its daemon. mpirun gets the daemon's exit code.
@@ -268,7 +268,7 @@ class FirstOfSeveral(FirstHost):
     def _send_restart(self, channel: Channel) -> None:
         """Sends the number of the current restart and its reason to a worker."""
         reason = self.report["restarts"][-1]["reason"] if self._members.number else ""
-        channel.send(messages.Restart(self._members.number, reason, self.task.settings.standby))
+        channel.send(messages.PrepareRestart(self._members.number, reason, self.task.settings.standby))
 
     # Growing
 
@@ -340,7 +340,7 @@ class FirstOfSeveral(FirstHost):
         self._gathering.close()
         shared = {key: value for key, value in self.report.items() if key not in ("current_host", "began")}
         for channel in self._channels.values():
-            channel.send(messages.JobResult(result.exit_code, result.message, shared))
+            channel.send(messages.JobEnded(result.exit_code, result.message, shared))
         self._run_until(lambda: not self._channels, _CONFIRM_SECONDS)
         for host in self._channels:
             write_log(f"{host} has not confirmed the result within {_CONFIRM_SECONDS:.0f} s")

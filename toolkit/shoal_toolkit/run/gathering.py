@@ -7,7 +7,7 @@ from time import monotonic
 from typing import TYPE_CHECKING
 
 from shoal_toolkit.log import write_log
-from shoal_toolkit.run.host import Task
+from shoal_toolkit.run.host import HostTask
 from shoal_toolkit.run.members import Members
 from shoal_toolkit.system.loop import Loop, Timer
 
@@ -28,7 +28,7 @@ class Gathering:
     """
 
     def __init__(
-        self, loop: Loop, task: Task, on_found: Callable[[str, Channel], None], on_limit: Callable[[str], None]
+        self, loop: Loop, task: HostTask, on_found: Callable[[str, Channel], None], on_limit: Callable[[str], None]
     ) -> None:
         self.members = Members(task.hosts, task.least_hosts)
         self._loop = loop

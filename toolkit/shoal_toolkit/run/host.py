@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 from shoal_toolkit import redact
 from shoal_toolkit.errors import FAILED, TrainError
 from shoal_toolkit.job.contract import Cluster, Paths
-from shoal_toolkit.job.settings import REPORTED_VARIABLES, Settings
+from shoal_toolkit.job.settings import REPORTED_VARIABLES, TrainSettings
 from shoal_toolkit.log import STDERR, write_log
 from shoal_toolkit.output.output import Output
 from shoal_toolkit.output.pipes import FlowControl
@@ -42,14 +42,14 @@ _CHILD_HINT = (
 )
 
 
-class Task(NamedTuple):
+class HostTask(NamedTuple):
     """The task of this host: a plan, or the error that prevented one and is reported to the other hosts."""
 
     paths: Paths
     cluster: Cluster
     hosts: tuple[str, ...]  # the one that leads the job first
     plan: LaunchPlan | TrainError
-    settings: Settings
+    settings: TrainSettings
     environ: Mapping[str, str]
     began: float  # time.monotonic() when `train` started
     preflight: bool = False  # check the hosts, start nothing, and write no result
@@ -90,7 +90,7 @@ class Role(HostEvents, Protocol):
 class Host(Role):
     """One host's run, from its start to its result. Creating it learns the secrets to mask, and takes over the log."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: HostTask) -> None:
         self.task = task
         self.name = task.cluster.current_host
         self.has_plan = isinstance(task.plan, LaunchPlan)
@@ -353,7 +353,7 @@ def describe_sidecar_end(name: str, host: str, code: int) -> str:
     return f"{name} on {host} {describe_exit_code(code)} before the job was over. Its output is in the log."
 
 
-def make_report(task: Task) -> dict[str, Any]:
+def make_report(task: HostTask) -> dict[str, Any]:
     """Returns the first content of job.json. Values that are not known yet are None."""
     plan = task.plan if isinstance(task.plan, LaunchPlan) else None
     return {

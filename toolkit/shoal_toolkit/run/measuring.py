@@ -8,13 +8,13 @@ from typing import Any
 
 from shoal_toolkit.errors import FAILED, SUCCESS
 from shoal_toolkit.hosts import messages
-from shoal_toolkit.hosts.measure import Meter
+from shoal_toolkit.hosts.measure import NetworkMeter
 from shoal_toolkit.hosts.messages import Measure, Measured
 from shoal_toolkit.log import clean_line
-from shoal_toolkit.preflight.findings import Finding, check_network, describe_network
+from shoal_toolkit.preflight.findings import HostFinding, check_network, describe_network
 from shoal_toolkit.result.result import Result
 from shoal_toolkit.run.first_of_several import FirstOfSeveral
-from shoal_toolkit.run.host import Task
+from shoal_toolkit.run.host import HostTask
 from shoal_toolkit.run.preflight import Preflight
 from shoal_toolkit.run.worker import Worker
 
@@ -24,9 +24,9 @@ PORT = "measure_port"  # the fact that tells the first host where a host can be 
 class MeasuringWorker(Worker):
     """A worker that measures the way to the hosts that the first host names."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: HostTask) -> None:
         super().__init__(task)
-        self._meter = Meter(self.loop, task.settings.secret)
+        self._meter = NetworkMeter(self.loop, task.settings.secret)
 
     def collect_ready_facts(self) -> dict[str, Any]:
         return {**super().collect_ready_facts(), PORT: self._meter.port}
@@ -45,9 +45,9 @@ class MeasuringWorker(Worker):
 class MeasuringFirstHost(FirstOfSeveral):
     """The first host of a preflight. When all are ready, each pair measures both ways, in rounds."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: HostTask) -> None:
         super().__init__(task)
-        self._meter = Meter(self.loop, task.settings.secret)
+        self._meter = NetworkMeter(self.loop, task.settings.secret)
         self._rounds = plan_rounds(task.hosts)
         self._running: dict[str, str] = {}  # measuring host → measured host
         self._measured: dict[tuple[str, str], Measured] = {}
@@ -133,5 +133,5 @@ def plan_rounds(hosts: Sequence[str]) -> Iterator[list[tuple[str, str]]]:
         circle.insert(1, circle.pop())
 
 
-def _format(finding: Finding) -> str:
+def _format(finding: HostFinding) -> str:
     return f"- {finding}"

@@ -53,10 +53,10 @@ class Mpirun:
             write_log(f"mpirun requested a daemon on {host!r}, which is lost")
             send_exit_code(255)
             return
-        from shoal_toolkit.hosts.messages import Start
+        from shoal_toolkit.hosts.messages import StartDaemon
 
         self._daemons[host] = send_exit_code
-        channel.send(Start(command))
+        channel.send(StartDaemon(command))
 
     def note_start(self, host: str) -> None:
         """Answers mpirun's request for a daemon on a host where a rank has started."""

@@ -11,7 +11,7 @@ from shoal_toolkit.job.contract import Paths
 from shoal_toolkit.log import write_log
 from shoal_toolkit.plan.plan import LaunchPlan
 from shoal_toolkit.preflight.facts import collect_facts
-from shoal_toolkit.preflight.findings import Finding, compare_facts
+from shoal_toolkit.preflight.findings import HostFinding, compare_facts
 
 _MAX_LOGGED = 10
 
@@ -44,7 +44,7 @@ class Preflight:
         """Returns one fact of each host that has it."""
         return {host: facts[name] for host, facts in self._facts.items() if name in facts}
 
-    def find(self) -> list[Finding]:
+    def find(self) -> list[HostFinding]:
         """Closes the port, and returns the findings."""
         self.close()
         return compare_facts(self._facts, self._delays, self._one_kind)

@@ -12,7 +12,7 @@ from shoal_toolkit import redact
 from shoal_toolkit.errors import WRONG_CONFIGURATION
 from shoal_toolkit.files import read_table
 from shoal_toolkit.job.contract import Paths
-from shoal_toolkit.job.settings import RESTART_VARIABLES, Settings
+from shoal_toolkit.job.settings import RESTART_VARIABLES, TrainSettings
 from shoal_toolkit.log import write_log
 from shoal_toolkit.result.result import Result, write_progress
 
@@ -24,7 +24,7 @@ _USAGE_CODES = (WRONG_CONFIGURATION, 126, 127)
 class Restarts:
     """The restarts of a job, on the first host. Each is added to `report`, which becomes job.json."""
 
-    def __init__(self, settings: Settings, paths: Paths, report: dict[str, Any]) -> None:
+    def __init__(self, settings: TrainSettings, paths: Paths, report: dict[str, Any]) -> None:
         self.number = settings.restart
         self._growths = 0  # restarts without a failure, which don't count
         self._most = settings.max_restarts

@@ -17,14 +17,14 @@ from shoal_toolkit.log import STDERR, write_log
 from shoal_toolkit.output.mpirun_log import MpirunLog
 from shoal_toolkit.preflight.facts import collect_facts
 from shoal_toolkit.result.result import Result, check_writable
-from shoal_toolkit.run.host import Host, Task, describe_sidecar_end
+from shoal_toolkit.run.host import Host, HostTask, describe_sidecar_end
 from shoal_toolkit.run.processes import HostProcesses
 
 
 class Worker(Host):
     """Follows the first host. It decides nothing itself, unless the first host is missing or lost."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: HostTask) -> None:
         super().__init__(task)
         self._agent: Agent | None = None
         self._channel: Channel | None = None
@@ -117,15 +117,15 @@ class Worker(Host):
         """
         if message == messages.GO:
             self._start(None)
-        elif isinstance(message, messages.Start):
+        elif isinstance(message, messages.StartDaemon):
             self._start(message.command)
-        elif isinstance(message, messages.Restart):
+        elif isinstance(message, messages.PrepareRestart):
             self._restart(message)
-        elif isinstance(message, messages.Members):
+        elif isinstance(message, messages.NextHosts):
             self._plan_with(message.hosts)
         elif isinstance(message, messages.PassSignal) or message == messages.PAUSE:
             self._pass_signal(message)
-        elif isinstance(message, messages.JobResult):
+        elif isinstance(message, messages.JobEnded):
             self.report.update(message.report)
             self.set_result(Result(message.code, message.message))
         else:
@@ -140,7 +140,7 @@ class Worker(Host):
         if self.processes is not None:
             self.processes.stop(number)
 
-    def _restart(self, message: messages.Restart) -> None:
+    def _restart(self, message: messages.PrepareRestart) -> None:
         """Ends the processes of this host, and reports that it is ready again; if it is set up, otherwise after that.
 
         The next start gets the number of the restart and its reason. The number 0 says that the job has begun without
@@ -223,7 +223,7 @@ class Worker(Host):
     def on_rank_output(self, stream: int, rank: int, data: bytes) -> None:
         """Sends output of ranks to the first host. The output of a plain process stays here, as on SageMaker."""
         if self._has_ranks:
-            self._send(messages.Output(stream, rank, data))
+            self._send(messages.RankOutput(stream, rank, data))
         else:
             self.write_rank_output(stream, rank, self.name, data)
 

@@ -43,8 +43,6 @@ def list_commands() -> list[tuple[str, Any]]:
 def _list_commands(group: Any, name: str) -> Iterator[tuple[str, Any]]:
     """Yields the full name and the command for each command, also in groups of commands, sorted."""
     for word, command in sorted(group.commands.items()):
-        if command.hidden:
-            continue
         if hasattr(command, "commands"):
             yield from _list_commands(command, f"{name} {word}")
         else:

@@ -188,8 +188,6 @@ def _check_shoal(words: Sequence[str], place: Place) -> str:
 
 def _parse_shoal(command: Any, words: list[str], parent: Any) -> dict[str, Any]:
     """Returns the parameters of a command, or of the command in a group that the words name."""
-    if command.hidden:
-        raise ValueError("this is an old name. Fix: use the new one")
     context = command.make_context(command.name or "shoal", words, parent=parent)
     if not hasattr(command, "commands"):
         return dict(context.params)

@@ -109,7 +109,7 @@ def test_marked_python_is_parsed(monkeypatch: pytest.MonkeyPatch, record_propert
     [
         ("shoal build --quick pytorch", "No such option: --quick"),
         ("shoal build pytorch-training:1.0", "pytorch-training:1.0"),
-        ("shoal plan pytorch", "old name"),
+        ("shoal plan pytorch", "No such command"),
         ("shoal run pytorch none.py", "none.py: no such file"),
         ("SHOAL_MAX_RESTART=3 train", "SHOAL_MAX_RESTART: no page"),
         ("train --explian", "--explain"),

@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 from selenium.webdriver.common.by import By
 
-from shoal.jobs.job_log import parse_line
+from shoal.jobs.job_log import Line, parse_line
 from shoal.report import timeline_page, trace
 from shoal.report.job_page import render_comparison_page, render_job_page
 from shoal.report.job_report import Curve, JobReport
-from shoal.report.packed_log import LogLine
 from shoal.report.timeline_analysis import analyse
 
 from .test_pages import Browser, Show, browser, show, wait_for
@@ -52,7 +51,7 @@ def make_report() -> JobReport:
         restarts=[HOSTILE],
         metrics=[Curve(HOSTILE[:-30], HOSTILE, rank, [0.0, 1.0], [1.0, 1e308]) for rank in range(9)],
         usage=[Curve("__proto__", "constructor", None, [0.0, 1.0], [1.0, 2.0])],
-        log=[LogLine(0.0, HOSTILE, 0, HOSTILE)],
+        log=[Line(0.0, HOSTILE, 0, HOSTILE)],
     )
 
 
@@ -89,7 +88,7 @@ def test_a_line_neither_hides_nor_covers_other_lines(browser: Browser, show: Sho
     """Neither a line with line ends in its JSON, nor a long name of a host, nor many ranks and hosts."""
     texts = [RECORD % ("algo-1", r"\n" * 3), RECORD % ("h" * 4_000, ""), RECORD % ("h" * 255, "")]
     texts += [f"[{at},host-{at}] line" for at in range(5_000)]
-    lines = [LogLine(*parse_line(0.0, "algo-1", text)) for text in texts]
+    lines = [parse_line(0.0, "algo-1", text) for text in texts]
     show(render_job_page(replace(make_report(), log=lines, metrics=[])), "[aria-label=Log] div div div")
     rows = browser.execute_script("""
         return [...document.querySelectorAll("[aria-label=Log] div")].filter(row => !row.querySelector("div"))

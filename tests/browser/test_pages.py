@@ -20,10 +20,10 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import WebDriverWait
 
+from shoal.jobs.job_log import Line
 from shoal.report import timeline_page, trace
 from shoal.report.job_page import render_comparison_page, render_job_page
 from shoal.report.job_report import Curve, JobReport
-from shoal.report.packed_log import LogLine
 from shoal.report.timeline_analysis import analyse
 
 pytestmark = pytest.mark.xdist_group("browser")
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.xdist_group("browser")
 RANKS, STEPS = 64, 4
 SECONDS = 60  # a busy machine may need them
 METRICS = ("loss", "accuracy")
-LOG = [LogLine(at / 10, f"algo-{at % 8 + 1}", at % RANKS, f"step {at // RANKS} loss=0.25") for at in range(20 * RANKS)]
+LOG = [Line(at / 10, f"algo-{at % 8 + 1}", at % RANKS, f"step {at // RANKS} loss=0.25") for at in range(20 * RANKS)]
 NARROW, WIDE = 500, 1400
 VIEWS = [(scheme, width) for scheme in ("light", "dark") for width in (NARROW, WIDE)]
 

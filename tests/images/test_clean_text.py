@@ -20,9 +20,9 @@ from rich.table import Table
 
 from shoal.clean_text import clean_log_line, clean_message, clean_text
 from shoal.console import CleanConsole, console, print_line
+from shoal.jobs.job_log import Line
 from shoal.report.job_page import render_job_page
 from shoal.report.job_report import JobReport
-from shoal.report.packed_log import LogLine
 
 PACKAGE = Path(__file__).resolve().parents[2] / "images" / "shoal"
 BAD = "\ufffd"
@@ -115,7 +115,7 @@ def test_markup_and_names_of_emoji_are_text() -> None:
 def test_a_page_hides_and_turns_around_no_text() -> None:
     text = "\u202egnp.exe\u2067\x1b]52;c;eA==\x07\u200b</script><b onload=alert(1)>"
     page = render_job_page(
-        JobReport("j", text, 0, [(text, text)], [(text, text)], reasons=[text], log=[LogLine(0.0, "a", None, text)])
+        JobReport("j", text, 0, [(text, text)], [(text, text)], reasons=[text], log=[Line(0.0, "a", None, text)])
     )
     page.encode()
     assert not re.search("[\u202e\u2067\u200b\x1b\x07]", page)

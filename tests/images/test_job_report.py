@@ -17,7 +17,7 @@ from rich.console import Console
 from shoal.errors import UsageError
 from shoal.jobs import job_log
 from shoal.jobs.job import FinishedJob, JobRequest
-from shoal.jobs.job_log import JobLog, parse_line
+from shoal.jobs.job_log import JobLog, Line, parse_line
 from shoal.jobs.metric_definitions import read_metrics
 from shoal.jobs.printed_metrics import LineReader
 from shoal.jobs.store import JobRecord, OpenJob
@@ -25,7 +25,7 @@ from shoal.jobs.usage import CPU, MEMORY, Usage, sample_usage
 from shoal.report import job_collection
 from shoal.report.job_page import list_differences, render_comparison_page, render_job_page
 from shoal.report.job_report import Curve, JobReport, read_report
-from shoal.report.packed_log import LogLine, pack_log, unpack_log
+from shoal.report.packed_log import pack_log, unpack_log
 
 MOST_BYTES = 5_000_000
 HOSTILE = "</script><script>alert(1)</script><!-- <script> \u2028 \x00 \U0001f41f & \" ' \\"
@@ -66,7 +66,7 @@ def test_page_of_a_large_job_has_less_than_5_mb_and_the_whole_log(tmp_path: Path
     ]
     values = random.Random(0)
     log = [
-        LogLine(at / 100, f"algo-{at % 8}", values.randrange(64), f"step {at} <loss={values.random()} lr={'=' * 40}")
+        Line(at / 100, f"algo-{at % 8}", values.randrange(64), f"step {at} <loss={values.random()} lr={'=' * 40}")
         for at in range(100_000)
     ]
     page = render_job_page(make_report(metrics=metrics, log=log))
@@ -79,7 +79,7 @@ def test_page_of_a_large_job_has_less_than_5_mb_and_the_whole_log(tmp_path: Path
 
 def test_a_page_of_texts_with_escapes_and_a_log_that_does_not_fit_has_at_most_5_mb() -> None:
     values = random.Random(0)
-    log = [LogLine(at / 100, "algo-1", 0, values.randbytes(60).hex()) for at in range(60_000)]
+    log = [Line(at / 100, "algo-1", 0, values.randbytes(60).hex()) for at in range(60_000)]
     texts = {f"{at}<": '<"&' * 1_300 for at in range(100)}
     page = render_job_page(make_report(settings={"variables": texts}, log=log))
     assert 0.95 * MOST_BYTES < len(page.encode()) <= MOST_BYTES
@@ -87,7 +87,7 @@ def test_a_page_of_texts_with_escapes_and_a_log_that_does_not_fit_has_at_most_5_
 
 def test_a_log_that_does_not_fit_keeps_both_ends_and_says_what_it_leaves_out() -> None:
     values = random.Random(0)
-    log = [LogLine(at / 100, "algo-1", 0, f"{at} {values.randbytes(40).hex()}") for at in range(20_000)]
+    log = [Line(at / 100, "algo-1", 0, f"{at} {values.randbytes(40).hex()}") for at in range(20_000)]
     packed = pack_log(log, 0, 0, 300_000)
     assert len(packed.data) <= 300_000
     assert 2_000 < len(packed.lines) < 20_000
@@ -99,7 +99,7 @@ def test_a_log_that_does_not_fit_keeps_both_ends_and_says_what_it_leaves_out() -
 
 
 def test_lines_that_the_recorder_has_left_out_count_too() -> None:
-    log = [LogLine(at / 100, "algo-1", 0, f"line {at}") for at in range(1_000)]
+    log = [Line(at / 100, "algo-1", 0, f"line {at}") for at in range(1_000)]
     assert pack_log(log, 7, 250, 100_000)[1:3] == (7, 250)
     packed = pack_log(log, 7, 250, 2_000)
     assert packed.omitted == 7 + 1_000 - len(packed.lines)
@@ -111,7 +111,7 @@ def test_hostile_texts_end_no_script_and_are_read_back_unchanged(tmp_path: Path)
         name=HOSTILE,
         exit_code=1,
         causes=[(HOSTILE, HOSTILE)],
-        log=[LogLine(0.0, HOSTILE, 0, HOSTILE)],
+        log=[Line(0.0, HOSTILE, 0, HOSTILE)],
         settings={HOSTILE: {HOSTILE: HOSTILE}},
         metrics=[Curve(HOSTILE, HOSTILE, 0, [0.0], [1.0])],
     )

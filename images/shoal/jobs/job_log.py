@@ -44,6 +44,7 @@ class Line(NamedTuple):
     """When it came, after the start of the job."""
     host: str
     rank: int | None
+    """None: `train` or the launcher wrote it."""
     text: str
 
 

@@ -30,7 +30,6 @@ from shoal.limits import MOST_REPORT, parse_json, read_file
 from shoal.report.job_page import render_job_page
 from shoal.report.job_report import PAGE, Curve, JobReport
 from shoal.report.output_files import write_files
-from shoal.report.packed_log import LogLine
 
 MASK = "******"
 _MAX_TEXTS, _MAX_ROWS = 400_000, 1_000
@@ -80,7 +79,7 @@ def collect_report(opened: OpenJob, result: FinishedJob | None) -> JobReport:
         metrics=_make_curves(log.defined or log.series),
         scalars=_read_scalars(opened),
         usage=_make_curves(log.usage),
-        log=[LogLine(line.seconds, line.host, line.rank, masks.hide(line.text)) for line in log.lines],
+        log=[line._replace(text=masks.hide(line.text)) for line in log.lines],
         omitted=log.omitted,
         omitted_at=log.omitted_at if log.omitted else 0,
     )

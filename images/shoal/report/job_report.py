@@ -10,8 +10,9 @@ from pathlib import Path
 import pydantic
 
 from shoal.errors import UsageError
+from shoal.jobs.job_log import Line
 from shoal.limits import MOST_PAGE, read_file
-from shoal.report.packed_log import LogLine, unpack_log
+from shoal.report.packed_log import unpack_log
 
 PAGE = "report.html"
 """The name of the page in a job's directory."""
@@ -63,7 +64,7 @@ class JobReport:
     """The scalars in TensorBoard's event files. The directory of a file takes the place of a host."""
     usage: Sequence[Curve] = ()
     """CPU in percent of one core, and memory in MB, by host."""
-    log: Sequence[LogLine] = ()
+    log: Sequence[Line] = ()
     omitted: int = 0
     """How many lines of the log are left out."""
     omitted_at: int = 0

@@ -9,6 +9,8 @@ import zlib
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from shoal.jobs.job_log import Line
+
 _LEVEL = 6
 _MAX_LINE = 4_000  # characters
 _MAX_TEXT = 32_000_000
@@ -18,21 +20,10 @@ _MARGIN = 0.97
 _LINE_OVERHEAD = 30
 
 
-class LogLine(NamedTuple):
-    """A line of the log."""
-
-    seconds: float
-    """When it came, after the start of the job."""
-    host: str
-    rank: int | None
-    """None: `train` or the launcher wrote it."""
-    text: str
-
-
 class PackedLog(NamedTuple):
     """The lines of a log that fit into a page."""
 
-    lines: Sequence[LogLine]
+    lines: Sequence[Line]
     omitted: int
     """How many lines are left out."""
     omitted_at: int
@@ -41,7 +32,7 @@ class PackedLog(NamedTuple):
     """The lines in base64: columns of hosts, times, hosts' indexes, ranks and texts as JSON, compressed by zlib."""
 
 
-def pack_log(lines: Sequence[LogLine], omitted: int, omitted_at: int, most: int) -> PackedLog:
+def pack_log(lines: Sequence[Line], omitted: int, omitted_at: int, most: int) -> PackedLog:
     """Returns a log that takes at most `most` bytes, without its middle if necessary. Long lines are cut.
 
     Args:
@@ -66,7 +57,7 @@ def pack_log(lines: Sequence[LogLine], omitted: int, omitted_at: int, most: int)
         budget = int(budget * min(most / len(data), 1) * _MARGIN)
 
 
-def _encode(lines: Sequence[LogLine]) -> str:
+def _encode(lines: Sequence[Line]) -> str:
     hosts = list(dict.fromkeys(line.host for line in lines))
     indexes = {host: index for index, host in enumerate(hosts)}
     times = [round(line.seconds * 100) for line in lines]
@@ -81,7 +72,7 @@ def _encode(lines: Sequence[LogLine]) -> str:
     return base64.b64encode(zlib.compress(text.encode("utf-8", "replace"), _LEVEL)).decode()
 
 
-def unpack_log(data: str) -> list[LogLine]:
+def unpack_log(data: str) -> list[Line]:
     """Returns the lines of `PackedLog.data`. Raises ValueError if it is something else."""
     try:
         stream = zlib.decompressobj()
@@ -89,7 +80,7 @@ def unpack_log(data: str) -> list[LogLine]:
         hosts, steps, indexes, ranks, texts = json.loads(text)
         times = itertools.accumulate(steps)
         rows = zip(times, indexes, ranks, texts, strict=True)
-        return [LogLine(time / 100, hosts[index], rank, text) for time, index, rank, text in rows]
+        return [Line(time / 100, hosts[index], rank, text) for time, index, rank, text in rows]
     except (zlib.error, TypeError, IndexError, RecursionError) as error:
         raise ValueError(f"not a packed log: {error}") from error
 
@@ -99,6 +90,6 @@ def _count_fitting(sizes: Iterable[int], budget: int) -> int:
     return sum(1 for _ in itertools.takewhile(lambda total: total <= budget, itertools.accumulate(sizes)))
 
 
-def _cut_line(line: LogLine) -> LogLine:
+def _cut_line(line: Line) -> Line:
     more = len(line.text) - _MAX_LINE
     return line._replace(text=f"{line.text[:_MAX_LINE]}… ({more} characters more)") if more > 0 else line

@@ -115,7 +115,7 @@ class MetricLineReader:
         self._file.search(self._lines.flush(), self._origin)
 
 
-def _find_values(definition: MetricDefinition, line: str) -> list[float | str]:
+def _find_values(definition: MetricPattern, line: str) -> list[float | str]:
     """Returns the values of a metric in a line. A number that is not finite is a text."""
     values: list[float | str] = []
     for match in definition.pattern.finditer(line[:_MAX_LENGTH]):

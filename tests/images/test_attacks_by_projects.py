@@ -531,6 +531,18 @@ def test_a_line_with_an_odd_time_is_left_out(tmp_path: Path, at: str) -> None:
     assert shoal(tmp_path, "logs", "digits").stdout == "algo-1 | b\n"
 
 
+@pytest.mark.parametrize("at", ["1e308", "NaN"])
+@pytest.mark.parametrize("words", [("logs", "digits"), ("stop", "digits"), ("run", "--resume", "..")])
+def test_a_record_with_odd_numbers_or_in_another_place_is_no_traceback(
+    tmp_path: Path, at: str, words: tuple[str, ...]
+) -> None:
+    directory = write_job(tmp_path / "jobs" / "digits")
+    text = (directory / record.RECORD).read_text().replace("{", f'{{"started": {at}, "ended": {at}, "pid": -1, ', 1)
+    for path in (directory / record.RECORD, tmp_path / record.RECORD):
+        path.write_text(text)
+    assert (shoal(tmp_path, *words).returncode == 0) == (words[0] == "logs")
+
+
 def test_a_name_in_a_command_that_is_printed_has_quotes(tmp_path: Path) -> None:
     """Somebody copies the command into a shell."""
     assert trust.advise_trust("/tmp/a;b") == "shoal trust '/tmp/a;b'"

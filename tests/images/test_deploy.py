@@ -7,7 +7,10 @@ import functools
 import importlib.util
 import io
 import json
+import os
 import random
+import shutil
+import stat
 import tarfile
 from collections.abc import Iterator
 from dataclasses import fields
@@ -536,13 +539,22 @@ def test_names_are_suggested(source: Path) -> None:
     assert suggest_name("s3://b/k", "host:5000/a/b@sha256:0") == "b"
 
 
-def test_the_file_is_only_for_its_owner(tmp_path: Path) -> None:
-    path = tmp_path / "job.yaml"
-    path.write_text("old")
-    path.chmod(0o644)
+@pytest.mark.parametrize("there", ["file", "pipe", "link"])
+def test_the_file_is_only_for_its_owner(tmp_path: Path, there: str) -> None:
+    """A project that was copied from elsewhere may have a pipe or a link there."""
+    path, other = tmp_path / "job.yaml", tmp_path / "other"
+    other.write_text("old")
+    other.chmod(0o644)
+    if there == "pipe":
+        os.mkfifo(path)
+    elif there == "link":
+        path.symlink_to(other)
+    else:
+        shutil.copy(other, path)
     manifest.write_manifest(path, "new\n")
     assert path.read_text() == "new\n"
-    assert path.stat().st_mode & 0o777 == 0o600
+    assert path.lstat().st_mode == stat.S_IFREG | 0o600
+    assert other.read_text() == "old"
 
 
 def test_the_command_writes_a_file_and_says_what_to_do(source: Path, tmp_path: Path) -> None:

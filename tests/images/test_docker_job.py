@@ -10,7 +10,7 @@ import tarfile
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import docker.errors
 import pytest
@@ -178,6 +178,7 @@ def test_files_belong_to_the_user_of_the_image(request_: JobRequest) -> None:
     """Its directories too: otherwise `train` could write no result."""
     engine = create(request_, user="trainer")
     owners = {name: owner for name, (_, *owner) in engine.modes.items()}
+    assert owners.pop("run") == [0, 0], "as in the image"
     assert owners == {name: [1000, 1001] for name in owners}
     assert {"opt/ml/model", "opt/ml/output/data", "opt/ml/code/train.py", "opt/ml/input/config"} <= set(owners)
     assert engine.removed == ["reader"]
@@ -333,6 +334,20 @@ def test_code_of_the_image_is_not_lost(request_: JobRequest) -> None:
     client.archives["/opt/ml/code"] = packed.getvalue()
     with create_hosts(client, request_) as hosts:
         assert hosts.list_lost_files() == ["later.pt", "model.pt"]
+
+
+def test_a_restart_writes_through_no_link_of_a_script(tmp_path: Path) -> None:
+    tree, other = tmp_path / "algo-1", tmp_path / "other"
+    for directory in (tree, other):
+        directory.mkdir()
+    (other / "file").write_text("kept")
+    hosts = LocalHosts(JobRequest(), cast(Any, None), Path("train"), {}, {"algo-1": tree}, -1)
+    hosts.create("algo-1")
+    for part in ("model", "output"):
+        (tree / part).symlink_to(other)
+    hosts.create("algo-1")
+    assert [path.name for path in other.iterdir()] == ["file"]
+    assert (tree / "model").is_dir() and not (tree / "model").is_symlink()
 
 
 def test_local_job_has_a_secret(request_: JobRequest, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -311,6 +311,16 @@ def test_files_keep_permissions_but_not_setuid(tmp_path: Path) -> None:
     assert found == {"plain": 0o640, "program": 0o750, "acts-as-owner": 0o755, "closed": 0o600, "link": 0o750}
 
 
+def test_a_secret_has_its_directories_before_it() -> None:
+    """Docker puts them in the place of links of an image, such as from /run/secrets to the results."""
+    with tarfile.open(fileobj=io.BytesIO(archive.pack_file("run/secrets/K", b"x", replaces_links=True))) as found:
+        assert [(each.name, each.isdir()) for each in found] == [
+            ("run", True),
+            ("run/secrets", True),
+            ("run/secrets/K", False),
+        ]
+
+
 @pytest.mark.parametrize("name", ["../escaped", "inside/../../escaped", "/{}/escaped"])
 def test_an_archive_cannot_leave_its_directory(tmp_path: Path, name: str) -> None:
     name = name.format(str(tmp_path)[1:])

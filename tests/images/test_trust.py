@@ -435,11 +435,7 @@ GIT_HOOKS = ("post-index-change", "pre-commit", "post-checkout", "reference-tran
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        *("hooks", "a configuration of the work tree", "another repository", "a bare repository"),
-        *("a shared repository", "a submodule"),
-    ],
+    "name", ["hooks", "a configuration of the work tree", "another repository", "a bare repository"]
 )
 def test_git_runs_no_hook_and_no_second_configuration(name: str, copy: Project, tmp_path: Path) -> None:
     """Each is in an archive of a project beside its usual configuration."""
@@ -458,17 +454,6 @@ def test_git_runs_no_hook_and_no_second_configuration(name: str, copy: Project, 
     elif name == "a configuration of the work tree":
         git("config", "extensions.worktreeConfig", "true")
         git("config", "--worktree", "core.fsmonitor", monitor)
-    elif name == "a shared repository":
-        shutil.copytree(copy.root / ".git", copy.root / ".git" / "shared")
-        git("config", "--file", ".git/shared/config", "core.fsmonitor", monitor)
-        (copy.root / ".git" / "commondir").write_text("shared\n")
-    elif name == "a submodule":
-        inside = copy.root / "dockerfiles" / "inside"
-        inside.mkdir()
-        git("init", "-q", root=inside)
-        git("commit", "-q", "--allow-empty", "-m", "first", root=inside)
-        git("config", "core.fsmonitor", monitor, root=inside)
-        git("-c", "advice.addEmbeddedRepo=false", "add", ".")
     else:
         git("config", "core.fsmonitor", monitor)
         (copy.root / ".git").rename(copy.root / "elsewhere")
@@ -479,3 +464,31 @@ def test_git_runs_no_hook_and_no_second_configuration(name: str, copy: Project, 
     os.utime(copy.buildspec, (1, 1))
     assert bool(read_provenance(copy).revision) == (name == "hooks")
     assert not (copy.root / "RAN").exists()
+
+
+@pytest.mark.parametrize("is_submodule", [False, True])
+def test_git_runs_no_program_of_a_shared_repository_or_a_submodule(copy: Project, is_submodule: bool) -> None:
+    def git(*words: str, root: Path = copy.root) -> None:
+        subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a", *words], cwd=root, check=True)
+
+    git("init", "-q")
+    inside = copy.root / "dockerfiles" / "inside" if is_submodule else copy.root
+    inside.mkdir(exist_ok=True)
+    git("init", "-q", root=inside)
+    (inside / "file").touch()
+    git("add", ".", root=inside)
+    git("commit", "-q", "-m", "first", root=inside)
+    shared = "config" if is_submodule else "shared/config"
+    if not is_submodule:
+        shutil.copytree(copy.root / ".git", copy.root / ".git" / "shared")
+        (copy.root / ".git" / "commondir").write_text("shared\n")
+    git("config", "--file", str(inside / ".git" / shared), "core.fsmonitor", f"touch {copy.root}/RAN; false")
+    if is_submodule:
+        git("-c", "advice.addEmbeddedRepo=false", "add", ".")
+        git("commit", "-q", "-m", "second")
+    os.utime(inside / "file", (1, 1))
+    (copy.root / "RAN").unlink(missing_ok=True)
+    assert bool(read_provenance(copy).revision) == is_submodule
+    assert not (copy.root / "RAN").exists()
+    subprocess.run(["git", "status"], cwd=inside, check=False, capture_output=True)
+    assert (copy.root / "RAN").exists(), "the attack of this test works"

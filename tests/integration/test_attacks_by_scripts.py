@@ -143,11 +143,23 @@ def list_volumes(client: docker.DockerClient) -> set[str]:
     return {str(volume.id) for volume in client.volumes.list() if "shoal.job" not in (volume.attrs["Labels"] or {})}
 
 
-def test_volumes_of_an_image_keep_no_secret(tmp_path: Path, pytorch: str) -> None:
-    """An image may have a volume in the place of secrets: the volume has them, and goes with the job."""
+@pytest.mark.parametrize(
+    ("command", "changes"),
+    [
+        ("true", "VOLUME /run"),
+        ("ln -s /opt/ml/output /run/secrets", None),
+        ("rm -r /run; ln -s /opt/ml/model /run", None),
+    ],
+)
+def test_volumes_and_links_of_an_image_keep_no_secret(
+    tmp_path: Path, pytorch: str, command: str, changes: str | None
+) -> None:
+    """An image may have a volume in the place of secrets, which goes with the job, or a link to the results."""
     client = docker.from_env()
-    container = client.containers.create(pytorch)
-    container.commit("shoal-attack", changes="VOLUME /run")
+    container = client.containers.create(pytorch, ["sh", "-c", command])
+    container.start()
+    container.wait()
+    container.commit("shoal-attack", changes=changes)
     container.remove()
     try:
         before = list_volumes(client)

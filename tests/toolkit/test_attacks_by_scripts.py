@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -13,6 +14,7 @@ from shoal_toolkit.output.pipes import FlowControl
 from shoal_toolkit.plan import rank_shell
 from shoal_toolkit.run.ranks import LocalRanks
 from shoal_toolkit.system.loop import Loop
+from shoal_toolkit.system.ports import find_free_port
 
 NO_REPORTS = (
     *(b"", b"\xff", b"start", b"end 1", b"end 0 -1", b"start 0 0 1 1", b"x 0 0", b"end 0 0x1", b" end 0 1"),
@@ -49,3 +51,13 @@ def test_no_report_ends_train(tmp_path: Path, lines: bytes) -> None:
     events = read_reports(tmp_path, lines)
     (tmp_path / rank_shell.EVENTS).unlink()
     assert events.on_rank_ended.call_args.args == (7, 3)
+
+
+def test_a_stranger_with_the_reservation_of_the_default_port_delays_no_job() -> None:
+    """Anybody on the machine can take the name of an abstract socket."""
+    with socket.socket(socket.AF_UNIX) as taken, socket.create_server(("127.0.0.1", 0)) as probe:
+        default = probe.getsockname()[1]
+        probe.close()
+        taken.bind(f"\0shoal-master-port-{default}")
+        assert find_free_port(str(default)) != str(default)
+    assert find_free_port(str(default)) == str(default)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal_toolkit.result import diagnosis
+from shoal_toolkit.result import diagnosis, pip_failure
 from shoal_toolkit.result.result import Failure
 from shoal_toolkit.system import memory
 
@@ -576,3 +576,16 @@ def test_a_worker_tells_the_first_host_of_its_lack_of_memory(tmp_path: Path, lim
     with started(trees, (":", f"echo $$ >{limited}/cgroup.procs")) as trains:
         assert [train.wait(60) for train in trains] == [137, 137]
     assert all(tree.failure.startswith(f"{KILLED}rank 1 on 127.0.0.2 was killed") for tree in trees)
+
+
+@pytest.mark.parametrize("begin", ["Traceback (most recent call last):\nValueError: in user code:\n", "RuntimeError: "])
+@pytest.mark.parametrize(
+    "part", ["secret 'a=", '\\"a":token@', "CUDA out of memory ", "    ValueError: a", "[[{{node a", "a b\n "]
+)
+def test_any_end_of_a_script_is_explained_at_once(begin: str, part: str) -> None:
+    """A script chooses its last lines. No expression takes the square of their length."""
+    text = (begin + part * 16_384)[:16_384]
+    began = time.monotonic()
+    assert diagnosis.explain_failure(Failure(1, "rank 0", ["python3"], text))
+    pip_failure.explain_pip_failure(text)
+    assert time.monotonic() - began < 2

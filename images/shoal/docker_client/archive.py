@@ -90,10 +90,19 @@ def add_file(
     archive.addfile(entry, file)
 
 
-def pack_file(name: str, content: bytes, mode: int = 0o644, owner: tuple[int, int] = (0, 0)) -> bytes:
-    """Returns an archive of one file, which belongs to a user and a group."""
+def pack_file(
+    name: str, content: bytes, mode: int = 0o644, owner: tuple[int, int] = (0, 0), *, replaces_links: bool = False
+) -> bytes:
+    """Returns an archive of one file, which belongs to a user and a group.
+
+    With `replaces_links` it has the directories above the file too. Docker puts them in the place of links of an image.
+    """
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as archive:
+        for directory in reversed(PurePosixPath(name).parents[:-1] if replaces_links else ()):
+            entry = tarfile.TarInfo(str(directory))
+            entry.type, entry.mode = tarfile.DIRTYPE, 0o755
+            archive.addfile(entry)
         add_file(archive, name, io.BytesIO(content), mode, owner=owner)
     return buffer.getvalue()
 

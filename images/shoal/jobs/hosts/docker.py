@@ -154,7 +154,9 @@ class DockerHosts:
         if self.secret:
             files[SECRET_PATH] = self.secret.encode()
         for path, content in files.items():
-            container.put_archive("/", archive.pack_file(path, content, 0o400, self.owner))
+            # An image may have a link to the results there.
+            packed = archive.pack_file(path, content, 0o400, self.owner, replaces_links=True)
+            container.put_archive("/", packed)
 
     def start(self, *hosts: str) -> None:
         """Starts containers, and threads that print their logs and put their exits into `arrivals`."""

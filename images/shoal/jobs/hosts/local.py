@@ -83,7 +83,7 @@ class LocalHosts:
         tree = self.trees[host]
         if host in self.ids:
             for part in ("model", "output"):
-                shutil.rmtree(tree / part, ignore_errors=True)
+                results.remove_tree(tree / part)
             for part in ("model", "output/data"):
                 (tree / part).mkdir(parents=True)
         self._variables[host] = environment or {}

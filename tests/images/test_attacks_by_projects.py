@@ -537,8 +537,8 @@ def test_a_record_with_odd_numbers_or_in_another_place_is_no_traceback(
     tmp_path: Path, at: str, words: tuple[str, ...]
 ) -> None:
     directory = write_job(tmp_path / "jobs" / "digits")
-    text = (directory / record.RECORD).read_text().replace("{", f'{{"started": {at}, "ended": {at}, "pid": -1, ', 1)
-    for path in (directory / record.RECORD, tmp_path / record.RECORD):
+    text = (directory / store.RECORD).read_text().replace("{", f'{{"started": {at}, "ended": {at}, "pid": -1, ', 1)
+    for path in (directory / store.RECORD, tmp_path / store.RECORD):
         path.write_text(text)
     assert (shoal(tmp_path, *words).returncode == 0) == (words[0] == "logs")
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal_toolkit.result import diagnosis, pip_failure
+from shoal_toolkit.result import diagnosis, setup_failure
 from shoal_toolkit.result.result import Failure
 from shoal_toolkit.system import memory
 
@@ -587,5 +587,5 @@ def test_any_end_of_a_script_is_explained_at_once(begin: str, part: str) -> None
     text = (begin + part * 16_384)[:16_384]
     began = time.monotonic()
     assert diagnosis.explain_failure(Failure(1, "rank 0", ["python3"], text))
-    pip_failure.explain_pip_failure(text)
+    setup_failure.explain_pip_failure(text)
     assert time.monotonic() - began < 2

@@ -13,7 +13,7 @@ import pytest
 
 from shoal_toolkit.errors import ContractError
 from shoal_toolkit.job.contract import Paths
-from shoal_toolkit.job.metrics import MetricDefinition, read_metric_definitions
+from shoal_toolkit.job.metrics import MetricPattern, read_metric_definitions
 from shoal_toolkit.output import metrics
 from shoal_toolkit.output.metrics import MetricsFile
 
@@ -178,7 +178,7 @@ def test_an_expression_that_takes_years_ends_neither_the_log_nor_other_metrics(
     monkeypatch.setattr(metrics, "_MAX_SECONDS", 0.2)
     file = MetricsFile(
         str(tree.base / "metrics.jsonl"),
-        [MetricDefinition(name, re.compile(regex)) for name, regex in (("bad", "((a+)+)$"), ("loss", "loss=(.)"))],
+        [MetricPattern(name, re.compile(regex)) for name, regex in (("bad", "((a+)+)$"), ("loss", "loss=(.)"))],
     )
     reader = file.reader(0, "algo-1")
     reader.feed(f"{'a' * 60}b loss=1\n".encode())

@@ -55,8 +55,8 @@ def test_the_context_holds_what_the_dockerfile_mounts(project: Project, matrix: 
         assert f"{name}/requirements.txt" in files
         assert f"source={name}," in sources.dockerfile.decode()
     added = set(re.findall(r"^ADD (\S+)", sources.dockerfile.decode(), re.MULTILINE))
-    assert added == {name for name in files if name.startswith(("library/", "rehearsal/", "toolkit/"))}
-    assert len(added) == 3
+    assert added == {name for name in files if name.startswith(("checkpoint/", "library/", "rehearsal/", "toolkit/"))}
+    assert len(added) == 4
     assert {"engine/engine.c", "engine/engine.h", "engine/options.txt"} <= set(files)
     assert {"machine/pip.conf", "machine/apt.conf"} <= set(files)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import io
+import os
 import shutil
 import subprocess
 import sys
@@ -90,6 +91,15 @@ def test_modules_of_aws_names_that_scripts_import_are_there(
     compiled = importlib.util.cache_from_source(path)
     assert compiled in names(layer)
     assert module in packages.read_digests(layer)
+
+
+def test_a_built_wheel_leaves_the_environment_as_it_was(
+    project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "1")
+    before = dict(os.environ)
+    packages.build_wheel(project.root / "toolkit", tmp_path)
+    assert dict(os.environ) == before
 
 
 def test_a_package_is_made_again_only_when_it_changes(project: Project, tmp_path: Path) -> None:

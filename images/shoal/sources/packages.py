@@ -58,24 +58,29 @@ def build_wheel(package: Path, directory: Path) -> Path:
     """Builds a package's wheel with the backend in its pyproject.toml, and returns its path.
 
     The wheel is the same on every host. For that, hatchling's hooks, which compile C, do not run. The build of an image
-    compiles. Sets two variables of this process, which stay set. Meanwhile, changes its working directory, and its
-    directory of temporary files: an interrupted backend leaves the part of a wheel there.
+    compiles. Meanwhile, two variables of this process are set, and its working directory and its directory of temporary
+    files are others: an interrupted backend leaves the part of a wheel there.
     """
-    os.environ.update(SOURCE_DATE_EPOCH=SOURCE_DATE_EPOCH, HATCH_BUILD_NO_HOOKS="true")  # backends read them there
+    variables = {"SOURCE_DATE_EPOCH": SOURCE_DATE_EPOCH, "HATCH_BUILD_NO_HOOKS": "true"}  # backends read them there
+    kept = {name: os.environ.pop(name) for name in variables if name in os.environ}
     backend, target = importlib.import_module(_backend(package)), directory.absolute()
     before, tempfile.tempdir = tempfile.tempdir, str(target)
+    os.environ.update(variables)
     try:
         with contextlib.chdir(package):
             return target / str(backend.build_wheel(str(target)))
     finally:
         tempfile.tempdir = before
+        for name in variables:
+            del os.environ[name]
+        os.environ.update(kept)
 
 
 def install_package(package: Path, python: str, cache: Path) -> bytes:
     """Installs a package as images with that Python have it, into an archive. Nothing is installed on this machine.
 
     Its bytecode is included if this process runs that Python. Archives of earlier versions of the package are removed
-    from the cache. Like `build_wheel`, it sets variables of this process and changes its working directory meanwhile.
+    from the cache. Like `build_wheel`, it changes settings of this process meanwhile.
 
     Args:
         package: The package's directory in the checkout.

@@ -95,3 +95,22 @@ def test_an_interrupt_before_a_thread_runs_is_raised(monkeypatch: pytest.MonkeyP
     with pytest.raises(KeyboardInterrupt):
         graph.run_tasks({"a": None}, str.upper, stopped.set, 1)
     assert stopped.is_set()
+
+
+def test_no_more_tasks_run_at_once_than_allowed() -> None:
+    """Also after one has ended, while another runs on."""
+    running: set[str] = set()
+    most: list[int] = []
+    last_has_begun = threading.Event()
+
+    def work(name: str) -> None:
+        running.add(name)
+        most.append(len(running))
+        if name == "last":
+            last_has_begun.set()
+        elif name != "short":
+            last_has_begun.wait(60 if name == "long" else 0.2)
+        running.remove(name)
+
+    graph.run_tasks(dict.fromkeys(("long", "short", "third", "last")), work, lambda: None, jobs=2)
+    assert max(most) == 2

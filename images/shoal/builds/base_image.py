@@ -180,7 +180,6 @@ def provide_base(
 
 
 def _find_upstream(client: docker.DockerClient, system: System) -> BaseImage | None:
-    """Returns Debian's own image; None if Docker does not have it. Its digest is empty if it was loaded, not pulled."""
     image = find_image(client, system.upstream)
     if image is None:
         return None
@@ -192,7 +191,6 @@ def _find_upstream(client: docker.DockerClient, system: System) -> BaseImage | N
 
 
 def _find_bootstrapped(client: docker.DockerClient, system: System) -> BaseImage | None:
-    """Returns the image that was made here by the present recipe; None if Docker has none."""
     # Images built on it have its label too; the SDK's `images.list` would ask for each of them.
     images = client.api.images(REPOSITORY, filters={"label": f"{RECIPE_LABEL}={recipe_digest(system)}"})
     tagged = sorted(tag for image in images for tag in image["RepoTags"])
@@ -205,10 +203,7 @@ def _find_bootstrapped(client: docker.DockerClient, system: System) -> BaseImage
 def _bootstrap(
     client: docker.DockerClient, system: System, settings: NetworkSettings, cache: Path, say: Say
 ) -> BaseImage:
-    """Loads the base image's archive from the cache into Docker, and returns the image.
-
-    Makes the archive if it is missing. Making it may install mmdebstrap with apt-get. Raises `BaseImageError`.
-    """
+    """Makes the archive if the cache lacks it, which may install mmdebstrap with apt-get. Raises `BaseImageError`."""
     kept = archive_path(cache, system)
     if not kept.is_file():
         _run_mmdebstrap(system, settings, kept, say)
@@ -225,10 +220,7 @@ def _bootstrap(
 
 
 def _run_mmdebstrap(system: System, settings: NetworkSettings, archive: Path, say: Say) -> None:
-    """Makes the archive of a base image with mmdebstrap, with this machine's proxies, sources, passwords and CA bundle.
-
-    Installs mmdebstrap if it is missing. Raises `BaseImageError`.
-    """
+    """Installs mmdebstrap if it is missing. Uses this machine's proxies, sources, passwords and CA bundle."""
     _install_mmdebstrap(system, say)
     archive.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=archive.parent, prefix="base-") as name:  # two builds at once do not share a file
@@ -268,10 +260,7 @@ def explain_no_bootstrap(system: System) -> str:
 
 
 def _install_mmdebstrap(system: System, say: Say) -> None:
-    """Installs mmdebstrap with apt-get, unless it is here.
-
-    Raises `BaseImageError` if this machine cannot make base images, even with mmdebstrap, or if apt-get fails.
-    """
+    """Raises `BaseImageError` if this machine cannot make base images, even with mmdebstrap, or if apt-get fails."""
     if reason := explain_no_bootstrap(system):
         raise BaseImageError(reason)
     if shutil.which("mmdebstrap"):
@@ -283,21 +272,15 @@ def _install_mmdebstrap(system: System, say: Say) -> None:
 
 
 def _run(command: list[str], problem: str, **environment: str) -> None:
-    """Runs a program with additional variables.
-
-    Raises `BaseImageError` with the problem and the end of its standard error if it fails.
-    """
+    """Runs a program. If it fails, raises `BaseImageError` with the end of its standard error."""
     result = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, check=False)
     if result.returncode:
         raise BaseImageError(f"{problem} (exit code {result.returncode}):\n{result.stderr.strip()[-2000:]}")
 
 
 def _write_image(system: System, layer: BufferedReader, out: IO[bytes]) -> None:
-    """Writes an image of one layer, the file system archive `layer`, as `docker load` reads it, tagged and labelled.
-
-    Its date is SOURCE_DATE_EPOCH, so that the same layer makes the same image.
-    """
     digest = hashlib.file_digest(layer, "sha256").hexdigest()
+    # A fixed date, so that the same layer makes the same image.
     created = datetime.fromtimestamp(int(SOURCE_DATE_EPOCH), UTC).isoformat().replace("+00:00", "Z")
     config = {
         "architecture": "amd64",

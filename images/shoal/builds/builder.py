@@ -89,7 +89,6 @@ class _Streams:
 
     @contextlib.contextmanager
     def reading(self, response: requests.Response) -> Iterator[None]:
-        """Registers an answer while it is read. Raises `BuildError` after `stop_all`."""
         stream: CancellableStream[bytes] = CancellableStream(iter(()), response)
         self._open.add(stream)
         try:
@@ -100,7 +99,6 @@ class _Streams:
             self._open.discard(stream)
 
     def stop_all(self) -> None:
-        """Closes all answers that are being read, and lets no further one begin."""
         self._stopped = True
         for stream in tuple(self._open):
             # It ended meanwhile, or is an SSH channel, which closes with this process.
@@ -138,7 +136,6 @@ def build_images(
     check_bundle = functools.cache(functools.partial(_check_bundle, bundle_digest, say))
 
     def provide_base(client: docker.DockerClient, system: System) -> BaseImage:
-        """Returns a system's base image. If there is a bundle, it is checked once, and has the base image."""
         if bundle:
             check_bundle(bundle)
             bundled.load_bases(client, bundle, [system])
@@ -153,15 +150,11 @@ def build_images(
 
 
 def _execute(session: _Session, plans: Sequence[BuildPlan], jobs: int) -> list[BuildResult]:
-    """Executes plans, up to `jobs` at once: parents first, then by size, variants last.
-
-    Returns a result for each, in their order. Failures become results. An interrupt stops all and is raised.
-    """
+    """Returns a result for each plan, in their order. Failures become results. An interrupt stops all and is raised."""
     seconds: dict[str, float] = {}
     rest = {each.image.tag: each for each in plans if not each.is_up_to_date}
 
     def build_timed(tag: str) -> BuildResult:
-        """Builds the image of a tag, and keeps the seconds that it took, also if it fails."""
         started = time.monotonic()
         try:
             return _build(session, rest[tag])
@@ -180,17 +173,12 @@ def _execute(session: _Session, plans: Sequence[BuildPlan], jobs: int) -> list[B
 
 
 def _finish_result(tag: str, result: BuildResult | Exception, seconds: float | None) -> BuildResult:
-    """Returns a result with its seconds; an error becomes the result "failed", or "not tried" if its parent failed."""
     if isinstance(result, BuildResult):
         return replace(result, seconds=seconds)
     return BuildResult(tag, "not tried" if isinstance(result, graph.NotTriedError) else "failed", seconds, error=result)
 
 
 def _check_bundle(expected: str | None, say: Say, bundle: Path) -> None:
-    """Checks a bundle, and prints its digest.
-
-    Raises `UsageError` or `BundleError` if the bundle is not complete and unchanged.
-    """
     digest = bundled.check_bundle(bundle, expected)
     hint = "" if expected else ". Compare it with what `shoal bundle` printed, or let --bundle-digest do that"
     say(f"bundle: {bundle}, digest sha256:{digest}{hint}")
@@ -205,10 +193,7 @@ def _provide_base(
     *,
     check: bool,
 ) -> BaseImage:
-    """Returns a system's base image; if Docker has none, it is pulled by its locked digest, or made.
-
-    If `check`, says where it differs from the lock.
-    """
+    """Pulls or makes the base image if Docker has none. If `check`, says where it differs from the lock."""
     lock = debian.read_lock(project, system.suite)
     pin = lock.bases.get(system.upstream, "")
     found = base_image.provide_base(client, system, read_settings, project.cache, say, pin=pin)
@@ -218,11 +203,7 @@ def _provide_base(
 
 
 def _build(session: _Session, given: BuildPlan) -> BuildResult:
-    """Executes a plan and returns its result; the image that it extends is there.
-
-    The free space is checked only for an image that Docker does not have. The image that a new one replaces is removed.
-    Raises `BuildError` with the failing step and its last lines, and `DockerError`, `DiskError`.
-    """
+    """Builds the image if it is not up to date; its parent is there. Removes the image that a new one replaces."""
     client = docker_client.connect()  # one for each thread
     todo = given.complete(client)
     image = todo.image
@@ -243,10 +224,7 @@ def _build(session: _Session, given: BuildPlan) -> BuildResult:
 
 
 def _run_build(session: _Session, client: docker.DockerClient, todo: BuildPlan) -> None:
-    """Has BuildKit build an image, with a log file and a progress display. It gets the image's labels and tag.
-
-    Prints a warning if Debian's packages have left their lock. Raises `BuildError` or `DiskError` if it fails.
-    """
+    """Writes a log file and shows progress. Prints a warning if Debian's packages have left their lock."""
     image, parent = todo.image, todo.parent
     assert parent
     settings = session.read_settings()
@@ -276,12 +254,9 @@ def _run_build(session: _Session, client: docker.DockerClient, todo: BuildPlan) 
 
 
 def _caches(project: Project) -> dict[str, str]:
-    """Returns the build argument that gives the steps of a project caches of their own; none if the project is trusted.
-
-    The caches hold packages. A step of a project that was copied from elsewhere could put others there.
-    """
     if project.may_run_code():
         return {}
+    # The caches hold packages. A step of a project that was copied from elsewhere could put others there.
     return {"BUILDKIT_CACHE_MOUNT_NS": f"shoal-{hashlib.sha256(bytes(project.root.resolve())).hexdigest()[:16]}"}
 
 
@@ -292,10 +267,7 @@ def _send(
     progress: BuildProgress,
     streams: _Streams,
 ) -> None:
-    """Sends the context, and shows the answer until the build ends. Raises `BuildError` if Docker refuses it.
-
-    The SDK's own `build` can neither ask for BuildKit nor hang up.
-    """
+    # The SDK's own `build` can neither ask for BuildKit nor hang up.
     api = client.api
     url = f"{api.base_url}/v{api.api_version}/build"
     headers = {"Content-Type": "application/x-tar"}
@@ -310,7 +282,6 @@ def _send(
 
 
 def _failure(tag: str, progress: BuildProgress, log: Path) -> BuildError | DiskError:
-    """Returns the error of a failed build, with its step and last lines: `DiskError` if the disk is full."""
     step = progress.failed_step
     lines = [f"{tag}: the build failed"]
     if step:

@@ -82,10 +82,6 @@ def read_events(stream: Iterable[Mapping[str, Any]]) -> Iterator[Event]:
 
 
 def _step(vertex: Fields) -> StepEvent | None:
-    """Returns the event of a build step: started, cached, done or failed; None if it has not started.
-
-    A failed step has the error, and an ended one the seconds that it took.
-    """
     name = _text(vertex, 3)
     match = _STEP.match(name)
     number, total, command = (int(match[1]), int(match[2]), match[3]) if match else (0, 0, name)
@@ -102,10 +98,7 @@ def _step(vertex: Fields) -> StepEvent | None:
 
 
 def _lines(log: Fields, partial: dict[str, bytes]) -> Iterator[OutputLine]:
-    """Yields the whole lines of a chunk of output; a carriage return ends one too.
-
-    The rest is kept in `partial`, by step, as bytes: a chunk may end within a character.
-    """
+    """Keeps the rest in `partial`, by step, as bytes: a chunk may end within a character."""
     key = _text(log, 1)
     text = partial.pop(key, b"") + b"".join(log[4][-1:])
     *whole, rest = text.replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")
@@ -115,10 +108,6 @@ def _lines(log: Fields, partial: dict[str, bytes]) -> Iterator[OutputLine]:
 
 
 def _last_line(key: str, partial: dict[str, bytes]) -> Iterator[OutputLine]:
-    """Yields the rest of a step's output, if its last line has no end.
-
-    It removes the rest from `partial`.
-    """
     if rest := partial.pop(key, b""):
         yield OutputLine(key, rest.decode(errors="replace"))
 

@@ -103,10 +103,7 @@ def fill_bundle(project: Project, spec: BuildSpec, images: Iterable[ImageSpec], 
 def _add_system(
     client: docker.DockerClient, project: Project, system: System, names: list[str], directory: Path, say: Say
 ) -> str:
-    """Adds a system's base image, the Debian packages `names` and their dependencies. Returns the base's reference.
-
-    If Docker lacks the base image, it is pulled by its locked digest, or made.
-    """
+    """Pulls or makes the base image if Docker lacks it. Returns its reference."""
     pin = debian.read_lock(project, system.suite).bases.get(system.upstream, "")
     found = base_image.provide_base(client, system, read_network_settings, project.cache, say, pin=pin)
     (directory / DEBS).mkdir(parents=True, exist_ok=True)
@@ -139,7 +136,6 @@ def add_shoal(scratch_parent: Path, target: Path) -> None:
 
 
 def _make_directories(directory: Path) -> None:
-    """Makes the bundle's directory and the one of its wheels, if missing. Raises UsageError if the first is a file."""
     if directory.exists() and not directory.is_dir():
         raise UsageError(f"{directory}: is a file; expected a directory, new or of a bundle. Fix: name another")
     (directory / WHEELS).mkdir(parents=True, exist_ok=True)
@@ -176,10 +172,7 @@ def _refuse(directory: Path, names: list[str]) -> None:
 
 @contextmanager
 def _scratch(directory: Path) -> Iterator[Path]:
-    """Yields a temporary directory on the bundle's own disk, so that whole files can be moved out of it.
-
-    It is removed at the end. An OSError of a full disk becomes `DiskError`.
-    """
+    """Yields a temporary directory on the bundle's own disk, so that whole files can be moved out of it."""
     try:
         with TemporaryDirectory(dir=directory, prefix=".shoal-") as name:
             yield Path(name)
@@ -190,7 +183,6 @@ def _scratch(directory: Path) -> Iterator[Path]:
 
 
 def _failure(text: str) -> BuildError | DiskError:
-    """Returns the failure of another program: `DiskError` if its words say that the disk is full."""
     return DiskError(f"{text}\n{_WHEN_FULL}") if os.strerror(errno.ENOSPC) in text else BuildError(text)
 
 
@@ -211,10 +203,7 @@ def _add_debs(
     directory: Path,
     host: NetworkSettings,
 ) -> None:
-    """Downloads Debian packages and their dependencies in a container, and adds them and their index to the bundle.
-
-    The index also lists packages that the bundle has already. Raises `BuildError`, or `DiskError` if the disk is full.
-    """
+    """Adds the packages with an index, which also lists packages that the bundle has already."""
     script = _FETCH.format(names=" ".join(names), index=INDEX)
     try:
         with (
@@ -229,10 +218,7 @@ def _add_debs(
 
 
 def _index_others(new: Path, old: Path) -> None:
-    """Adds the existing packages that are not among the new ones to the index of these.
-
-    Packages without their file are left out.
-    """
+    """Adds the existing packages that are not among the new ones to the index of these."""
     index = old / INDEX
     entries = index.read_text().split("\n\n") if index.is_file() else []
     with (new / INDEX).open("a") as file:
@@ -243,17 +229,13 @@ def _index_others(new: Path, old: Path) -> None:
 
 
 def _fetch(container: Container, path: str, directory: Path) -> None:
-    """Copies a directory of a container. Raises BuildError if a part of it cannot be unpacked safely."""
     with containers.read_archive(container, path) as file:
         if left_out := list(archive.unpack_safely(file, directory)):
             raise BuildError(f"{path} of a container: {'; '.join(left_out)}")
 
 
 def _move(source: Path, target: Path, last: str = "") -> None:
-    """Moves the files to `target`. `last` is moved last: it says that the others are there.
-
-    Files of the same name are replaced. Both directories must be on one file system.
-    """
+    """Moves `last` last: it says that the others are there. Both directories must be on one file system."""
     for path in sorted(source.iterdir(), key=lambda path: path.name == last):
         path.replace(target / path.name)
 
@@ -284,10 +266,7 @@ def _add_wheels(project: Project, spec: BuildSpec, image: ImageSpec, directory: 
 
 
 def _pip_download(scratch: Path, options: list[str]) -> subprocess.CompletedProcess[str]:
-    """Runs `pip download` into `scratch`/wheels, and returns how it ended; a failure raises nothing.
-
-    Temporary files are in `scratch` too: an interrupt stops pip at once.
-    """
+    """Runs `pip download`; a failure raises nothing. `scratch` has temporary files: an interrupt stops pip at once."""
     for name in ("wheels", "temporary"):
         (scratch / name).mkdir(exist_ok=True)
     command = [*lock.pip_command(), "download", "--quiet", f"--dest={scratch / 'wheels'}", *options]

@@ -90,7 +90,6 @@ def find_differences(directory: Path) -> dict[str, Literal["changed", "missing",
 
 
 def _read_list(directory: Path) -> bytes:
-    """Returns the content of `SHA256SUMS`. Raises UsageError if there is no such file, or something else."""
     try:
         return read_file(directory / SUMS, MOST_LOCK)
     except (OSError, ValueError):
@@ -128,7 +127,6 @@ def list_files(directory: Path) -> Iterator[tuple[str, Path]]:
 
 
 def _sha256(path: Path) -> str:
-    """Returns the SHA-256 of a file; empty for a directory, or a link that leads nowhere."""
     if not path.is_file():
         return ""
     with path.open("rb") as file:
@@ -136,7 +134,6 @@ def _sha256(path: Path) -> str:
 
 
 def _not_a_bundle(directory: Path) -> UsageError:
-    """Returns the error for a --bundle directory that has no bundle. It does not raise it."""
     return UsageError(
         f"--bundle {directory}: not a bundle, or one without {SUMS}. Fix: on a host with a network: shoal bundle"
         f" {directory}"
@@ -210,11 +207,7 @@ def copy_image(path: Path, out: IO[bytes]) -> set[str]:
 
 
 def _read_document(path: Path) -> Any:
-    """Returns a JSON document with its keys in lower case: Docker takes `repotags` for `RepoTags`, the last of both.
-
-    Raises ValueError if two keys of an object are the same then.
-    """
-
+    # Docker takes `repotags` for `RepoTags`, and the last of both.
     def fold(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         folded = {key.casefold(): value for key, value in pairs}
         if len(folded) < len(pairs):
@@ -225,10 +218,7 @@ def _read_document(path: Path) -> Any:
 
 
 def _names(documents: dict[str, Any]) -> Iterator[str]:
-    """Yields the names of images in the documents of an archive, which differ between versions of Docker.
-
-    A name may come several times.
-    """
+    """Yields the names of images in documents, which differ between versions of Docker. A name may come twice."""
     for image in documents.get("manifest.json", ()):
         yield from image["repotags"] or ()
     for repository, tags in documents.get("repositories", {}).items():

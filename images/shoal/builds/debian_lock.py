@@ -88,7 +88,6 @@ def lock_systems(
 
 
 def _write_lock(project: Project, suite: str, child: str, lock: DebianLock, *, write: bool) -> LockResult:
-    """Writes a lock if it has changed, and returns its changes. The file of a child without packages is removed."""
     path = debian.lock_path(project, suite, child)
     changes = tuple(debian.describe_changes(debian.read_lock(project, suite, child), lock))
     if write and child and not lock.packages:
@@ -100,12 +99,9 @@ def _write_lock(project: Project, suite: str, child: str, lock: DebianLock, *, w
 
 
 def _identity(client: docker.DockerClient, found: BaseImage, system: System) -> dict[str, str]:
-    """Returns the name of a base image and the digest that identifies it: its manifest's if pulled, else its layer's.
-
-    Empty for an image that was loaded: Docker has no digest of its manifest.
-    """
     if found.digest:
         return {system.upstream: found.digest}
+    # An image that was loaded: Docker has no digest of its manifest.
     if found.reference == system.upstream:
         return {}
     (layer,) = client.images.get(found.reference).attrs["RootFS"]["Layers"]

@@ -62,10 +62,7 @@ def run_tasks(
 
 
 def _skipped(parents: Mapping[str, str | None], results: Mapping[str, object]) -> dict[str, NotTriedError]:
-    """Returns an error for each task without a result that depends directly on a failed one.
-
-    `parents` is as in `run_tasks`, and `results` has the results and errors by name.
-    """
+    """Returns an error for each task without a result that depends directly on a failed one."""
     return {
         name: NotTriedError(f"it extends {parent}, which was not built")
         for name, parent in parents.items()
@@ -74,7 +71,6 @@ def _skipped(parents: Mapping[str, str | None], results: Mapping[str, object]) -
 
 
 def _ready(parents: Mapping[str, str | None], results: Mapping[str, object]) -> list[str]:
-    """Returns the tasks without a result that depend on no task, or on one that succeeded: see `_skipped`."""
     done: set[str | None] = {name for name, result in results.items() if not isinstance(result, Exception)}
     done |= set(parents.values()) - set(parents)  # None among them
     return [name for name, parent in parents.items() if name not in results and parent in done]

@@ -97,7 +97,6 @@ def _plan_image(client: docker.DockerClient, image: ImageSpec, sources: Sources,
 
 
 def _find_parent(client: docker.DockerClient, tag: str) -> BaseImage:
-    """Returns an image of the matrix as a base image. Raises `BuildError` if Docker no longer has it."""
     image = find_image(client, tag)
     if image is None:
         raise BuildError(f"{tag}: Docker no longer has this image, which another extends. Fix: build again")

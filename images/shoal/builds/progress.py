@@ -99,10 +99,7 @@ class BuildProgress:
         self._write(text)
 
     def _step(self, step: StepEvent) -> None:
-        """Logs a step, and shows it: on the display, or as a line without a terminal. Internal steps are only logged.
-
-        The first failed step, a numbered one if possible, becomes `failed_step`.
-        """
+        """The first failed step, a numbered one if possible, becomes `failed_step`. Internal steps are only logged."""
         if step.state == "failed" and (self.failed_step is None or not self.failed_step.number):
             self.failed_step = step
         line = f"[{step.number}/{step.total}] {step.state:<7} {step.seconds:6.1f} s  {one_line(step.command)}"

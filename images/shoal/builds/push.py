@@ -100,10 +100,7 @@ def _report_lost_docker(target: str) -> Iterator[None]:
 
 @contextmanager
 def _tagged(client: docker.DockerClient, tag: str, target: str) -> Iterator[None]:
-    """Tags the image with `target` while it is pushed. A tag that it had before stays.
-
-    Another image that has this tag loses it. Raises PushError if Docker does not have the image.
-    """
+    """A tag that the image had before stays. Another image that has this tag loses it."""
     try:
         image = client.images.get(tag)
     except docker.errors.ImageNotFound:
@@ -120,10 +117,7 @@ def _tagged(client: docker.DockerClient, tag: str, target: str) -> Iterator[None
 
 
 def _try(client: docker.DockerClient, target: str, console: Console) -> str:
-    """Pushes once, with a progress bar on a terminal; returns the manifest's digest.
-
-    Raises PushError if the registry or Docker reports an error, or there is no digest.
-    """
+    """Pushes once, and returns the manifest's digest. Raises PushError if the registry or Docker reports an error."""
     digest = ""
     columns = TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TransferSpeedColumn()
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
@@ -150,7 +144,6 @@ def _sums(layers: Iterable[Mapping[str, int]]) -> tuple[int, int]:
 
 
 def _advice(error: str, tries: int) -> str:
-    """Returns the end of an error: a fix if access was refused, otherwise the number of tries if there were several."""
     if re.search(r"unauthorized|authentication|credentials|denied|forbidden", error, re.IGNORECASE):
         return ". Fix: docker login to the registry, with an account that may push there"
     return f" (tried {tries} times)" if tries > 1 else ""

@@ -49,10 +49,7 @@ def main() -> None:
 
 
 def _install_signal_handlers() -> None:
-    """Makes SIGTERM and SIGHUP raise an exception, so that a command cleans up.
-
-    SIGINT raises KeyboardInterrupt again if it ends the process at once; an ignored one stays ignored.
-    """
+    """Makes SIGTERM and SIGHUP exit, so that a command cleans up. An ignored SIGINT stays ignored."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in EXIT_SIGNALS:

@@ -39,8 +39,6 @@ _FIRST = ("run", "build", "list", "ps", "logs", "stop", "shell", "report", "new"
 
 
 class _Commands(typer.core.TyperGroup):
-    """The commands of every day, then the others."""
-
     def list_commands(self, ctx: Any) -> list[str]:
         others = [name for name in super().list_commands(ctx) if name not in _FIRST]
         return [*(name for name in _FIRST if name in self.commands), *others]
@@ -122,8 +120,6 @@ def takes_fields_of(options: type[Options]) -> Callable[[Callable[[Options], Non
     """Returns a decorator for a command that takes a dataclass: typer then sees its fields as parameters."""
 
     def decorate(command: Callable[[Options], None]) -> Callable[..., None]:
-        """Returns a command with the fields as its parameters, which makes the dataclass of them."""
-
         @functools.wraps(command)
         def call(**values: Any) -> None:
             command(options(**values))
@@ -172,10 +168,6 @@ def format_json(document: object) -> str:
 
 
 def _convert_to_json(value: object) -> Any:
-    """Returns a dataclass as a dictionary, a pydantic model as JSON data, and a path or an exception as text.
-
-    Raises TypeError for other types.
-    """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     if isinstance(value, pydantic.BaseModel):
@@ -236,7 +228,6 @@ def resolve_tag(name: str) -> str:
 
 
 def _has_image(tag: str) -> bool:
-    """Returns whether Docker has an image; False if no Docker answers, or the text cannot be a tag."""
     try:
         return docker_images.find_image(docker_client.connect(), tag) is not None
     except (DockerError, docker.errors.APIError):

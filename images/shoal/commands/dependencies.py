@@ -89,10 +89,7 @@ def lock_images(
 
 
 def _check_locks(here: Project, matrix: BuildSpec, images: list[ImageSpec], *, as_json: bool) -> None:
-    """Raises `SpecError` if locks or Dockerfiles of images are stale. Writes nothing.
-
-    With `as_json`, prints the locks that fit, and the state of the Dockerfiles.
-    """
+    """Raises `SpecError` if locks or Dockerfiles of images are stale. Writes nothing."""
     files = render.check_files(render.render_all(here, images))
     if as_json:
         locks = [
@@ -106,11 +103,7 @@ def _check_locks(here: Project, matrix: BuildSpec, images: list[ImageSpec], *, a
 
 
 def _lock_bases(here: Project, matrix: BuildSpec, images: list[ImageSpec], *, check: bool, as_json: bool) -> None:
-    """Locks the base images and Debian packages of the systems of `images`, or of children alone, and prints changes.
-
-    With `as_json`, the locks are printed as JSON too. With `check`, writes nothing, and raises `SpecError` if they have
-    changed.
-    """
+    """With `check`, writes nothing, and raises `SpecError` if the locks have changed."""
     say = functools.partial(print_line, on=progress_console(as_json))
     locks = []
     for made in debian_lock.lock_systems(here, matrix, images, say, write=not check):
@@ -127,10 +120,7 @@ def _lock_bases(here: Project, matrix: BuildSpec, images: list[ImageSpec], *, ch
 def _needs_lock(
     here: Project, matrix: BuildSpec, image: ImageSpec, chosen: Collection[str], locked: Collection[Path]
 ) -> bool:
-    """Returns whether to lock an image: it is chosen, or its lock does not fit its parent's new one.
-
-    Variants of an image share a lock, which is made once.
-    """
+    # Variants of an image share a lock.
     if here.lock_directory(image) in locked:
         return False
     parent = matrix.parent(image)

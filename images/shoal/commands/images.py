@@ -158,10 +158,7 @@ def push_images(
 
 
 def _push_image(client: docker.DockerClient, tag: str, target: str, progress: Console) -> push.Pushed:
-    """Pushes an image, prints its reference and digest, and returns the result.
-
-    An error that a user can act on becomes part of the result, and is not printed. Others are raised.
-    """
+    """An error that a user can act on becomes part of the result, and is not printed. Others are raised."""
     started = time.monotonic()
     try:
         pushed = push.push_image(client, tag, target, progress)

@@ -122,7 +122,6 @@ def audit_image(
 
 
 def _connect_with_images(*tags: str) -> docker.DockerClient:
-    """Returns a Docker client. Raises `ImageError` if Docker lacks an image, `DockerError` if it does not answer."""
     client = docker_client.connect()
     for tag in tags:
         if images.find_image(client, tag) is None:

@@ -236,7 +236,6 @@ class RunOptions:
         return record
 
     def _read_fields(self) -> dict[str, Any]:
-        """Returns the fields of a `JobRequest` that are given. Raises `UsageError`."""
         given = read_options(self, JobRequest, _READERS)
         environment, taken = read_environment(self.env, self.env_file)
         given |= {name: value for name, value in (("environment", environment), ("taken", taken)) if value}
@@ -262,10 +261,7 @@ class RunOptions:
 
 
 def _extend_request(earlier: JobRequest, given: dict[str, Any], option: str) -> JobRequest:
-    """Returns the request of a resumed job with the fields that are given again.
-
-    Values that the record does not have are read again from where they came. Raises `UsageError` if one is missing.
-    """
+    """Values that the record does not have are read again from where they came."""
     extended = {name: {**getattr(earlier, name), **given[name]} for name in _EXTENDED if name in given}
     request = dataclasses.replace(earlier, **{**given, **extended})
     now = given.get("environment", {})
@@ -278,7 +274,6 @@ def _extend_request(earlier: JobRequest, given: dict[str, Any], option: str) -> 
 
 
 def _parse_hosts(text: str) -> dict[str, int]:
-    """Returns the number of hosts, and the least number, of `N` or `MIN:MAX`. Raises `UsageError`."""
     least, colon, most = text.rpartition(":")
     numbers = [int(word) if re.fullmatch("[0-9]{1,6}", word) else 0 for word in ([least, most] if colon else [most])]
     if not all(numbers):
@@ -383,7 +378,6 @@ def _run_to_end(opened: OpenJob, progress: Console, options: RunOptions, build_s
 
 
 def _describe_exception(error: BaseException) -> tuple[int, str]:
-    """Returns the exit code and the state of a job that an exception has ended: an interrupt, a signal or a failure."""
     if isinstance(error, KeyboardInterrupt):
         return 128 + signal.SIGINT, STOPPED
     if isinstance(error, SystemExit):
@@ -393,7 +387,6 @@ def _describe_exception(error: BaseException) -> tuple[int, str]:
 
 
 def _print_started(started: KnownJob, as_json: bool) -> None:
-    """Prints the name and the directory of a job that runs in the background, and the commands that follow."""
     if as_json:
         print_json(started.describe())
         return
@@ -480,10 +473,7 @@ def _open_view(opened: OpenJob, progress: Console, options: RunOptions) -> conte
 
 
 def _build_image(name: str, progress: Console) -> tuple[str, float]:
-    """Builds an image of the matrix if it is not up to date. Returns its tag and the time it took, in seconds.
-
-    Prints the result, or raises the error of a failed build. Images that it extends are built too.
-    """
+    """Prints the result, or raises the error of a failed build. Returns the tag, and the time in seconds."""
     here, matrix = open_project()
     image = matrix.select(name)
     started = time.monotonic()
@@ -492,13 +482,10 @@ def _build_image(name: str, progress: Console) -> tuple[str, float]:
 
 
 def _check_image_has_script(tag: str, request: JobRequest) -> None:
-    """Raises `UsageError` if a job has no script: neither its variables nor its image name one.
-
-    Images of the matrix name none, built or not. Raises `ImageError` if Docker lacks another image.
-    """
     if docker_images.SCRIPT_VARIABLES & request.environment.keys():
         return
     matrix = load_matrix()
+    # Images of the matrix name no script, built or not.
     if not matrix or tag not in [image.tag for image in matrix.images]:
         client = docker_client.connect()
         image = docker_images.find_image(client, tag)
@@ -513,7 +500,6 @@ def _check_image_has_script(tag: str, request: JobRequest) -> None:
 
 
 def _check_local(request: JobRequest) -> None:
-    """Raises `UsageError` if a job without Docker has no script, or an option about containers."""
     if request.source is None:
         raise UsageError("SCRIPT: missing, and without Docker no image names one. Fix: shoal run IMAGE SCRIPT")
     given = {

@@ -64,7 +64,6 @@ def list_jobs(
 
 
 def _describe_row(job: KnownJob) -> list[str]:
-    """Returns the cells of a job. Without Docker, it has no image."""
     own = job.record
     code = "" if job.is_running or own.exit_code is None else str(own.exit_code)
     image = "without Docker" if own.request.engine == LOCAL else own.request.image
@@ -108,7 +107,6 @@ def print_logs(
 
 
 def _describe_state(job: KnownJob) -> str:
-    """Returns the state of a job in one line, with its report and the messages of its command, if they are there."""
     code = job.record.exit_code
     if job.state == STOPPED:
         state = describe_stop(code)

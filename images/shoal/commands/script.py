@@ -101,7 +101,6 @@ class ScriptCommand(typer.core.TyperCommand):
 
 
 def _name(ctx: Any) -> str:
-    """Returns the full name of a command, such as `shoal run`."""
     return f"{_name(ctx.parent)} {ctx.info_name}" if ctx.parent else "shoal"
 
 

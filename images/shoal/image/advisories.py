@@ -153,7 +153,6 @@ def _match_advisories(
 
 
 def _find_entry(accepted: Sequence[AcceptedVulnerability], *names: str) -> AcceptedVulnerability | None:
-    """Returns the entry about one of these names that expires last; None if there is none."""
     entries = (entry for entry in accepted if entry.id in names)
     return max(entries, key=lambda entry: entry.expires, default=None)
 

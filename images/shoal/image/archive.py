@@ -165,7 +165,6 @@ class _Metered(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        """Fills a buffer from the source, counts the bytes in the meter, and returns their number; 0 at the end."""
         data = self._source.read(len(buffer))
         self._budget.take(bytes_=len(data))
         self._meter.write(data)
@@ -174,11 +173,7 @@ class _Metered(io.RawIOBase):
 
 
 def _keep(archive: tarfile.TarFile, member: tarfile.TarInfo, members: _Members, pool: ThreadPoolExecutor) -> None:
-    """Reads a member of the archive, and keeps it if it is a link, a layer or a JSON document. Others are skipped.
-
-    Layers are unpacked if needed, and compressed in `pool` to measure them. If a layer has another compression than
-    gzip, only the compression's name is kept. JSON of more than 8 MiB is skipped.
-    """
+    """Layers are unpacked if needed, and compressed in `pool` to measure them. JSON of more than 8 MiB is skipped."""
     name = normalize_path(member.name)
     members.budget.take(entries=1)
     if member.issym() or member.islnk():
@@ -265,10 +260,6 @@ def normalize_path(path: str) -> str:
 
 
 def _layers(name: str, members: _Members) -> Iterator[LayerTar]:
-    """Yields the layers that manifest.json names.
-
-    Raises `ImageError` if one is missing or compressed other than by gzip.
-    """
     image = _manifest(name, members)
     paths = _texts(name, "Layers in manifest.json", image.get("Layers"))
     if len(paths) > MOST_LAYERS:
@@ -289,7 +280,6 @@ def _layers(name: str, members: _Members) -> Iterator[LayerTar]:
 
 
 def _manifest(name: str, members: _Members) -> Mapping[str, Any]:
-    """Returns the only image in manifest.json. Raises `ImageError` if it has none or several."""
     images = _json(name, members, "manifest.json")
     if not isinstance(images, list) or not images or not all(isinstance(image, dict) for image in images):
         raise ImageError(f"{name}: its manifest.json is no list of images; {_EXPECTED}")
@@ -304,7 +294,6 @@ def _manifest(name: str, members: _Members) -> Mapping[str, Any]:
 
 
 def _json(name: str, members: _Members, path: str) -> object:
-    """Returns the decoded document of a member. Raises `ImageError` if it is missing or not JSON."""
     text = members.texts.get(_follow(path, members.links))
     if text is None:
         raise ImageError(f"{name}: no {path} in it; {_EXPECTED}")
@@ -316,18 +305,13 @@ def _json(name: str, members: _Members, path: str) -> object:
 
 
 def _texts(name: str, what: str, value: object) -> list[str]:
-    """Returns a value that must be a list of strings. Raises `ImageError` otherwise."""
     if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
         raise ImageError(f"{name}: {what} is not a list of names: {value!r}; {_EXPECTED}")
     return value
 
 
 def _describe_layers(config: Mapping[str, Any], layers: int) -> tuple[list[str], list[str]]:
-    """Returns the digests and the commands of layers, from the configuration of an image.
-
-    If the configuration has another number of digests than `layers`, all digests are empty. The same rule holds for the
-    commands.
-    """
+    """All digests are empty if the configuration has another number than `layers`. The same holds for the commands."""
     root = config.get("rootfs")
     digests = [str(digest) for digest in _as_list(root.get("diff_ids") if isinstance(root, dict) else None)]
     steps = [step if isinstance(step, dict) else {} for step in _as_list(config.get("history"))]
@@ -342,8 +326,7 @@ def _as_list(value: object) -> list[Any]:
 
 
 def _follow(path: str, links: Mapping[str, str]) -> str:
-    """Returns the path to which links of the archive lead; links in a circle are followed a limited number of times."""
-    for _ in links:
+    for _ in links:  # not longer: links may form a circle
         if path not in links:
             break
         path = links[path]

@@ -75,7 +75,6 @@ class DeflateMeter:
         return StreamSizes(self._bytes, tuple(accumulate(self._sizes)))
 
     def _submit(self, block: bytes, *, is_last: bool) -> None:
-        """Gives a block to the pool. Waits while too many blocks are pending."""
         self._pending.append(self._pool.submit(_compressed, block, self._window, is_last))
         self._window = block[-_WINDOW:]
         while len(self._pending) > _MOST_PENDING:

@@ -156,7 +156,6 @@ def _compare_files(old: Mapping[str, File], new: Mapping[str, File]) -> Iterator
 
 
 def _compare_file(old: File, new: File) -> Kind | None:
-    """Returns the first difference between two versions of a file; None if they are equal."""
     if old.content != new.content:
         return "content"
     if (old.mode, old.uid, old.gid) != (new.mode, new.uid, new.gid):

@@ -109,10 +109,7 @@ def parse_archive(chunks: Iterable[bytes]) -> FileSystem:
 
 
 def _find_packages(entries: list[Entry], claims: owners.Owners) -> Iterator[tuple[str, str]]:
-    """Yields the paths of packages, each with its package. dpkg's own files about a package belong to it too.
-
-    A directory below site-packages belongs to the first Python distribution with a file in it.
-    """
+    """A directory below site-packages belongs to the first Python distribution with a file in it."""
     directories = {entry.path for entry in entries if entry.kind == "directory"}
     for entry in entries:
         owner = claims.find_owner(entry)
@@ -130,11 +127,7 @@ def _find_packages(entries: list[Entry], claims: owners.Owners) -> Iterator[tupl
 
 
 def _make_file(member: tarfile.TarInfo, blocks: Iterable[bytes], others: Mapping[str, File]) -> File:
-    """Returns the file of an archive member, with a hash of its content, or the target of a symlink.
-
-    A hard link gets the content of its target, which `others` has. Docker's own changes are left out: the time of /etc,
-    and SELinux's labels.
-    """
+    """`others` has the targets of hard links. Leaves out Docker's changes: the time of /etc, and SELinux's labels."""
     content, source_time = "", 0
     if member.issym():
         content = member.linkname
@@ -165,10 +158,7 @@ def _read_blocks(content: IO[bytes] | None) -> Iterator[bytes]:
 
 
 def _hash(blocks: Iterable[bytes], *, is_bytecode: bool) -> tuple[str, int]:
-    """Returns the SHA-256 of a file and 0; for bytecode, the SHA-256 without the source's time, and that time in s.
-
-    Bytecode that does not record its source's time counts as any file.
-    """
+    """Returns the SHA-256 of a file and 0; for bytecode, the SHA-256 without the source's time, and that time in s."""
     sum_, time = hashlib.sha256(), b""
     for number, block in enumerate(blocks):
         if number == 0 and is_bytecode and block[4:8] == bytes(4) and len(block) >= _HEADER:

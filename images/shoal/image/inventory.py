@@ -124,11 +124,7 @@ def total(sums: Iterable[Sum]) -> Sum:
 
 
 def _layer(number: int, layer: LayerTar, owners: Owners, seen: Mapping[_Key, int]) -> Layer:
-    """Returns a layer with the sum of each owner, and how much of it is hidden by later layers.
-
-    `seen` has a number above 0 for each entry that the image shows, by the numbers of the layer and of the entry. The
-    end of the layer's archive belongs to `TAR`.
-    """
+    """`seen` has a number above 0 for each entry that the image shows, by the numbers of the layer and of the entry."""
     sums: dict[FileOwner, Sum] = {}
     for place, entry in enumerate(layer.entries):
         owner = owners.find_owner(entry)
@@ -140,10 +136,6 @@ def _layer(number: int, layer: LayerTar, owners: Owners, seen: Mapping[_Key, int
 
 
 def _sum(layer: LayerTar, begin: int, end: int, owner: FileOwner, is_hidden: bool) -> Sum:
-    """Returns the bytes of a part of a layer, from `begin` to `end`, all of them hidden if `is_hidden`.
-
-    It counts as one file, unless its owner is `TAR`.
-    """
     size, compressed = end - begin, layer.measured.compressed_before(end) - layer.measured.compressed_before(begin)
     return Sum(size, compressed, size * is_hidden, compressed * is_hidden, int(owner != TAR))
 
@@ -179,7 +171,6 @@ class _HiddenPaths:
                 self._remove(entry.path)
 
     def hides(self, path: str) -> bool:
-        """Returns whether the layer hides the entry that lower layers have at a path."""
         return path in self._paths or any(above in self._trees for above in _directories(path))
 
     def _remove(self, path: str) -> None:

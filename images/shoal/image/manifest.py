@@ -79,7 +79,6 @@ def check_tag(facts: ImageFacts, image: ImageSpec) -> list[str]:
 
 
 def _find_framework(facts: ImageFacts, framework: str) -> str | None:
-    """Returns the version of the framework's distribution, without its local part; None if it is not installed."""
     names = _FRAMEWORKS.get(framework, (framework,))
     return next((facts.versions[name].partition("+")[0] for name in names if name in facts.versions), None)
 

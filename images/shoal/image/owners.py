@@ -104,7 +104,6 @@ class Owners:
         return self._claims.get(path, FileOwner("python", name)) != FileOwner("python", name)
 
     def _claim_record(self, path: str, text: bytes) -> None:
-        """Gives the files of a RECORD to their Python distribution; do nothing for other files."""
         found = _DIST_INFO.fullmatch(path)
         if found and found[3] == "RECORD":
             owner = FileOwner("python", _name_and_version(found[2])[0])
@@ -114,15 +113,13 @@ class Owners:
                         self._claim(posixpath.normpath(posixpath.join(found[1], row[0])).lstrip("/"), owner)
 
     def _claim_list(self, path: str, text: bytes) -> None:
-        """Gives the files of one of dpkg's lists to their Debian package; do nothing for other files."""
         if found := _LIST.fullmatch(path):
             owner = FileOwner("debian", found[1])
             for line in _lines(text):
                 self._claim(line.rstrip("\n").lstrip("/"), owner)
 
     def _claim(self, path: str, owner: FileOwner) -> None:
-        """Gives a file to an owner, also if it has one already: the last claim counts. No file has a very long path."""
-        if len(path) <= MOST_PATH:
+        if len(path) <= MOST_PATH:  # no file has a longer one
             self._claims[self._tree.real(path)] = owner
 
 
@@ -139,15 +136,11 @@ class _Tree:
         self._known: dict[str, str] = {}
 
     def real(self, path: str) -> str:
-        """Returns the path without symlinked directories."""
         directory, _, name = path.rpartition("/")
         return posixpath.join(self._directory(directory, 0), name)
 
     def _directory(self, path: str, steps: int) -> str:
-        """Returns a directory without symlinks in its path; the rest of a very long way is as it is.
-
-        Results are kept in `_known`, so all links must be known before the first call.
-        """
+        """Keeps results in `_known`: all links must be known before the first call. A very long way is not followed."""
         if not path or steps > _MOST_STEPS or len(path) > MOST_PATH:
             return path
         if path not in self._known:
@@ -188,10 +181,7 @@ def _name_and_version(directory: str) -> tuple[str, str]:
 
 
 def _directory_of(path: str) -> str:
-    """Returns the first four directories of a path, which name the owner of a file without a package.
-
-    A file in the root has the owner "/".
-    """
+    """Returns the directories that name the owner of a file without a package; "/" for a file in the root."""
     directories = path.split("/")[:-1]
     return replace_surrogates("/".join(directories[:_OTHER_DEPTH]) or "/")
 

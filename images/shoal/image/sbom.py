@@ -43,7 +43,6 @@ def make_sbom(facts: ImageFacts) -> dict[str, Any]:
 
 
 def _components(facts: ImageFacts) -> Iterator[dict[str, Any]]:
-    """Yields the operating system, then the Debian packages, then the Python distributions."""
     system = facts.system
     yield {
         "type": "operating-system",

@@ -127,10 +127,7 @@ def _describe_layer(layer: Layer) -> str:
 
 
 def _open_image(name: str, matrix: BuildSpec | None) -> _ImageArchive:
-    """Returns an image as an archive: a .tar file, the default image of a framework, or any other that Docker has.
-
-    Docker's archive is read while it is made. Raises `UsageError` if there is no such image or file.
-    """
+    """Opens a .tar file or an image that Docker has. Docker's archive is read while it is made."""
     file = Path(name)
     if file.suffix == ".tar":
         try:
@@ -159,10 +156,7 @@ def _save_image(client: docker.DockerClient, image_id: str) -> Iterator[bytes]:
 
 
 def _read_inventory(archive: _ImageArchive, console: Console, known: Blobs) -> Inventory:
-    """Reads and compresses the layers of an image for its inventory. Shows a bar, or lines without a terminal.
-
-    Layers of Docker's other images are in `known`, and are not read again.
-    """
+    """Shows a bar, or lines without a terminal. Layers in `known`, of Docker's other images, are not read again."""
     blobs = known if archive.is_of_docker else None
     columns = (
         SpinnerColumn(),
@@ -180,7 +174,6 @@ def _read_inventory(archive: _ImageArchive, console: Console, known: Blobs) -> I
 
 
 def _report_chunks(archive: _ImageArchive, console: Console) -> Iterator[bytes]:
-    """Yields the chunks, and prints a line every `_PAUSE` seconds."""
     done, printed = 0, time.monotonic()
     for chunk in archive.chunks:
         yield chunk
@@ -207,10 +200,6 @@ def _print_rows(console: Console, name: str, rows: Sequence[tuple[str, Sum]]) ->
 
 
 def _print_changes(console: Console, comparison: Comparison) -> None:
-    """Prints the ten largest changes of layers and of packages, each as a table.
-
-    Then it prints how many are left out. Without changes there is no table.
-    """
     for name, changes in (("layer", comparison.layers), ("package", comparison.packages)):
         shown_changes = sorted(filter(lambda change: change.is_changed, changes), key=lambda change: -abs(change.bytes))
         table = _make_table(console, name, "state", "change", "compressed")

@@ -96,10 +96,7 @@ def _compare_packages(before: Inventory, after: Inventory) -> Iterator[Change]:
 
 
 def _compare_layers(before: Sequence[Layer], after: Sequence[Layer]) -> Iterator[Change]:
-    """Yields a change for each layer of either image: new, gone, or in both.
-
-    Layers match by content or, in order, by command.
-    """
+    """Matches layers by content or, in order, by command."""
     digests = {layer.digest for layer in before} & {layer.digest for layer in after} - {""}
     old, new = _key_layers(before, digests), _key_layers(after, digests)
     for key, layer in new.items():

@@ -97,10 +97,7 @@ class LockedCheckpoints:
             shutil.rmtree(scratch, ignore_errors=True)
 
     def _keep_found(self, content: Path) -> None:
-        """Puts the content in the directory's place, and keeps the directory itself, with files of the user, beside it.
-
-        Prints a line.
-        """
+        """Keeps the directory, with files of the user, beside the new one. Prints a line."""
         kept = self.path.with_name(f"{self.path.name}.before-{self.job}")
         self.path.rename(kept)
         try:
@@ -166,7 +163,6 @@ def _sibling(path: Path, suffix: str) -> Path:
 
 
 def _check_place(path: Path, option: str) -> None:
-    """Raises `UsageError` if a path is not a directory, or one that must not be replaced by another."""
     if path.exists() and not path.is_dir():
         raise UsageError(f"{option}: not a directory. Fix: name a directory only for checkpoints")
     if Path.cwd().is_relative_to(path) or Path.home().is_relative_to(path):
@@ -183,10 +179,7 @@ def _check_place(path: Path, option: str) -> None:
 
 @contextlib.contextmanager
 def _lock(path: Path, job: str, option: str) -> Iterator[int]:
-    """Locks the file next to a directory, and yields its descriptor. Raises `UsageError` if another command has it.
-
-    The file is removed at the end. One that a killed command has left is not locked.
-    """
+    """Yields the descriptor of a locked file, which is removed at the end. A killed command's is not locked."""
     place = _sibling(path, "lock")
     with contextlib.ExitStack() as stack:
         while True:
@@ -232,10 +225,7 @@ def _describe_use(path: Path, holder: str, job: str, option: str) -> str:
 
 
 def _check_owner(path: Path, job: str, option: str) -> bool:
-    """Returns whether a directory has files that were there before its first job.
-
-    Raises `UsageError` if it, one above it or one in it has the checkpoints of another job.
-    """
+    """Returns whether a directory has files that were there before its first job."""
     found = _read_mark(path / MARK, option) if os.path.lexists(path / MARK) else None
     marks = [parent / MARK for parent in path.parents if _has_own_mark(parent)]
     if not found or found["job"] != job:  # otherwise the job has replaced all in it, and its script wrote them
@@ -269,7 +259,6 @@ def _has_own_mark(directory: Path) -> bool:
 
 
 def _read_mark(mark: Path, option: str) -> dict[str, Any]:
-    """Returns a mark, with the job's name. Raises `UsageError` if it names no job, or is not a file of this user."""
     try:
         with os.fdopen(trust.open_own(mark, os.O_RDONLY)) as file:
             found = json.load(file)
@@ -304,7 +293,6 @@ def copy_tree(source: Path, target: Path, link: bool = False) -> None:
     """
 
     def ignore(directory: str, names: list[str]) -> set[str]:
-        """Returns the entries that are not copied."""
         modes = {name: stat.S_IFMT(Path(directory, name).lstat().st_mode) for name in names}
         kept = {stat.S_IFREG, stat.S_IFLNK}
         if not is_too_deep(directory, source):
@@ -316,7 +304,6 @@ def copy_tree(source: Path, target: Path, link: bool = False) -> None:
     room = Room(target.parent)
 
     def copy(source: str | os.DirEntry[str], target: str) -> None:
-        """Makes a hard link to a file, or a copy."""
         if link:
             with contextlib.suppress(OSError):  # the file system cannot
                 os.link(source, target)
@@ -329,7 +316,6 @@ def copy_tree(source: Path, target: Path, link: bool = False) -> None:
 
 
 def _make_links_relative(source: Path, target: Path) -> None:
-    """Replaces absolute links into `source` in its copy `target`."""
     for directory, *names in walk(target):
         for path in (Path(directory, name) for name in itertools.chain(*names)):
             if path.is_symlink() and path.readlink().is_absolute():
@@ -348,12 +334,10 @@ def _copy_file(source: str | os.DirEntry[str], target: str) -> None:
 
 
 def _flush(directory: Path) -> None:
-    """Writes a tree to the disk, so that no file is empty after a power failure.
-
-    The whole file system is written at once: one by one, a million files would take hours.
-    """
+    """Writes a tree to the disk, so that no file is empty after a power failure."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
+        # The whole file system at once: one by one, a million files would take hours.
         if getattr(ctypes.CDLL(None), "syncfs", lambda _: -1)(descriptor):
             os.sync()
     finally:

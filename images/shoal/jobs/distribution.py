@@ -36,10 +36,7 @@ class _Launcher(NamedTuple):
 
 @cache
 def _read_launchers() -> dict[str, _Launcher]:
-    """Return the launchers by their names in `distribution`, from the table of the toolkit that we ship.
-
-    The table is data: the package of the toolkit may not be imported here.
-    """
+    # A table that is data: the package of the toolkit may not be imported here.
     path = project.find_shipped().root / "toolkit" / "shoal_toolkit" / "data" / "launchers.json"
     table = json.loads(path.read_text())["launchers"]
     return {
@@ -50,7 +47,6 @@ def _read_launchers() -> dict[str, _Launcher]:
 
 
 def _list_keys() -> tuple[str, ...]:
-    """Return the keys that `distribution` may have."""
     return tuple(dict.fromkeys([*(name.partition(".")[0] for name in _read_launchers()), "instance_groups"]))
 
 
@@ -101,7 +97,7 @@ def convert_distribution(distribution: Mapping[str, Any]) -> dict[str, Any]:
 def _convert_launcher(
     launcher: _Launcher, options: Mapping[str, Any], *, is_default: bool, counts: bool
 ) -> dict[str, Any]:
-    """Return the hyperparameters for a launcher. The number of ranks is one only if `counts`."""
+    """Returns the hyperparameters for a launcher. The number of ranks is one only if `counts`."""
     enabled = options.get("enabled", False)
     values = {launcher.key: enabled}
     if launcher.sends_instance_type:
@@ -116,7 +112,7 @@ def _convert_launcher(
 
 
 def _find_options(distribution: Mapping[str, Any], name: str) -> Any:
-    """Return the options of a launcher, None without any. The key smdistributed has the libraries below it."""
+    """Returns the options of a launcher, None without any. The key smdistributed has the libraries below it."""
     key, _, library = name.partition(".")
     options = distribution.get(key)
     if library and key in distribution:
@@ -185,10 +181,7 @@ def _is_enabled(distribution: Mapping[str, Any], name: str) -> bool:
 
 
 def _check_smdistributed(options: Mapping[str, Any], mpi: bool) -> dict[str, Any]:
-    """Check the libraries under the key `smdistributed`. Return the hyperparameter for model parallelism, if enabled.
-
-    Raises `UsageError` for unknown keys, for both libraries at once, and for modelparallel without MPI (`mpi`).
-    """
+    """Returns the hyperparameter for model parallelism, if enabled. `mpi`: whether MPI is."""
     if isinstance(options, Mapping) and {"enabled", "parameters"} & set(options):  # a mistake in AWS's guide
         library = "modelparallel" if "parameters" in options else "dataparallel"
         options_json = ", ".join(f'"{key}": ...' for key in options)
@@ -214,7 +207,6 @@ def _check_smdistributed(options: Mapping[str, Any], mpi: bool) -> dict[str, Any
 
 
 def _check_options(options: object, allowed: tuple[str, ...], where: str) -> None:
-    """Raises `UsageError` unless `options` is a dictionary with no keys but these, and its `enabled` a boolean."""
     if not isinstance(options, Mapping):
         raise UsageError(f'{where}: expected a dictionary, found {options!r}. Fix: such as {{"enabled": true}}')
     for key in options:

@@ -102,10 +102,7 @@ def gpu_environment(devices: Devices) -> dict[str, str]:
 
 
 def _uses_gpus(client: docker.DockerClient, image: str, hosts: int, say: Callable[[str], object]) -> bool:
-    """Returns whether hosts get GPUs without `--gpus`: not if Docker has no NVIDIA runtime, or lacks the image.
-
-    Also not if there are several hosts of a CPU image. `say` receives a line if hosts of a GPU image get none.
-    """
+    """Returns whether hosts get GPUs without `--gpus`. `say` receives a line if hosts of a GPU image get none."""
     try:
         labels = read_labels(client.images.get(image))
     except docker.errors.ImageNotFound:
@@ -123,10 +120,7 @@ def _split_evenly(names: Sequence[str], hosts: int) -> list[Devices]:
 
 
 def _list_gpus(client: docker.DockerClient, image: str) -> list[str]:
-    """Returns the indexes of Docker's GPUs, as nvidia-smi lists them in a container of the image, which is removed.
-
-    Raises DockerError if the container does not start or nvidia-smi fails.
-    """
+    """Runs nvidia-smi in a container of the image, which is removed. Raises DockerError if that fails."""
     label = containers.unique_name("gpus")
     request = DeviceRequest(count=-1, capabilities=[["gpu", "utility"]])
     settings = {"entrypoint": ["nvidia-smi"], "device_requests": [request], "network_mode": "none"}

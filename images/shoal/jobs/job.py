@@ -168,7 +168,7 @@ class JobRequest(JobSpec):
         self.encode_hyperparameters("")
 
     def _check_links(self) -> None:
-        """Raise `UsageError` if a link takes a directory of the job out of the current project."""
+        """Raises `UsageError` if a link takes a directory of the job out of the current project."""
         options = {"--output": self.output, "--checkpoints": self.checkpoints}
         channels = {f"--channel {name}": directory for name, directory in self.channels.items()}
         volumes = {f"--volume {volume.source}:{volume.target}": volume.source for volume in self.volumes}
@@ -177,7 +177,6 @@ class JobRequest(JobSpec):
                 check_place(option, place)
 
     def _check_checkpoints(self) -> None:
-        """Raises `UsageError` if other files of the job are in the directory of its checkpoints, which it replaces."""
         if self.checkpoints is None:
             return
         channels = {f"--channel {name}": directory for name, directory in self.channels.items()}
@@ -189,7 +188,6 @@ class JobRequest(JobSpec):
                 )
 
     def _check_elastic(self) -> None:
-        """Raises `UsageError` if a job with a range of hosts cannot go on with fewer."""
         if not self.min_hosts:
             return
         option = f"--hosts {self.min_hosts}:{self.hosts}"
@@ -380,7 +378,6 @@ def check_channel_name(name: str) -> None:
 
 
 def _encode_value(text: str) -> str:
-    """Returns `text` unchanged if it is valid JSON (0.1, true, {"a": 1}), otherwise as a JSON string."""
     try:
         json.loads(text)
     except ValueError:

@@ -96,7 +96,7 @@ class Series:
             self.xs = self.xs[::2]
 
     def _check_x(self, x: X | None) -> None:
-        """Keeps the name of the first step, or drop all steps if this one does not fit."""
+        """Keeps the name of the first step, or drops all steps if this one does not fit."""
         if x and self._last_x == -math.inf:
             self.x_name = x.name
         if x and x.name == self.x_name and x.value >= self._last_x:
@@ -202,7 +202,6 @@ class JobLog:
             self.path = None
 
     def _add_metrics(self, line: Line) -> None:
-        """Adds the metrics of a line to their series."""
         origin = line.host, line.rank
         if origin not in self._readers and len(self._readers) >= MAX_SERIES:
             return
@@ -216,7 +215,7 @@ class JobLog:
 
 
 def _list_last(series: Mapping[Key, Series]) -> Iterable[tuple[str, float]]:
-    """Return names and their last finite values, with the lowest ranks last."""
+    """Returns names and their last finite values, with the lowest ranks last."""
     finite = [(key, each.last) for key, each in series.items() if math.isfinite(each.last)]
     ordered = sorted(finite, key=lambda item: -1 if item[0][2] is None else item[0][2], reverse=True)
     return ((name, value) for (name, _, _), value in ordered)
@@ -312,10 +311,7 @@ def read_lines(
 
 
 def _read_whole(file: IO[bytes]) -> Iterator[tuple[float, str, str]]:
-    """Yields time, host and text of each whole line. One that is still being written is left for the next call.
-
-    Lines of another form are left out.
-    """
+    """A line that is still being written is left for the next call. Lines of another form are left out."""
     while True:
         place = file.tell()
         line = file.readline(_MOST_LINE)

@@ -104,7 +104,7 @@ def read_metrics(directory: Path, began: float) -> dict[Key, Series]:
 
 
 def _read_metrics_file(path: Path) -> Iterator[tuple[Key, float, float]]:
-    """Yield the origin, time and value of each metric in a file. Lines of another form are skipped."""
+    """Yields the origin, time and value of each metric in a file. Lines of another form are skipped."""
     left = _MAX_METRICS_SIZE
     with path.open(encoding="utf-8", errors="replace") as file:
         while left > 0 and (line := file.readline(left)):
@@ -183,7 +183,6 @@ def _send(file: IO[bytes] | None, document: object) -> None:
 
 
 def _receive(file: IO[bytes] | None, deadline: float) -> bytes:
-    """Returns a line. Raises TimeoutError after the deadline, and EOFError at the end."""
     assert file is not None
     received = b""
     while not received.endswith(b"\n"):
@@ -196,7 +195,7 @@ def _receive(file: IO[bytes] | None, deadline: float) -> bytes:
 
 
 def _serve() -> None:
-    """Body of the process: answer each line of standard input, until its end."""
+    """Body of the process: answers each line of standard input, until its end."""
     given = (json.loads(line) for line in sys.stdin.buffer)
     definitions = [MetricPattern(name, re.compile(pattern)) for name, pattern in next(given)]
     with os.fdopen(1, "wb") as out:

@@ -275,7 +275,6 @@ class LineReader:
 
 
 def _read_row(columns: Sequence[str], text: str) -> Reading | None:
-    """Returns the metrics in a row of a table; None if the line is none."""
     cells = next((cells for cells in (_CELLS.split(text.strip()), text.split()) if len(cells) == len(columns)), None)
     if cells is None and "%|" in text:  # the last cell has a progress bar
         cells = _CELLS.split(text.strip())
@@ -339,7 +338,6 @@ def _is_metric(pair: _Pair, kind: NameKind, is_strong: bool) -> bool:
 
 
 def _is_assigned(pair: _Pair) -> bool:
-    """Returns whether a pair is `name=value` with a finite value, and no setting."""
     return pair.separator == "=" and not pair.words[1:] and math.isfinite(pair.value) and not is_setting(pair.words[0])
 
 

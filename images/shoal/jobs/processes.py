@@ -59,13 +59,10 @@ def _list_ancestors(pid: int) -> list[int]:
 
 
 def _is_own(pid: int) -> bool:
-    """Returns whether a process is this user's, by its real and its effective user. One that has ended is not.
-
-    Nor is one of a container: root in it has the number of this machine's root, and further numbers of a process.
-    """
     with contextlib.suppress(OSError, KeyError):
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
         found = {name: values.split() for name, _, values in (line.partition(":") for line in lines)}
+        # A process of a container has further numbers: root in it has the number of this machine's root.
         return {*map(int, found["Uid"])} <= trust.own_ids() and len(found.get("NSpid", ())) <= 1
     return False
 

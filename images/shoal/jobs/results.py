@@ -98,7 +98,6 @@ def _read_object(host: str, tree: Path, name: str, messages: _Messages) -> dict[
 
 
 def _check_report(report: Mapping[str, Any]) -> None:
-    """Raises ValueError if a program has made the report of `train` wrong."""
     hosts, ranks = report.get("hosts", [""]), report.get("ranks")
     seconds = (report.get("launch_seconds"), report.get("training_seconds"))
     if not (isinstance(hosts, list) and hosts and (ranks is None or type(ranks) is int)):
@@ -144,16 +143,14 @@ def pack_results(directory: Path, trees: Mapping[str, Path], messages: _Messages
 
 
 def _merge_files(roots: Mapping[str, Path], problems: _Messages) -> dict[str, tuple[str, Path]]:
-    """Returns the files and links of all hosts by their names in the archive, each with its host.
-
-    No name is in another one that is a file or a link: an archive with both would be unpacked through the link.
-    """
+    """Returns the files and links of all hosts by their names in the archive, each with its host."""
     files: dict[str, tuple[str, Path]] = {}
     directories: set[str] = set()
     for host, root in roots.items():
         for path in list_files(root, problems[host]):
             name = path.relative_to(root)
             above = {str(parent) for parent in name.parents}
+            # An archive with a name in a file or link would be unpacked through the link.
             if str(name) in directories or not above.isdisjoint(files):
                 problems[host].append(f"{name}: not packed: a directory of one host is a file or link of another")
                 continue

@@ -229,7 +229,6 @@ class Watch:
                 self._replace(host)
 
     def _on_first_ended(self, end: HostExit) -> None:
-        """Starts all hosts again if the first one was lost. Otherwise the others end soon."""
         if self._can_restart_all(end):
             self._restart_all(end)
         elif self.lost:  # a replacement that came too late would wait for it
@@ -250,10 +249,7 @@ class Watch:
         return count_failures(listed) < self.hosts.request.max_restarts
 
     def _end_wait(self) -> None:
-        """Replaces the hosts that have ended if the first one waits for them, otherwise stop the others.
-
-        An elastic job goes on without hosts that cannot be replaced: `train` decides when there are too few.
-        """
+        """An elastic job goes on without hosts that cannot be replaced: `train` decides when there are too few."""
         self.deadline = None
         failed = [host for host, end in self.exits.items() if not is_final(end.exit_code)]
         if failed and self._can_restart and self.hosts.first not in self.exits:

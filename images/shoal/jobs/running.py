@@ -84,7 +84,6 @@ def wait_for_end(directory: Path, is_alive: Callable[[], bool] = lambda: True) -
 
 
 def _try_lock(descriptor: int, kind: int) -> bool:
-    """Locks a file, and returns whether that was possible at once."""
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -93,11 +92,9 @@ def _try_lock(descriptor: int, kind: int) -> bool:
 
 
 def _state_directory() -> Path:
-    """Returns the directory with a directory of links for each machine, which may be missing.
-
-    Machines may share a home directory. As the standard says, a relative $XDG_STATE_HOME does not count.
-    """
+    """Has a directory of links for each machine: machines may share a home directory. It may be missing."""
     base = Path(os.environ.get("XDG_STATE_HOME", ""))
+    # As the standard says, a relative path does not count.
     return (base if base.is_absolute() else Path.home() / ".local" / "state") / "shoal" / "jobs"
 
 
@@ -163,7 +160,6 @@ def check_own(directory: Path, key: str, option: str) -> None:
 
 
 def _find_problem(directory: Path, key: str, named: set[str]) -> str | None:
-    """Returns why a job does not count as this user's, in words; None if it does."""
     if not trust.is_inside(directory, named):
         if words := trust.find_stranger(directory):
             return words

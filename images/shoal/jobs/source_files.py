@@ -181,8 +181,6 @@ def check_directory(selection: Selection) -> None:
 
 
 class _Directory(NamedTuple):
-    """An open directory of the source."""
-
     descriptor: int
     prefix: str
     """Its path with a slash at the end, relative to the source; empty for the source."""
@@ -239,14 +237,7 @@ def _read_entry(selection: Selection, directory: _Directory, base: str) -> Itera
 def _read_opened(
     selection: Selection, parent: _Directory, names: Sequence[str], descriptor: int
 ) -> Iterator[SourceFile]:
-    """Yields an open file, or an open directory and all that is in it.
-
-    Args:
-        selection: The source.
-        parent: The directory that has it.
-        names: Its path, and after a followed link its real one.
-        descriptor: The file or directory.
-    """
+    """Yields a file, or a directory and all in it. `names`: its path, and after a followed link its real one."""
     status = os.fstat(descriptor)
     found = SourceFile(names[0], status.st_mode, status.st_size, status.st_mtime, descriptor=descriptor)
     if stat.S_ISREG(status.st_mode):
@@ -285,10 +276,7 @@ def _find_directory_rule(
 
 
 def _find_ignored_link(selection: Selection, name: str) -> str:
-    """Returns why a link that leaves the source is left out, as a virtual environment would be; empty if it is not.
-
-    Nothing is opened or copied through it.
-    """
+    """Returns why a link that leaves the source is left out; empty if it is not. Nothing is opened through it."""
     if any(matches(pattern, name) for pattern in selection.include):
         return _KEPT
     (mark,), reason = _MARKED[0]
@@ -309,11 +297,7 @@ def _find_secret_rule(selection: Selection, names: Sequence[str], beginning: byt
 
 
 def _resolve(source: Path, name: str, target: str) -> str | None:
-    """Returns the path in the source to which a link leads, also through other links; empty for a loop.
-
-    None if it leads out of the source, or only in between. The answer decides whether the link stays one. No file is
-    opened through it.
-    """
+    """Returns None for a link that leads out of the source, or only in between; empty for a loop. Opens no file."""
     place = name.split("/")[:-1]
     steps = [target]
     for _ in range(2 * _MAX_LINKS):  # each link leaves the rest of a path for later
@@ -457,7 +441,6 @@ def describe_source(selection: Selection, files: Sequence[SourceFile]) -> list[s
 
 
 def _find_around(files: Iterable[SourceFile], name: str) -> SourceFile | None:
-    """Returns the file with a path, or the directory around it; None if there is none."""
     return next((each for each in files if f"{name}/".startswith(f"{each.name}/")), None)
 
 

@@ -88,10 +88,7 @@ def _stop_lost(found: KnownJob, console: Console) -> None:
 
 
 def _end_docker_job(opened: OpenJob, console: Console) -> None:
-    """Stops the containers of a job that still run, collects the files of all, and removes them with the network.
-
-    A volume with checkpoints stays if there is no container to collect them from.
-    """
+    """A volume with checkpoints stays if there is no container to collect them from."""
     client = docker_client.connect()
     found = find_containers(client, opened.identity, opened.record.request.host_names)
     still_running = [str(each.id) for each in found.values() if each.status == "running"]

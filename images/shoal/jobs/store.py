@@ -183,11 +183,7 @@ def load_record(path: Path, option: str) -> JobRecord:
 
 
 def _write_record(directory: Path, record: JobRecord) -> None:
-    """Writes the record, with absolute paths. Only its owner can read it: environments may have secrets.
-
-    The job's own secret is left out. A resumed job gets a new one. Values that came from the environment or a file are
-    left out too: they are read again.
-    """
+    """Writes the record, with absolute paths. Only its owner can read it: environments may have secrets."""
     request = record.request
     absolute = replace(
         request,
@@ -195,6 +191,7 @@ def _write_record(directory: Path, record: JobRecord) -> None:
         channels={name: path.absolute() for name, path in request.channels.items()},
         volumes=tuple(replace(volume, source=volume.source.absolute()) for volume in request.volumes),
         checkpoints=request.checkpoints and request.checkpoints.absolute(),
+        # A resumed job gets a new secret, and reads again what came from the environment or a file.
         environment={
             key: value for key, value in request.environment.items() if key != job.SECRET and key not in request.taken
         },
@@ -254,10 +251,7 @@ def open_job(record: JobRecord, resumed: str | None, name: str | None = None) ->
 
 
 def _make_new(record: JobRecord, name: str | None) -> tuple[JobRecord, str, Path]:
-    """Returns the record of a new job with its identity, its name, and its directory, which is made.
-
-    Raises `UsageError` if the directory cannot be created, or others can replace files in it.
-    """
+    """Makes the job's directory. Raises `UsageError` if that fails, or if others can replace files in it."""
     request = record.request
     code = request.source.resolve().name if request.source else Path(request.image).name.partition(":")[0]
     identity = job.make_job_name(name or code)
@@ -279,10 +273,7 @@ def _remove_unused(directory: Path) -> None:
 
 
 def _prepare_resume(directory: Path, record: JobRecord, opened: checkpoints.LockedCheckpoints) -> JobRecord:
-    """Checks that a job can be resumed, and returns its new record. Files of the last command move to attempt-N.
-
-    Checkpoints in the tree of a job without Docker that was killed are collected first.
-    """
+    """Moves files of the last command to attempt-N. Checkpoints of a killed job without Docker are collected first."""
     option = f"--resume {directory.name}"
     last = read_record(directory.parent, directory.name)  # it may have ended since the first look
     if last.exit_code == 0 and not last.uncollected:
@@ -324,7 +315,6 @@ def find_trees(directory: Path) -> list[Path]:
 
 
 def _list_trees(directory: Path) -> list[Path]:
-    """Returns the directories of hosts in a job's directory, by name."""
     found = (path for path in directory.iterdir() if path.is_dir() and not path.is_symlink())
     return sorted(path for path in found if not path.name.startswith((".", _EARLIER, checkpoints.CONTENT)))
 

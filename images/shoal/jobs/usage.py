@@ -139,7 +139,7 @@ def sample_usage(series: dict[Key, Series], began: float, read: Reader) -> Itera
 
 
 def _sample(series: dict[Key, Series], began: float, read: Reader, ended: threading.Event) -> None:
-    """Body of a thread: read the usage until `ended` is set. It waits longer if reading takes more of the CPU."""
+    """Body of a thread: reads the usage until `ended` is set. It waits longer if reading takes more of the CPU."""
     earlier: dict[str, tuple[float, float]] = {}
     wait = _SECONDS
     while True:

@@ -235,7 +235,6 @@ def check_secret_variables(secrets: Iterable[Secret], environment: Mapping[str, 
 
 
 def _check_name(option: str, name: str, allowed: re.Pattern[str] = _NAME) -> None:
-    """Raises `UsageError` unless a name can be a variable's or secret's."""
     if not allowed.fullmatch(name):
         raise UsageError(
             f"{option} {name!r}: a name has only letters, digits and '_', and begins with no digit. Fix: such as"

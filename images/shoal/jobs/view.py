@@ -82,7 +82,6 @@ def format_duration(seconds: float) -> str:
 
 
 def _list_facts(state: PanelState, width: int) -> Iterator[Text]:
-    """Yields a rule with the job's name and time, and a row with hosts, ranks and lines."""
     time = format_duration(state.seconds)
     name = Text(clean_text(state.name), style="bold")
     name.truncate(max(width - len(time) - 8, 4), overflow="ellipsis")
@@ -265,7 +264,7 @@ class LiveView:
         self._changed.set()
 
     def _write_lines(self) -> None:
-        """Body of a thread: write lines and the panel until the view ends, or the terminal has gone."""
+        """Body of a thread: writes lines and the panel until the view ends, or the terminal has gone."""
         with contextlib.suppress(OSError):
             while not self._ended.is_set():
                 self._changed.wait(_PANEL_SECONDS)
@@ -311,10 +310,7 @@ class LiveView:
         self._live = self._start_live()
 
     def _read_lines(self, lines: Iterable[Line]) -> str:
-        """Keeps the highest rank and the last values of the metric definitions in lines.
-
-        If the search fails, the numbers of the log take the place of the definitions. Returns a line about it, or "".
-        """
+        """If the search fails, the log's numbers replace the definitions. Returns a line about it, or ""."""
         lines = [*lines]
         self.ranks = max([self.ranks, *(line.rank + 1 for line in lines if line.rank is not None)])
         searched = [line for line in lines if self.definitions and not line.text.startswith("train: ")]
@@ -329,7 +325,6 @@ class LiveView:
         return ""
 
     def _describe(self) -> PanelState:
-        """Returns the state of the job now."""
         seconds = time.time() - self.log.began
         last = {**self.log.steps.copy(), **{key: series.last for key, series in self.log.series.copy().items()}}
         metrics: dict[str, list[float]] = {}

@@ -120,7 +120,6 @@ class _Masks:
         return shown
 
     def hide(self, text: str) -> str:
-        """Returns a clean text with masked secrets."""
         for secret in self._secrets:
             if secret in text:
                 text = text.replace(secret, MASK)
@@ -156,7 +155,6 @@ def _list_causes(result: FinishedJob) -> list[tuple[str, str]]:
 
 
 def _collect_settings(opened: OpenJob, plan: Mapping[str, Any], masks: _Masks) -> dict[str, dict[str, str]]:
-    """Returns the names and values that the page shows, by section."""
     record = opened.record
     request = record.request
     job = {
@@ -201,7 +199,6 @@ def _list_versions(engine: str) -> dict[str, str]:
 
 
 def _read_scalars(opened: OpenJob) -> list[Curve]:
-    """Returns the curves in TensorBoard's event files. The names of several hosts come first."""
     series: dict[Key, Series] = {}
     for host, output in opened.outputs.items():
         for (name, run, _), points in trackers.read_scalars(output, opened.log.began).items():
@@ -225,7 +222,6 @@ def _make_curve(key: Key, series: Series) -> Curve:
 
 
 def _decode(value: str) -> str:
-    """Returns the text of a hyperparameter, without the quotes of JSON."""
     try:
         decoded = json.loads(value)
     except (ValueError, RecursionError):

@@ -86,7 +86,6 @@ def unpack_log(data: str) -> list[Line]:
 
 
 def _count_fitting(sizes: Iterable[int], budget: int) -> int:
-    """Returns how many of the first sizes have a sum of at most `budget`."""
     return sum(1 for _ in itertools.takewhile(lambda total: total <= budget, itertools.accumulate(sizes)))
 
 

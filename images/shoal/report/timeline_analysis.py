@@ -192,7 +192,6 @@ def list_caveats(analysis: Analysis) -> Iterator[str]:
 
 
 def _analyse_rank(rank: Rank, found: Sequence[Collective]) -> RankReport:
-    """Returns the figures of a rank, given the collectives of all ranks."""
     spans = rank.spans_of("communication")
     communication = _merge_times(spans)
     steps = sorted(span.duration for span in rank.spans_of("step"))

@@ -107,10 +107,6 @@ def find_steps(timeline: Timeline) -> list[Interval]:
 
 
 def _choose_windows(timeline: Timeline) -> Iterator[tuple[str, Interval]]:
-    """Yields the windows that the page shows, each with its title.
-
-    The first is the whole recording. With three steps or more, the median and the longest step follow.
-    """
     yield "The whole recording", (0, timeline.end)
     numbered = sorted(enumerate(find_steps(timeline), 1), key=lambda step: step[1][1] - step[1][0])
     if len(numbered) > 2:
@@ -165,10 +161,7 @@ def _choose_marks(report: RankReport, window: Interval) -> Iterator[Span]:
 
 
 def _join_short_spans(spans: Iterable[Span], shortest: int) -> Iterator[Span]:
-    """Yields the spans; a run of neighbours that lasts less than `shortest` nanoseconds becomes one span.
-
-    Joined spans are shorter than that too, so several of them can follow each other. Longer spans stay as they are.
-    """
+    """Makes one span of a run of neighbours that lasts less than `shortest` nanoseconds."""
     run: list[Span] = []
     for span in spans:
         if run and span.end - run[0].begin >= shortest:
@@ -180,10 +173,6 @@ def _join_short_spans(spans: Iterable[Span], shortest: int) -> Iterator[Span]:
 
 
 def _join(run: Sequence[Span]) -> Span:
-    """Returns one span for a run of spans: named as the longest, with their number and the sum of their bytes.
-
-    A single span is returned as it is.
-    """
     if len(run) == 1:
         return run[0]
     longest, end = max(run, key=lambda span: span.duration), max(span.end for span in run)
@@ -191,7 +180,6 @@ def _join(run: Sequence[Span]) -> Span:
 
 
 def _place(span: Span, window: Interval, y: int, remark: str = "") -> Bar:
-    """Returns the bar of a span, or of its part in the window."""
     scale = UNITS / (window[1] - window[0])
     begin, end = max(span.begin, window[0]), min(span.end, window[1])
     width = (end - begin) * scale
@@ -206,7 +194,6 @@ def _place(span: Span, window: Interval, y: int, remark: str = "") -> Bar:
 
 
 def _choose_label(span: Span, width: float) -> str:
-    """Returns the name and bucket of a span, its bucket alone, or nothing: the longest that fits into `width`."""
     bucket = str(span.args.get("bucket", ""))
     full = f"{span.name} {bucket}".strip()
     if width >= len(full) * _LETTER:
@@ -215,17 +202,12 @@ def _choose_label(span: Span, width: float) -> str:
 
 
 def _css_class(span: Span) -> str:
-    """Returns the CSS class of a span: its category, or its name if it computes forward, backward or the optimizer."""
     return (
         span.name if span.category == "compute" and span.name in ("forward", "backward", "optimizer") else span.category
     )
 
 
 def _list_kinds(timeline: Timeline) -> list[str]:
-    """Returns the kinds of bars on the page, for its legend.
-
-    Their order is fixed. Spans of other categories, such as steps, are left out.
-    """
     present = {_css_class(span) for rank in timeline.ranks for span in rank.spans}
     return [
         kind for kind in ("forward", "backward", "optimizer", "compute", "communication", "wait") if kind in present

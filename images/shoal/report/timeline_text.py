@@ -83,7 +83,6 @@ def summarize_timeline(analysis: Analysis) -> Iterator[str]:
 
 
 def _summarize_skew(analysis: Analysis) -> str:
-    """Returns a sentence on how late the last rank begins, and on the straggler if there is one."""
     mean = format_time(analysis.skew // len(analysis.collectives))
     skew = f"On average, the last rank begins a collective {mean} after the first"
     if analysis.straggler is None:

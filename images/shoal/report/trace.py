@@ -148,7 +148,6 @@ class _Track:
 
 
 def _list_directory(directory: Path) -> list[Path]:
-    """Returns the timelines in and below a directory, otherwise its own JSON files. Raises `UsageError` for neither."""
     files = sorted(directory.rglob(PATTERN)) or sorted(directory.glob("*.json"))
     if not files:
         raise UsageError(f"{directory}: contains no {PATTERN}; {_EXPECTED}")
@@ -156,7 +155,6 @@ def _list_directory(directory: Path) -> list[Path]:
 
 
 def _read_tracks(file: Path) -> Iterator[_Track]:
-    """Yields the processes in a file, one for each pid. Raises `TraceError` without spans, or if a pid has no rank."""
     events, complete = _read_events(file)
     of_pid: dict[int, list[Mapping[str, Any]]] = defaultdict(list)
     about: dict[int, dict[str, Any]] = defaultdict(dict)
@@ -181,7 +179,6 @@ def _read_tracks(file: Path) -> Iterator[_Track]:
 
 
 def _check_numbers(file: Path, about: Mapping[str, Any]) -> None:
-    """Raises `TraceError` unless the begin and the world size of a process are integers of usual size, or missing."""
     for key, most in ((_BEGIN, _MOST // 1000), ("world_size", MOST_RANKS)):
         value = about.get(key)
         if value is not None and (type(value) is not int or not 0 <= value <= most):
@@ -189,10 +186,7 @@ def _check_numbers(file: Path, about: Mapping[str, Any]) -> None:
 
 
 def _read_events(file: Path) -> tuple[list[dict[str, Any]], bool]:
-    """Returns the events of a file, and whether it is complete; of an incomplete file, the complete events.
-
-    Raises `TraceError` if it can't be read, or is not a Chrome trace.
-    """
+    """Returns the complete events of a file, which may be cut off, and whether it is complete."""
     try:
         text = read_file(file, MOST_TRACE, follow=True).decode()
     except OSError as error:
@@ -225,10 +219,7 @@ def _is_odd(value: object) -> bool:
 
 
 def _parse_complete_events(text: str) -> list[Any]:
-    """Returns the complete events of a trace that is cut off; it has one event per line, as our ranks write it.
-
-    Empty if it has another form.
-    """
+    """Reads a trace that is cut off: one event per line, as our ranks write it. Empty if it has another form."""
     for complete in (text, text.rpartition("\n")[0]):
         with contextlib.suppress(ValueError, RecursionError):
             return list(json.loads(complete.rstrip().rstrip(",") + "]"))
@@ -236,7 +227,6 @@ def _parse_complete_events(text: str) -> list[Any]:
 
 
 def _make_rank(track: _Track, began: int) -> Rank:
-    """Returns the rank of a track, on the clock that begins at `began`. Raises `TraceError`."""
     shift = track.began - began
     try:
         events = sorted((_make_span(event, shift) for event in track.events), key=lambda event: event[1].begin)
@@ -274,10 +264,7 @@ def _cut(value: Any) -> int | str:
 
 
 def _check_one_job(ranks: Sequence[Rank]) -> None:
-    """Raises `TraceError` if ranks cannot be of one job: by number, world size, job name or time.
-
-    The ranks must be sorted by number.
-    """
+    """The ranks must be sorted by number."""
     for one, other in zip(ranks, ranks[1:], strict=False):
         if one.number == other.number:
             raise TraceError(_describe_conflict(one, other, f"both are rank {one.number}"))
@@ -311,7 +298,6 @@ def _time_range(rank: Rank) -> tuple[int, int]:
 
 
 def _chrome_events(timeline: Timeline, rank: Rank) -> Iterator[dict[str, Any]]:
-    """Yields the events of a rank for a merged trace, names of its rows included."""
     about = {
         "name": f"rank {rank.number}",
         "rank": rank.number,

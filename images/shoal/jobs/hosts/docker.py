@@ -223,10 +223,7 @@ class DockerHosts:
         return trees
 
     def _collect_checkpoints(self, directory: checkpoints.LockedCheckpoints) -> None:
-        """Replaces the content of a directory by the volume's. Files that are not copied are printed.
-
-        An interrupt waits meanwhile, but not for longer than `containers.HANGS`.
-        """
+        """Replaces a directory's content by the volume's. An interrupt waits for at most `containers.HANGS`."""
         with (
             containers.delay_interrupts(),
             directory.replace() as scratch,
@@ -435,10 +432,7 @@ def _list_lost_files(hosts: DockerHosts, trees: Mapping[str, Path]) -> tuple[str
 
 
 def _keep_volume(client: docker.DockerClient, opened: OpenJob, console: Console) -> bool:
-    """Removes the objects of an earlier command from Docker, and returns whether its volume has the newest checkpoints.
-
-    Prints a line if it should have them, but is gone. Raises `UsageError` if the job still runs, or then has none.
-    """
+    """Removes an earlier command's objects from Docker. Returns whether its volume has the newest checkpoints."""
     is_expected = opened.record.uncollected
     if remove_earlier(client, opened.name, opened.identity, keep_volume=is_expected):
         return True

@@ -111,23 +111,18 @@ class LocalHosts:
             thread.start()
 
     def _await_end(self, host: str, number: str, process: subprocess.Popen[bytes]) -> None:
-        """Body of a thread: print the output of a host, and put its exit into `arrivals`.
-
-        The processes that a killed `train` has left are killed before: they would still write checkpoints.
-        """
+        """Body of a thread: prints the output of a host, and puts its exit into `arrivals`."""
         readers = self._start_readers(host, process)
         code = process.wait()
         if code < 0:
+            # They would still write checkpoints.
             kill_orphans(self.trees[host])
         for reader in readers:
             reader.join(timeout=10)  # a process of the script may live on, with this stream
         self.arrivals.put((host, number, HostExit(128 - code if code < 0 else code)))
 
     def _start_readers(self, host: str, process: subprocess.Popen[bytes]) -> list[threading.Thread]:
-        """Starts threads that show and keep the output of a host.
-
-        One host's bytes are not changed, unless they go to the terminal of a live view.
-        """
+        """One host's bytes are not changed, unless they go to the terminal of a live view."""
         assert process.stdout is not None
         if process.stderr is None:
             readers = [threading.Thread(target=self._show_output, args=(host, process.stdout, True), daemon=True)]
@@ -139,15 +134,12 @@ class LocalHosts:
         return readers
 
     def _show_output(self, host: str, stream: IO[bytes], named: bool) -> None:
-        """Body of a thread: show lines, if `named` after the name of their host, and keep them."""
+        """Body of a thread: shows lines, if `named` after the name of their host, and keeps them."""
         for line, is_overwritten in containers.split_pieces(_read_chunks(stream)):
             self.view.add(f"{host} | {line}" if named else line, self.log.add(host, line), is_overwritten)
 
     def _pass_output(self, host: str, stream: IO[bytes], target: int) -> None:
-        """Body of a thread: copy the output of a host to a file descriptor at once, and keep its lines.
-
-        A live view shows the lines instead, if the file is its terminal.
-        """
+        """Body of a thread: copies the output of a host to a file descriptor at once, and keeps its lines."""
         if self.view.is_live and os.isatty(target):
             self._show_output(host, stream, named=False)
             return
@@ -397,10 +389,7 @@ def merge_hosts(request: job.JobRequest, console: Console) -> job.JobRequest:
 
 
 def _gpu_environment(option: str | None, devices: Path = Path("/dev")) -> dict[str, str]:
-    """Returns the variable that limits the script to the GPUs of `--gpus`; no variable for `all` or None.
-
-    Raises `DockerError` if GPUs are requested, and this machine has none. Their numbers are not checked.
-    """
+    """Raises `DockerError` if GPUs are requested, and this machine has none. Their numbers are not checked."""
     if option is None:
         return {}
     if option != gpus.NONE and not list(devices.glob("nvidia[0-9]*")):

@@ -71,10 +71,6 @@ def _build_object(request: KubernetesRequest, kind: str, part: str, **content: A
 
 
 def _build_config_map(request: KubernetesRequest) -> Object:
-    """Returns the files of /opt/ml/input/config, and the archive of the source.
-
-    Raises `UsageError` if the source cannot be read, or all that does not fit into a ConfigMap.
-    """
     files = {
         "hyperparameters.json": request.encode_hyperparameters(request.name),
         "inputdataconfig.json": job.describe_channels(request.channels),
@@ -92,7 +88,6 @@ def _build_config_map(request: KubernetesRequest) -> Object:
 
 
 def _check_config_map(source: Path | str | None, size: int, limit: int) -> None:
-    """Raises `UsageError` if files of this size, in bytes, do not fit into a ConfigMap."""
     if size > limit:
         raise UsageError(
             f"--source {source}: {size / 2**20:.1f} MiB do not fit into a ConfigMap, which holds 1 MiB after packing."

@@ -160,7 +160,6 @@ def format_quantity(size: int) -> str:
 
 
 def _list_mounts(request: KubernetesRequest) -> list[tuple[Object, Object]]:
-    """Returns each volume with its mount."""
     shm = {"medium": "Memory", "sizeLimit": format_quantity(job.check_size("--shm-size", request.shm_size))}
     mounts: list[tuple[Object, Object]] = [
         _mount({"name": "shm", "emptyDir": shm}, "/dev/shm"),
@@ -186,10 +185,7 @@ def _list_mounts(request: KubernetesRequest) -> list[tuple[Object, Object]]:
 
 
 def _mount_results(request: KubernetesRequest, storage: Storage) -> list[tuple[Object, Object]]:
-    """Returns the mounts of NAME/host-INDEX/model, NAME/host-INDEX/output and NAME/checkpoints.
-
-    All hosts share the checkpoints, as on SageMaker. Each has its own model and output.
-    """
+    """All hosts share the checkpoints, as on SageMaker. Each has its own model and output."""
     volume, inside = _build_volume("results", storage)
     top = "/".join(filter(None, (inside.replace("$", "$$"), request.name)))
     host = f"{top}/host-$({_INDEX.get(request.kind, 'JOB_COMPLETION_INDEX')})"

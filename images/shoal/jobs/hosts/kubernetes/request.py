@@ -146,7 +146,6 @@ class KubernetesRequest(job.JobSpec):
         self.encode_hyperparameters(self.name)
 
     def _check_limits(self) -> None:
-        """Raises `UsageError` if a size, number of cores or user is not one."""
         memory, shm = job.check_size("--memory", self.memory), job.check_size("--shm-size", self.shm_size)
         if memory and shm >= memory:
             raise UsageError(
@@ -164,7 +163,6 @@ class KubernetesRequest(job.JobSpec):
             )
 
     def _check_environment(self) -> None:
-        """Raises `UsageError` if a variable is not one, or the job could not run with it."""
         for variable, value in self.environment.items():
             if not _VARIABLE.fullmatch(variable):
                 raise UsageError(
@@ -181,7 +179,6 @@ class KubernetesRequest(job.JobSpec):
                 raise UsageError(f"--secret {secret.name} and --env {secret.name}: both set it. Fix: leave out one")
 
     def _check_names(self) -> None:
-        """Raises `UsageError` if the name of the job or the namespace is not valid in DNS, or a host's is too long."""
         if not (_NAME.fullmatch(self.name) and len(self.name) <= MAX_LABEL):
             raise UsageError(
                 f"--name {self.name}: a name may have only lower-case letters, digits and '-' (RFC 1123). It begins"
@@ -208,7 +205,6 @@ class KubernetesRequest(job.JobSpec):
             )
 
     def _check_source(self) -> None:
-        """Raises `UsageError` if the code cannot be found, or its requirements could not be installed."""
         _check_text("--entry-point", self.entry_point or "")
         for argument in self.arguments:
             _check_text("an argument for the script", argument)
@@ -308,5 +304,4 @@ def suggest_name(source: Path | str | None, image: str) -> str:
 
 
 def _suggest_label(text: str) -> str:
-    """Returns the closest valid name; `train` if the text has no letter."""
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).lstrip("-0123456789")[:MAX_LABEL].strip("-") or "train"

@@ -67,16 +67,11 @@ def _build_job(request: KubernetesRequest) -> list[Object]:
 
 
 def _build_deadline(request: KubernetesRequest) -> Object:
-    """Returns the field that limits the time of a job; Jobs, TrainJobs and MPIJobs have it."""
     return {"activeDeadlineSeconds": request.max_seconds} if request.max_seconds else {}
 
 
 def _build_job_spec(request: KubernetesRequest, container: str, retries: int) -> Object:
-    """Returns the specification of an Indexed Job; `retries`: how often all its pods may fail, in addition to
-    `max_restarts`.
-
-    With `max_restarts` alone, only lost pods are made again: `train` has decided that the script does not start again.
-    """
+    """`retries`: how often all its pods may fail, in addition to `max_restarts`."""
 
     def on_codes(operator: str, *codes: int) -> Object:
         return {"onExitCodes": {"containerName": container, "operator": operator, "values": list(codes)}}
@@ -85,6 +80,7 @@ def _build_job_spec(request: KubernetesRequest, container: str, retries: int) ->
         {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
         {"action": "Ignore", **on_codes("In", run.STOPPED)},
     ]
+    # With `max_restarts` alone, only lost pods are made again: `train` decided not to start the script again.
     only_lost = request.max_restarts and not request.retries
     final = on_codes("NotIn", *_LOST) if only_lost else on_codes("In", run.WRONG_CONFIGURATION)
     return {
@@ -131,10 +127,7 @@ def _build_job_set(request: KubernetesRequest) -> list[Object]:
 
 
 def _build_train_job(request: KubernetesRequest) -> list[Object]:
-    """Returns a TrainingRuntime with the pods, and the TrainJob that refers to it.
-
-    With `torch` as policy, Kubeflow Trainer sets the variables PET_*, in which `train` finds the hosts.
-    """
+    """With `torch` as policy, Kubeflow Trainer sets the variables PET_*, in which `train` finds the hosts."""
     step = {"metadata": {"labels": {f"{_TRAINER}/trainjob-ancestor-step": "trainer"}}}
     runtime: Object = {
         "apiVersion": f"{_TRAINER}/v1alpha1",
@@ -156,13 +149,11 @@ def _build_train_job(request: KubernetesRequest) -> list[Object]:
 
 
 def _build_mpi_job(request: KubernetesRequest) -> list[Object]:
-    """Returns the MPIJob. The launcher and all workers run `train`, and no sshd: `train` starts the ranks itself.
-
-    The operator mounts its hostfile, in which `train` finds the hosts, in the launcher only. Here workers mount it too.
-    """
+    """Returns the MPIJob. The launcher and all workers run `train`, and no sshd: `train` starts the ranks itself."""
     launcher, worker = build_pod_template(request), build_pod_template(request)
     for template in (launcher, worker):
         del template["spec"]["restartPolicy"]  # the operator sets it, and warns about one in the template
+    # The operator mounts its hostfile, in which `train` finds the hosts, in the launcher only. Workers get it here.
     hostfile = {"name": "hostfile", "configMap": {"name": name_object(request, "config")}}
     worker["spec"]["volumes"].append(hostfile)
     worker["spec"]["containers"][0]["volumeMounts"].append({"name": "hostfile", "mountPath": "/etc/mpi"})

@@ -60,8 +60,6 @@ def plan_builds(
 
     Args:
         project: The project. Our packages are installed once for each Python.
-        spec: The matrix.
-        images: The images.
         get_base: Returns the base image of a system, or None if a build provides it later. It is called for each system
             after all sources are read.
 

@@ -128,8 +128,6 @@ def audit(
     """Returns the known vulnerabilities of the distributions in an image.
 
     Args:
-        facts: What is installed in the image.
-        report: What is known about packages.
         accepted: The entries of the allow-list. If several name a vulnerability, the one that expires last is used.
         today: The last day of entries that still count.
     """

@@ -97,7 +97,6 @@ def read_layers(name: str, chunks: Iterable[bytes], known: Blobs | None = None) 
 
     Args:
         name: The image, for messages.
-        chunks: The archive.
         known: Layers of other archives, which are not read again. New ones are added. Only for archives of Docker: in
             others, a name may be wrong.
 

@@ -108,14 +108,7 @@ def _configuration_files(config: Mapping[str, object]) -> Iterator[tuple[str, Fi
 
 
 def compare_images(before: str, after: str, old: FileSystem, new: FileSystem) -> Differences:
-    """Compares two images by their files and packages.
-
-    Args:
-        before: The tag of the first image.
-        after: The tag of the second image.
-        old: The file system of the first image, from `read_image`.
-        new: The file system of the second image.
-    """
+    """Compares two images, with the tags `before` and `after`, by their files and packages."""
     found = dict(_compare_files(old.files, new.files))
     names = {name for name, _ in old.packages.items() ^ new.packages.items()}
     owner = {path: (new.files.get(path) or old.files[path]).package for path in found if found[path] not in EXPECTED}

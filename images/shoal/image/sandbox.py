@@ -43,8 +43,6 @@ def run_probe(client: docker.DockerClient, tag: str, program: Path) -> dict[str,
     """Runs one of our Python programs with the image's Python, and returns the JSON object that it prints.
 
     Args:
-        client: Docker.
-        tag: The tag of the image.
         program: The program; it may use the standard library only.
 
     Raises:

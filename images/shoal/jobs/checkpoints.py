@@ -116,8 +116,6 @@ def open_directory(path: Path, job: str, option: str, *, can_claim: bool = True)
     The lock ends with the process, also if it is killed. The rest of an earlier command that was killed is removed.
 
     Args:
-        path: The directory.
-        job: The name of the job.
         option: The option and its value, for messages.
         can_claim: Whether the job may take a directory with files that no job has marked.
 

@@ -54,9 +54,7 @@ def divide_gpus(
 
     Args:
         client: Docker. A container of `image` may be started to count its GPUs.
-        image: The tag of the image.
         option: The checked value of `--gpus`. None: all GPUs, if Docker can give any to containers.
-        hosts: The names of the hosts.
         say: Receives a line if GPUs are left over, or if an image for GPUs gets none without `--gpus none`.
 
     Raises:

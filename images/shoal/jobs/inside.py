@@ -30,9 +30,7 @@ def run_in_host(found: KnownJob, host: str | None, command: Sequence[str]) -> in
     Without Docker it gets the variables of the host's `train`.
 
     Args:
-        found: The job, which runs.
         host: The name of the host; None: the first one.
-        command: The program and its arguments.
 
     Raises:
         UsageError: If the job has no such host.

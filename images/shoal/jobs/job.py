@@ -422,7 +422,6 @@ def write_tree(root: Path, request: JobRequest, job_name: str, mode: int = 0o600
 
     Args:
         root: The directory that becomes /opt/ml.
-        request: The job.
         job_name: The name of `make_job_name`.
         mode: The permissions of the configuration, which may have secrets.
 

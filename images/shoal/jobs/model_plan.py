@@ -29,7 +29,6 @@ def run_in_container(image: str, factory: str, options: Sequence[str], console: 
     """Runs the plan command in a container without a network, and returns its exit code.
 
     Args:
-        image: The tag of the image.
         factory: `FILE.py:NAME`. The file's directory is mounted read-only.
         options: Further arguments of the plan command.
         console: The console for its output; with `as_json`, for its standard error only.

@@ -170,7 +170,6 @@ def find_x(text: str, first: int, header: EpochHeader | None = None) -> X | None
     """Returns the step or epoch of a line, or of the header above it; None if both are missing.
 
     Args:
-        text: The line.
         first: The place of its first metric.
         header: The last header; None: only the line counts.
     """

@@ -64,7 +64,6 @@ def restart_variables(entry: Mapping[str, Any], most: int, before: Sequence[Mapp
     `train` counts all restarts before it against its limit. So each one because a host came back raises the limit.
 
     Args:
-        entry: The restart.
         most: How often the job may restart.
         before: The earlier restarts.
     """
@@ -294,7 +293,6 @@ def run_job(opened: OpenJob, hosts: CollectedHosts) -> job.FinishedJob:
 
     Args:
         opened: The job. Its record says from the start on that the newest checkpoints are not collected.
-        hosts: The hosts.
 
     Returns:
         The result. A job that failed raises nothing, and an interrupt is raised again after the files are collected.

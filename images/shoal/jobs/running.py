@@ -65,7 +65,6 @@ def wait_for_end(directory: Path, is_alive: Callable[[], bool] = lambda: True) -
     """Waits until no command runs the job with this directory.
 
     Args:
-        directory: The job's directory.
         is_alive: Returns whether the process of the job's command exists.
 
     Raises:
@@ -144,7 +143,6 @@ def check_own(directory: Path, key: str, option: str) -> None:
     trust`, it is accepted without both.
 
     Args:
-        directory: The job's directory.
         key: The key of the job, from its record.
         option: The option or the job's name, for messages.
     """

@@ -148,13 +148,7 @@ def _read_owners(request: job.JobRequest) -> dict[str, int]:
 
 
 def check_owners(earlier: JobRecord, request: job.JobRequest, option: str) -> None:
-    """Raises `UsageError` if another user has put files in the place of those that decided what a job runs.
-
-    Args:
-        earlier: The record of the job.
-        request: The request with which it is resumed.
-        option: The option, for the message.
-    """
+    """Raises `UsageError` if another user has put files in the place of those that decided what a job runs."""
     for path, owner in _read_owners(request).items():
         if path in earlier.owners and owner not in {earlier.owners[path], *trust.own_ids()}:
             raise UsageError(
@@ -214,7 +208,6 @@ def open_job(record: JobRecord, resumed: str | None, name: str | None = None) ->
     resumed job, the files of the last command move to attempt-N. Other commands see that the job runs.
 
     Args:
-        record: The job to run.
         resumed: The name of the job to continue.
         name: The name of a new job; None: a unique one.
 

@@ -124,7 +124,6 @@ def sample_usage(series: dict[Key, Series], began: float, read: Reader) -> Itera
     """Measures in a thread while the body runs, and adds the values to `series`.
 
     Args:
-        series: The series by name and host.
         began: When the job began, as time.time().
         read: Reads the usage. An error ends the measuring, and never the job.
     """

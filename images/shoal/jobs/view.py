@@ -57,7 +57,6 @@ def render_panel(state: PanelState, width: int, height: int) -> Text:
     """Returns the panel as lines that fit on a terminal.
 
     Args:
-        state: What to show.
         width: Columns of the terminal. The last ones stay free, so that an echoed ^C starts no new line.
         height: Rows of the terminal, of which the panel takes at most half.
     """
@@ -166,13 +165,7 @@ class View(Protocol):
     """Whether all that is written to the terminal must come through this view."""
 
     def add(self, shown: str, line: Line, is_overwritten: bool = False) -> None:
-        """Shows a line of the log as the text `shown`.
-
-        Args:
-            shown: The text.
-            line: The line.
-            is_overwritten: Whether it is a progress bar that a terminal overwrites by the next line.
-        """
+        """Shows a line. If it `is_overwritten`, it is a progress bar that a terminal overwrites by the next line."""
 
 
 @dataclass

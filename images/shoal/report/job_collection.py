@@ -44,8 +44,6 @@ def write_job_report(console: Console, opened: OpenJob, result: FinishedJob | No
     """Writes the page of a job that has ended. If that fails, prints a warning, and changes nothing else.
 
     Args:
-        console: The console for the warning.
-        opened: The job.
         result: How it ended; None if it was interrupted.
 
     Returns:

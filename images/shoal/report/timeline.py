@@ -18,8 +18,6 @@ def write_timeline_report(paths: Sequence[Path], output: Path, as_json: bool) ->
 
     Args:
         paths: Timelines, or directories with timelines.
-        output: The page to write.
-        as_json: Whether to write the merged trace.
 
     Returns:
         The analysis, and the files that were written.

@@ -122,9 +122,7 @@ class DockerHosts:
     def create(self, host: str, environment: Mapping[str, str] | None = None) -> None:
         """Creates the container of a host with its /opt/ml, its GPUs and the job's secret, and removes an earlier one.
 
-        Args:
-            host: The name of the host.
-            environment: More variables than the job's own.
+        `environment`: more variables than the job's own.
         """
         settings = container_settings(self.request, self.name, self.identity, self.network)
         merged = {

@@ -74,8 +74,8 @@ def read_events(stream: Iterable[Mapping[str, Any]]) -> Iterator[Event]:
             for vertex in map(_decode, status[1]):
                 if (step := _step(vertex)) and (step.key, step.state) not in known:
                     known.add((step.key, step.state))
-                    if step.state != "started":
-                        yield from _last_line(step.key, partial)
+                    if step.state != "started" and (rest := partial.pop(step.key, b"")):
+                        yield OutputLine(step.key, rest.decode(errors="replace"))
                     yield step
         elif "error" in entry:
             yield BuildFailed(str(entry["error"]))
@@ -105,11 +105,6 @@ def _lines(log: Fields, partial: dict[str, bytes]) -> Iterator[OutputLine]:
     if rest:
         partial[key] = rest
     yield from (OutputLine(key, line.decode(errors="replace")) for line in whole)
-
-
-def _last_line(key: str, partial: dict[str, bytes]) -> Iterator[OutputLine]:
-    if rest := partial.pop(key, b""):
-        yield OutputLine(key, rest.decode(errors="replace"))
 
 
 def _text(fields: Fields, number: int) -> str:

@@ -210,12 +210,9 @@ def _read_events(file: Path) -> tuple[list[dict[str, Any]], bool]:
 
 
 def _is_event(event: object) -> bool:
-    return isinstance(event, dict) and isinstance(event.get("args", {}), dict) and not _is_odd(event.get("pid"))
-
-
-def _is_odd(value: object) -> bool:
-    """Returns whether a value of an event cannot be compared: a list or an object."""
-    return isinstance(value, (list, dict))
+    if not isinstance(event, dict) or isinstance(event.get("pid"), (list, dict)):  # such a pid cannot be compared
+        return False
+    return isinstance(event.get("args", {}), dict)
 
 
 def _parse_complete_events(text: str) -> list[Any]:

@@ -303,7 +303,8 @@ def _create_hosts(opened: OpenJob, view: View, temporary: str, meter: usage.GpuM
             (tree / checkpoints.CONTENT).symlink_to(shared, target_is_directory=True)
     opened.checkpoints.copy_to(shared)
     _write_secrets(request, opened.directory / SECRETS)
-    environment = {**_make_environment(opened, temporary), "PATH": _extend_path(train.parent)}
+    search_path = f"{train.parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+    environment = {**_make_environment(opened, temporary), "PATH": search_path}
     hosts = LocalHosts(request, view, train, environment, trees, opened.checkpoints.lock, meter, opened.log)
     for name in names:
         hosts.create(name)
@@ -342,10 +343,6 @@ def _write_secrets(request: job.JobRequest, directory: Path) -> None:
     directory.mkdir(mode=0o700)
     for name, content in variables.read_secrets(request.secrets).items():
         job.write_private(directory / name, content, 0o400)
-
-
-def _extend_path(directory: Path) -> str:
-    return f"{directory}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
 
 
 def list_loopback_names(request: job.JobRequest) -> list[str]:

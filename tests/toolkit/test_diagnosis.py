@@ -451,7 +451,7 @@ def test_a_failure_file_of_a_script_that_ends_well_is_none(tree: Tree, run: Run)
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts need root")
 def test_the_mount_that_is_full_is_named(tree: Tree) -> None:
-    full = tree.base / "full here"
+    full = tree.base / "full hère"
     full.mkdir()
     tree.script(f"file = open({str(full / 'x')!r}, 'wb', buffering=0)\nwhile True: file.write(bytes(1 << 16))")
     mounted = f"mount -t tmpfs -o size=64k none '{full}' && exec {' '.join(TRAIN)}"

@@ -161,7 +161,7 @@ class Checkpoint:
 
     @property
     def ends_step(self) -> bool:
-        """Whether the current batch is the last of a step, with `global_batch`."""
+        """Whether the current batch is the last of a step. Raises ValueError outside a loop with `global_batch`."""
         return self._current_part.ends_step
 
     @property
@@ -173,7 +173,7 @@ class Checkpoint:
     def _start_batches(
         self, loader: ExactLoader, split: position.Split | None, resumed: dict[str, Any] | None
     ) -> Iterator[Any]:
-        """Starts the loader at the beginning of the epoch, or at the place at which a checkpoint was saved in it."""
+        """Starts the loader at the epoch's beginning, or at a checkpoint's place, with that save's random states."""
         self._unit = loader.samples_per_batch(ranks.world_size()) if split is None else None
         if resumed is None:
             self._began = self._read_random_states()

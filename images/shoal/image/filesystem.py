@@ -103,13 +103,16 @@ def parse_archive(chunks: Iterable[bytes]) -> FileSystem:
     texts = {entry.path: entry.text for entry in entries if entry.text is not None}
     packages = {package.name: package.version for package in owners.debian_packages(texts.get(owners.STATUS, b""))}
     packages |= {PYTHON + each.name: each.version for each in owners.python_distributions(texts, claims)}
-    for path, name in _find_packages(entries, claims):
+    for path, name in _assign_packages(entries, claims):
         files[path] = files[path].model_copy(update={"package": name})
     return FileSystem(files=files, packages=packages)
 
 
-def _find_packages(entries: list[Entry], claims: owners.Owners) -> Iterator[tuple[str, str]]:
-    """A directory below site-packages belongs to the first Python distribution with a file in it."""
+def _assign_packages(entries: list[Entry], claims: owners.Owners) -> Iterator[tuple[str, str]]:
+    """Yields each path of a Debian package or Python distribution, with its name; `python:NAME` for the latter.
+
+    A directory below site-packages belongs to the first Python distribution with a file in it.
+    """
     directories = {entry.path for entry in entries if entry.kind == "directory"}
     for entry in entries:
         owner = claims.find_owner(entry)

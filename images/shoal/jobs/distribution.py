@@ -175,7 +175,7 @@ def has_stages(distribution: Mapping[str, Any]) -> bool:
 
 
 def _is_enabled(distribution: Mapping[str, Any], name: str) -> bool:
-    """Returns whether these options select a launcher. Model parallelism is none: it runs under MPI."""
+    """Returns whether the options of the launcher `name` have a true `enabled`."""
     options = _find_options(distribution, name)
     return isinstance(options, Mapping) and bool(options.get("enabled"))
 

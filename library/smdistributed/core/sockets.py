@@ -84,7 +84,7 @@ def read_exactly(sock: socket.socket, size: int, deadline: float | None = None) 
 
 
 def read_some(sock: socket.socket, most: int, deadline: float | None = None) -> bytes:
-    """Waits for data on a connection and returns at most `most` bytes.
+    """Waits for data on a connection and returns 1 to `most` bytes; EOFError at its end.
 
     Args:
         sock: The connection.

@@ -133,7 +133,7 @@ class FirstOfSeveral(FirstHost):
         """Plans the start of an elastic job, here and on the other hosts. Raises TrainError if that fails here."""
         if not self._members.are_elastic:
             return
-        self.plan_with(hosts)
+        self.replan_with(hosts)
         for host, channel in self._channels.items():
             if host in hosts:
                 channel.send(messages.NextHosts(hosts))

@@ -119,8 +119,11 @@ class Host(Role):
         assert isinstance(self.task.plan, LaunchPlan)
         return self.task.plan
 
-    def plan_with(self, hosts: Sequence[str]) -> None:
-        """Makes the next start use these hosts of the job, also in job.json. Raises TrainError if that fails."""
+    def replan_with(self, hosts: Sequence[str]) -> None:
+        """Plans the next start with these hosts, and notes them for job.json. Without processes it does nothing.
+
+        Raises TrainError if there is no such plan.
+        """
         if tuple(hosts) == self.plan.hosts or self.processes is None or self.task.plan_with is None:
             return
         plan = self.task.plan_with(hosts)

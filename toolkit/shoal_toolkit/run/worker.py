@@ -165,7 +165,7 @@ class Worker(Host):
             raise messages.ProtocolError("hosts that are not in this job")
         try:
             if self.has_plan:
-                self.plan_with(hosts)
+                self.replan_with(hosts)
         except TrainError as error:
             self._report_failure(error)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 
 from shoal_toolkit.files import read_text
@@ -14,8 +15,8 @@ _FULL = "full:"  # prefix of a mount point in the name of a fact
 def find_full_mounts(root: str = "/") -> list[str]:
     """Returns the mount points of writable file systems with less than 1 MiB or no inode free."""
     lines = [line.split(" ") for line in read_text(root, "proc/self/mounts").split("\n") if line]
-    # Spaces in a name are \\040 there. Of two mounts on one path, the last is visible.
-    writable = {_unescape(fields[1]): None for fields in lines if "rw" in fields[3].split(",")}
+    # Of two mounts on one path, the last is visible.
+    writable = {_unescape_octal(fields[1]): None for fields in lines if "rw" in fields[3].split(",")}
     return [path for path in writable if _is_full(path)]
 
 
@@ -30,8 +31,9 @@ def list_full_mounts(facts: Mapping[str, int]) -> str:
     return ", ".join(name[len(_FULL) :] for name in facts if name.startswith(_FULL))
 
 
-def _unescape(path: str) -> str:
-    return path.encode().decode("unicode_escape")
+def _unescape_octal(path: str) -> str:
+    # The kernel writes a space as \\040, and no other character than ASCII in this way.
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), path)
 
 
 def _is_full(path: str) -> bool:

@@ -302,7 +302,7 @@ def _create_hosts(opened: OpenJob, view: View, temporary: str, meter: usage.GpuM
             (tree / checkpoints.CONTENT).rmdir()
             (tree / checkpoints.CONTENT).symlink_to(shared, target_is_directory=True)
     opened.checkpoints.copy_to(shared)
-    _write_secrets(request, opened.directory / SECRETS)
+    _replace_secrets(request, opened.directory / SECRETS)
     search_path = f"{train.parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
     environment = {**_make_environment(opened, temporary), "PATH": search_path}
     hosts = LocalHosts(request, view, train, environment, trees, opened.checkpoints.lock, meter, opened.log)
@@ -337,8 +337,8 @@ def _make_environment(opened: OpenJob, temporary: str) -> dict[str, str]:
     return environment
 
 
-def _write_secrets(request: job.JobRequest, directory: Path) -> None:
-    """Writes a file for each secret. The caller removes the directory."""
+def _replace_secrets(request: job.JobRequest, directory: Path) -> None:
+    """Replaces the directory by a new private one with a file for each secret. The caller removes it."""
     results.remove_tree(directory)  # of a command that was killed; a job that was copied here may have a link
     directory.mkdir(mode=0o700)
     for name, content in variables.read_secrets(request.secrets).items():

@@ -73,7 +73,7 @@ class _Marked(NamedTuple):
 
 
 class StepGraph:
-    """The graph of one step, while it is traced.
+    """The graph of one step. Made inside the function that is traced: it takes and seeds the default graph.
 
     Args:
         context: This stage.

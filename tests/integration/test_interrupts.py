@@ -70,7 +70,7 @@ def size(client: docker.DockerClient, matrix: BuildSpec, project: Project, fille
     """Of a small image."""
     image = base_image.find_base(client, matrix.systems()[0])
     assert image is not None
-    return Command(["size", image.reference, "-o", str(filled / "page.html"), "--json"], project.root, filled)
+    return Command(["size", image.reference, "--json"], project.root, filled)
 
 
 @pytest.fixture

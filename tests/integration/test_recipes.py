@@ -154,7 +154,7 @@ def baked(between: str) -> Iterator[str]:
 
 
 def test_the_recipes_name_what_our_images_have(matrix: BuildSpec, pytorch: str) -> None:
-    assert f"pip install --no-cache-dir {' '.join(matrix.mpi)}\n" in (OWN_BASE / "Dockerfile").read_text()
+    assert f"pip install --no-cache-dir {' '.join(matrix.mpi)} " in (OWN_BASE / "Dockerfile").read_text()
     assert f"ARG BASE={pytorch}\n" in (REQUIREMENTS / "Dockerfile").read_text()
 
 

@@ -58,7 +58,6 @@ def clean_text(text: str) -> str:
 
 
 def _cut_marks(found: re.Match[str]) -> str:
-    """Returns signs with at most `_MOST_MARKS` marks on each letter."""
     kept, marks = [], 0
     for char in found[0]:
         marks = marks + 1 if unicodedata.category(char) in _MARKS else 0

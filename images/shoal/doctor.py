@@ -195,10 +195,6 @@ def check_debian_mirror(site: Site) -> CheckResult:
 
 
 def _judge_answers(answers: list[reachability.Answer], fix: str) -> CheckResult:
-    """Returns a failure, with this fix, if an address did not answer or refused.
-
-    Otherwise returns a success, with the addresses.
-    """
     if bad := [answer for answer in answers if not answer.is_ok]:
         return CheckResult("failed", _join_answers(bad), fix)
     return CheckResult("ok", ", ".join(dict.fromkeys(answer.url for answer in answers)) or "no address to check")
@@ -233,12 +229,7 @@ def check_ca_bundle(site: Site) -> CheckResult:
 
 
 def _list_expired(bundle: bytes) -> tuple[list[str], int]:
-    """Returns the names of expired CA certificates, and the number of all.
-
-    Raises:
-        ssl.SSLError: If the bundle cannot be parsed.
-        ValueError: If it has no CA certificate.
-    """
+    """Returns the names of expired CA certificates, and the number of all. Raises SSLError or ValueError."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.load_verify_locations(cadata=bundle.decode("ascii", errors="ignore"))
     certificates = context.get_ca_certs()
@@ -414,17 +405,13 @@ def run_checks(site: Site, checks: Mapping[str, Check] = CHECKS, limit: float = 
 
 
 def _wait(threads: Iterable[threading.Thread]) -> None:
-    """Waits until the threads end, at most `INTERRUPT_SECONDS`."""
     end = time.monotonic() + INTERRUPT_SECONDS
     for thread in filter(threading.Thread.is_alive, threads):
         thread.join(max(0.0, end - time.monotonic()))
 
 
 def _run_check(name: str, check: Check, site: Site) -> CheckFinding:
-    """Runs a check. Body of a thread: every error becomes a finding.
-
-    An expected error is a remark, that the check needs Docker or image definitions; any other is a failure.
-    """
+    """Body of a thread: every error becomes a finding. An expected error is a remark, any other is a failure."""
     try:
         return CheckFinding(name, *check(site))
     except DockerError:  # the check of Docker reports it
@@ -441,10 +428,7 @@ def _one_line(error: Exception) -> str:
 
 
 def _start_docker(_site: Site) -> str:
-    """Starts Docker with the scripts/engine.sh of this package, which may install it; returns a sentence about it.
-
-    The script prints to standard error, and may take any time.
-    """
+    """Runs scripts/engine.sh, which may install Docker. It prints to standard error, and may take any time."""
     script = project.find_shipped().root / "scripts" / "engine.sh"  # a project's own file may be anything
     result = subprocess.run(
         [script], stdout=sys.stderr, check=False

@@ -46,10 +46,7 @@ def format_count(number: int, noun: str) -> str:
 
 
 def _scale(value: float, units: tuple[tuple[float, str], ...]) -> str:
-    """Returns a value in the largest unit that is not larger than it.
-
-    A value that is smaller than every unit gets the last unit. It has up to two decimals, and none in a unit of 1.
-    """
+    """Returns a value in the largest unit that is not larger than it, otherwise in the last one."""
     size, unit = next(((size, unit) for size, unit in units if abs(value) >= size), units[-1])
     scaled = value / size
     digits = 0 if size == 1 else 2 if scaled < 10 else 1 if scaled < 100 else 0

@@ -36,27 +36,22 @@ def open_stream(source: IO[bytes], size: int = _AT_ONCE) -> tarfile.TarFile:
 
 
 class _Entry(tarfile.TarInfo):
-    """An entry. What is held in memory of it has a limit: a header for long names or attributes, and no list of holes.
-
-    Docker writes no such lists.
-    """
+    """An entry with a limit for its headers, and without lists of holes, which Docker does not write."""
 
     @classmethod
     def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> _Entry:
-        """Returns the entry of a header. Raises tarfile.ReadError if its text is too long."""
         entry = super().frombuf(buf, encoding, errors)
         if entry.type in _TEXT_TYPES and entry.size > MOST_HEADER:
             raise tarfile.ReadError(f"a header of {entry.size:,} bytes")
         return entry
 
     def _proc_pax(self, archive: tarfile.TarFile) -> tarfile.TarInfo:
-        """Read the attributes of the next entry. Raises tarfile.ReadError if tarfile would take hours for them."""
+        """Reads the attributes of the next entry. Raises tarfile.ReadError if tarfile would take hours for them."""
         stream: Any = archive.fileobj
         content = stream.read(self._block(self.size))  # type: ignore[attr-defined]
         _check_attributes(content[: self.size])
 
         def give(_: int) -> bytes:
-            """Return the content that was read, once."""
             archive.fileobj = stream
             return content  # type: ignore[no-any-return]
 
@@ -71,11 +66,8 @@ class _Entry(tarfile.TarInfo):
 
 
 def _check_attributes(content: bytes) -> None:
-    """Raise tarfile.ReadError unless each attribute is `LENGTH NAME=VALUE` and a line end, without long numbers.
-
-    tarfile looks for names beyond the length. Before Python 3.11.10 it also searches numbers for the square of their
-    length.
-    """
+    """Raises ReadError unless each attribute is `LENGTH NAME=VALUE` and a line end, without long numbers."""
+    # tarfile looks for names beyond the length. Old versions search numbers for the square of their length.
     at = 0
     while at < len(content):
         length = content[at : at + _MOST_DIGITS].partition(b" ")[0]

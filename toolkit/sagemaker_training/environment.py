@@ -66,10 +66,7 @@ def _read_values() -> dict[str, Any]:
 
 
 def _read_contract() -> dict[str, Any]:
-    """Reads the contract and the machine as `train` does, without fetching code.
-
-    SM_NUM_GPUS replaces the number of GPUs.
-    """
+    """Reads the contract and the machine as `train` does, without fetching code."""
     from shoal_toolkit.job import contract
     from shoal_toolkit.job.machine import read_machine
     from shoal_toolkit.plan.environment import build_training_environment

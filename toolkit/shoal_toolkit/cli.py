@@ -170,12 +170,7 @@ def _explain_bug(error: Exception) -> LaunchError:
 
 
 def _run_job(paths: Paths, words: Sequence[str], began: float, preflight: bool) -> int:
-    """Plans and runs this host's part, as first host or worker. Returns the exit code of the job.
-
-    Sets up the log. Removes the job's secret, and the MPI Operator's variables for mpirun, from os.environ. Installs
-    signal handlers. An error in the plan is reported to the other hosts first. TrainError is raised if the list of
-    hosts is wrong or one does not register, StoppedError for a signal before the event loop runs.
-    """
+    """Runs this host's part. Removes secrets and mpirun's variables from os.environ. Installs signal handlers."""
     early = EarlyStop()
     settings, problem = take_settings(os.environ)
     if preflight:
@@ -186,6 +181,7 @@ def _run_job(paths: Paths, words: Sequence[str], began: float, preflight: bool) 
     if cluster.found.registration is not None:
         cluster = _register(cluster, settings, problem)
     environ = _build_script_environment(settings, preflight)
+    # An error in the plan is reported to the other hosts first.
     plan: LaunchPlan | TrainError
     plan_with: Callable[[Sequence[str]], LaunchPlan] | None = None
     try:
@@ -213,11 +209,7 @@ def _build_script_environment(settings: TrainSettings, preflight: bool) -> dict[
 
 
 def _prepare(task: HostTask) -> HostTask:
-    """Makes the output directories, removes the result of an earlier job, and writes the first job.json.
-
-    Returns the task, with an error in place of the plan if that fails. For a preflight it touches no file, and removes
-    set-up commands and sidecars from the plan.
-    """
+    """Makes output directories and the first job.json. Removes an earlier result. A preflight makes no file."""
     if task.preflight:
         plan = task.plan
         return task._replace(plan=plan._replace(setup=(), sidecars=())) if isinstance(plan, LaunchPlan) else task
@@ -229,11 +221,7 @@ def _prepare(task: HostTask) -> HostTask:
 
 
 def _register(cluster: Cluster, settings: TrainSettings, problem: TrainError | None) -> Cluster:
-    """Exchanges addresses with the other hosts, as on AWS Batch, and returns the cluster with them.
-
-    The log names this host by its address from now on. Raises the problem in the settings, or LaunchError if a host is
-    missing.
-    """
+    """Exchanges addresses with the other hosts. From then on, the log names this host by its address."""
     if problem is not None:
         raise problem
     if settings.min_hosts:
@@ -248,10 +236,7 @@ def _register(cluster: Cluster, settings: TrainSettings, problem: TrainError | N
 
 
 def _order_hosts(paths: Paths, cluster: Cluster) -> tuple[str, ...]:
-    """Returns the hosts in the order of the other hosts' plans, although this host has no plan.
-
-    If the hyperparameters are wrong, it is the order of the list of hosts.
-    """
+    """Returns the hosts in the order of the other hosts' plans; if that is unknown, in the order of the list."""
     try:
         hosts = select_hosts(cluster, read_framework(paths, os.environ))
     except TrainError:
@@ -330,10 +315,7 @@ def plan_host(
 
 
 def _describe_ranks(plan: LaunchPlan, job: Job, settings: TrainSettings) -> list[str]:
-    """Returns notes about ranks that cannot find each other, and about an elastic job, which it checks.
-
-    Raises ContractError if the job cannot be elastic.
-    """
+    """Returns notes about ranks that cannot find each other. Raises ContractError if the job cannot be elastic."""
     notes = []
     if plan.world_size > 1 and plan.is_first and job.script.kind == PYTHON and job.code.fetched:
         from shoal_toolkit.job.lone_ranks import describe_lone_ranks
@@ -354,10 +336,7 @@ def _open_standard_descriptors() -> None:
 
 
 def _make_role(task: HostTask) -> Host:
-    """Returns this host's role: FirstHost or FirstOfSeveral, otherwise Worker; the Measuring ones in a preflight.
-
-    Only the role's module is imported.
-    """
+    """Imports only the module of this host's role."""
     if task.preflight:
         from shoal_toolkit.run.measuring import MeasuringFirstHost, MeasuringWorker
 

@@ -66,10 +66,7 @@ def _refuse_misspelt_option(word: str) -> None:
 
 
 def _edit_distance(left: str, right: str) -> int:
-    """Returns how many letters differ: added, left out, replaced, or swapped with the next one.
-
-    If the lengths differ by more than 2, returns the length of `right` without counting.
-    """
+    """Counts letters that are added, missing, replaced or swapped; wrong if the lengths differ by 3 or more."""
     if abs(len(left) - len(right)) > max(_MAX_WRONG_LETTERS.values()):
         return len(right)
     rows: list[list[int]] = [list(range(len(right) + 1))]

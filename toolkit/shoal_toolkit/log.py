@@ -86,7 +86,6 @@ def format_time() -> str:
 
 
 def _write_to_stderr(data: bytes) -> None:
-    """Writes all bytes to stderr, and ignores that it is closed."""
     try:
         while data:
             data = data[os.write(STDERR, data) :]

@@ -211,7 +211,6 @@ def _split_name(name: str) -> list[str]:
 
 
 def _names_key(name: str) -> bool:
-    """Whether a name is `key` or ends with that word, such as ssh_key."""
     return name.lower().lstrip("-") == "key" or name.lower().endswith(_KEY_ENDS)
 
 
@@ -226,7 +225,6 @@ def _may_name_secret(text: str) -> bool:
 
 
 def _looks_random(value: str) -> bool:
-    """Whether a value has letters and digits, no spaces, and is long enough to be no ordinary word."""
     kinds = any(character.isdigit() for character in value), any(character.isalpha() for character in value)
     return all(kinds) and len(value) >= _MIN_RANDOM_LENGTH and not any(character.isspace() for character in value)
 
@@ -238,10 +236,7 @@ def _is_file(value: str) -> bool:
 
 
 def _is_distinctive(value: str) -> bool:
-    """Whether a secret is masked everywhere, because it can't appear in a text by chance.
-
-    It has at least five characters, is not a common word in logs, and is not a number of fewer than twelve digits.
-    """
+    """Whether a secret is masked everywhere, because it can't appear in a text by chance."""
     plain = value.strip().lower()
     if len(plain) < _MIN_LENGTH or plain in _table()["common"]:
         return False

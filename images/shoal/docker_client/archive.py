@@ -40,7 +40,6 @@ def pack_tree(
     """
 
     def select(entry: tarfile.TarInfo) -> tarfile.TarInfo | None:
-        """Returns an entry with its new owner, or None if it is left out."""
         if left_out and entry.name == f"{arcname}/{left_out}":
             return None
         if entry.isdir() and entry.name.count("/") > arcname.count("/") + limits.MOST_DEPTH:
@@ -146,7 +145,6 @@ def unpack_safely(source: IO[bytes], target: Path, origin: str | None = None) ->
 
 
 def _find_problem(entry: tarfile.TarInfo) -> str:
-    """Returns why an entry is left out, before it is read; otherwise an empty text."""
     path = PurePosixPath(entry.name)
     if path.is_absolute() or ".." in path.parts:
         return "outside the directory"
@@ -159,10 +157,7 @@ def _find_problem(entry: tarfile.TarInfo) -> str:
 
 
 def _unpack(archive: tarfile.TarFile, entry: tarfile.TarInfo, target: Path) -> str:
-    """Makes a directory, a file, or another name of a file of the archive. Returns why it cannot be made, if so.
-
-    Raises OSError if the disk is full. No path in `target` leads through a link meanwhile: links are made later.
-    """
+    """Returns the problem, if any. Raises OSError if the disk is full. No path leads through a link yet."""
     try:
         _make(archive, entry, target)
     except (OSError, ValueError) as error:
@@ -198,7 +193,7 @@ def _add_name(target: Path, name: PurePosixPath, path: Path) -> None:
 
 
 def _link_files(links: Mapping[str, str], target: Path) -> Iterator[str]:
-    """Makes another name of a file for each symbolic link to one; yield a message for each other link."""
+    """Makes another name of a file for each symbolic link to one; yields a message for each other link."""
     for name, link in links.items():
         place = name
         for _ in range(_MOST_HOPS):  # through further links
@@ -214,11 +209,7 @@ def _link_files(links: Mapping[str, str], target: Path) -> Iterator[str]:
 
 
 def _make_symlinks(links: Sequence[tuple[str, str]], target: Path, origin: str) -> Iterator[str]:
-    """Makes symbolic links, and removes those that lead out of their topmost directory, with a message for each.
-
-    They are made after all files, so that no file is written through one. They are checked when all exist, because a
-    link can lead through another one.
-    """
+    """Makes symbolic links after all files, so that no file is written through one. Removes those that lead out."""
     made = []
     left = count_steps()
     for name, link in links:
@@ -234,6 +225,7 @@ def _make_symlinks(links: Sequence[tuple[str, str]], target: Path, origin: str) 
             yield f"{name}: a link to {link}, which cannot be made: {getattr(error, 'strerror', None) or error}"
         else:
             made.append((name, link, path, top))
+    # A link can lead through another one, so that all must exist.
     for name, link, path, top in made:
         if not stays_inside(path, top, left=left):
             path.unlink()

@@ -71,10 +71,7 @@ def run_in_container(
 
 @contextlib.contextmanager
 def _attach(api: Any, number: str, interactive: bool) -> Iterator[tuple[socket.socket, bytes]]:
-    """Starts a command, and yields the connection to its streams, and the bytes that came with the HTTP headers.
-
-    The SDK loses these bytes.
-    """
+    """Yields the connection to a command's streams, and the bytes after the HTTP headers, which the SDK loses."""
     wrapper = api.exec_start(number, tty=interactive, socket=True)
     with contextlib.closing(wrapper), containers.close_at_end(wrapper):
         connection = getattr(wrapper, "_sock", wrapper)
@@ -127,7 +124,6 @@ class _Frames:
     rest: bytes = b""
 
     def add(self, chunk: bytes) -> None:
-        """Writes the frames that are complete with a chunk."""
         self.rest += chunk
         while len(self.rest) >= _HEADER.size:
             stream, length = _HEADER.unpack_from(self.rest)

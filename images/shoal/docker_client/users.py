@@ -64,7 +64,6 @@ def resolve_user(user: str, accounts: Sequence[str], groups: Sequence[str]) -> O
 
 
 def _find_entry(name: str, lines: Sequence[str]) -> list[str]:
-    """Returns the fields of the first line with a name or a number; none if there is no such line."""
     for line in lines:
         fields = line.split(":")
         if len(fields) > 2 and (fields[0] == name or (name.isdecimal() and fields[2] == name)):

@@ -130,10 +130,7 @@ def find_shipped() -> Project:
 
 
 def _find_above(start: Path) -> Project | None:
-    """Returns the project in the nearest directory with a buildspec.yml: `start`, or one above it.
-
-    Raises `SpecError` if others can change its files, or one of its links leaves it.
-    """
+    """Raises `SpecError` if others can change the files of the project, or one of its links leaves it."""
     for directory in (start, *start.parents):
         if (directory / "buildspec.yml").is_file():
             if directory.resolve() not in _OWN_ROOTS:
@@ -158,7 +155,7 @@ def _check_trust(root: Path) -> None:
 
 
 def _check_cache(path: Path) -> Path:
-    """Makes the user's cache if possible, and returns it. Raise `SpecError` if others can change what is in it."""
+    """Makes the user's cache if possible, and returns it. Raises `SpecError` if others can change what is in it."""
     with contextlib.suppress(OSError):  # builds work without a cache
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
     if path.exists() and not trust.is_inside(path, trust.read_trusted()):
@@ -179,10 +176,7 @@ def _refuse(root: Path, words: str, directory: Path) -> SpecError:
 
 
 def _walk(path: str, *, deep: bool) -> Iterator[tuple[str, os.stat_result]]:
-    """Yields a file, if it exists, with its status, and if `deep`, all below it. No link is followed.
-
-    Raises `SpecError` if directories are nested deeper than people do.
-    """
+    """Yields a file, if it exists, and if `deep`, all below it. No link is followed. Raises `SpecError` if too deep."""
     pending = [(path, 0)]
     while pending:
         path, depth = pending.pop()

@@ -376,7 +376,6 @@ def _problems_of_versions(
 
 
 def _problems_of_axes(file: BuildFile, candidates: list[ImageSpec]) -> Iterator[tuple[Location, str]]:
-    """Yields the place and message of each value that versions.yml does not define."""
     for axis, values in file.axes.values():
         known = sorted({getattr(image, axis) or "" for image in candidates} - {""})
         for number, value in enumerate(values):
@@ -386,7 +385,6 @@ def _problems_of_axes(file: BuildFile, candidates: list[ImageSpec]) -> Iterator[
 
 
 def _problems_of_systems(axes: Axes, systems: Mapping[str, System]) -> Iterator[tuple[Location, str]]:
-    """Yields the place and message of each value of `os` and `python` that fits no value of the other axis."""
     pythons = axes.python or [system.python for system in systems.values()]
     chosen = {name: system.python for name, system in systems.items() if name in (axes.os or systems)}
     there_is = ", ".join(f"{name} has {system.python}" for name, system in systems.items())
@@ -403,7 +401,6 @@ def _problems_of_systems(axes: Axes, systems: Mapping[str, System]) -> Iterator[
 def _problems_of_choice(
     file: BuildFile, allowed: list[ImageSpec], images: tuple[ImageSpec, ...]
 ) -> Iterator[tuple[Location, str]]:
-    """Yields the place and message of each exclusion or default that matches no image, and of an empty matrix."""
     for number, exclusion in enumerate(file.exclude):
         if not any(exclusion.matches(image) for image in allowed):
             yield ("exclude", number), "excludes no image of the axes. Correct it, or take it out"

@@ -70,10 +70,7 @@ def read_yaml(path: Path, model: type[M]) -> tuple[M, Document]:
 
 
 def _parse(path: Path) -> Any:
-    """Returns the content of a YAML file, with line numbers.
-
-    Raises `SpecError` if it can't be read, is not YAML, or is larger than a file that people write.
-    """
+    """Raises `SpecError` if it can't be read, is not YAML, or is larger than a file that people write."""
     try:
         text = _read_limited(path)
         if _measure_depth(text) > _MOST_LEVELS:  # the parser takes seconds for it
@@ -120,12 +117,7 @@ def _measure_depth(text: bytes) -> int:
 
 
 def _count_values(data: Any, known: dict[int, int]) -> int:
-    """Returns the number of values in a document in which each alias is replaced by its value.
-
-    Args:
-        data: The document, or a part of it.
-        known: The numbers of parts, by identity. They are extended.
-    """
+    """Counts values as if each alias was replaced. `known` has the numbers of parts by identity, and is extended."""
     if not isinstance(data, (dict, list)):
         return 1
     if id(data) not in known:
@@ -135,7 +127,6 @@ def _count_values(data: Any, known: dict[int, int]) -> int:
 
 
 def _explain(document: Document, model: type[StrictModel], problem: Any) -> str:
-    """Returns the message for a mistake that pydantic found, with file, line and key."""
     location = tuple(problem["loc"])
     message = str(problem["msg"]).removeprefix("Value error, ")
     if problem["type"] == "extra_forbidden":

@@ -53,10 +53,7 @@ def _parse_file(path: Path) -> configparser.RawConfigParser:
 
 
 def _config_files(environment: Mapping[str, str], prefix: Path) -> Iterator[Path]:
-    """Yields the files that pip reads, in ascending priority; they may not exist.
-
-    If PIP_CONFIG_FILE names a file that exists, it takes the place of the files in the home directory.
-    """
+    """Yields the files that pip reads, in ascending priority; they may not exist."""
     home = Path(environment.get("HOME") or Path.home())
     for directory in (environment.get("XDG_CONFIG_DIRS") or "/etc/xdg").split(os.pathsep):
         yield Path(directory, "pip", "pip.conf")

@@ -101,10 +101,7 @@ def _convert_proxies(lines: tuple[str, ...]) -> Iterator[tuple[str, str]]:
 def _request(
     shown: str, url: str, settings: NetworkSettings, proxies: Mapping[str, str], verify: bool = True
 ) -> Answer:
-    """Requests `url`, and reports the answer under the address `shown`, less its credentials.
-
-    A failure is an answer too, and raises nothing.
-    """
+    """Requests `url`, and reports the answer under `shown`, less its credentials. A failure is an answer too."""
     parts = urlsplit(shown)
     plain = urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
     try:
@@ -118,10 +115,7 @@ def _request(
 
 @contextlib.contextmanager
 def _ca_file(content: bytes | None, verify: bool) -> Iterator[str | bool]:
-    """Yields the `verify` argument of requests: a file with the CA bundle, True for its default, False for no check.
-
-    Without a check, urllib3's warnings about it are switched off in this process. The file is removed afterwards.
-    """
+    """Yields requests' `verify`. Without a check, urllib3's warnings are switched off in this process."""
     if not verify:
         urllib3.disable_warnings(urllib3.exceptions.InsecureRequestWarning)
     if not verify or content is None:

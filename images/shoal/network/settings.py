@@ -120,14 +120,12 @@ class NetworkSettings:
         return encoded | ({"ca.crt": self.ca_bundle} if self.ca_bundle else {})
 
     def _pip_conf(self) -> str:
-        """Returns pip.conf for builds: pip's settings of this machine, and the CA bundle's path in the build."""
         lines = ["[global]", *(f"{key} = {value}" for key, value in self.pip)]
         if self.ca_bundle:
             lines.append("cert = /run/machine/ca.crt")
         return "\n".join(lines) + "\n"
 
     def _apt_conf(self, has_sources: bool, has_auth: bool) -> str:
-        """Returns apt's settings for builds: proxies, and the paths of the given files and of the CA bundle."""
         lines = list(self.apt_proxies)
         if has_sources:
             lines += ['Dir::Etc::SourceList "/run/machine/sources.list";', 'Dir::Etc::SourceParts "-";']
@@ -199,15 +197,13 @@ def pip_environment() -> dict[str, str]:
 
 
 def _select_pip_settings(pip: dict[str, str]) -> tuple[dict[str, str], list[str]]:
-    """Returns pip's settings that a build can use, and a sentence for each that it cannot.
-
-    Local directories in `find-links` are left out without a sentence, as their wheels are copied.
-    """
+    """Returns pip's settings that a build can use, and a sentence for each that it cannot."""
     kept = {}
     left_out = [f"pip's {key}: not supported in builds" for key in _UNUSABLE_PIP_KEYS if key in pip]
     for key in _PIP_KEYS:
         words = pip.get(key, "").split()
         local = [word for word in words if word.startswith(("file:", "/", "."))]
+        # Wheels in local directories of find-links are copied.
         if key != "find-links":
             left_out += [f"pip's {key} {word}: a local directory, which a container cannot read" for word in local]
         if remote := [word for word in words if word not in local]:
@@ -226,7 +222,6 @@ def _ca_bundles(pip: dict[str, str]) -> Iterator[tuple[str, Path]]:
 
 
 def _proxy_variables() -> Iterator[tuple[str, str]]:
-    """Yields the proxy variables that are set, in either case."""
     for name in _PROXIES:
         for spelling in (name, name.lower()):
             if value := os.environ.get(spelling):
@@ -245,7 +240,6 @@ def _read_apt_proxies() -> Iterator[str]:
 
 
 def _debian_release() -> str:
-    """Returns the Debian suite of this machine; empty if it runs another system."""
     with contextlib.suppress(OSError):
         release = platform.freedesktop_os_release()
         return release.get("VERSION_CODENAME", "") if release["ID"] == "debian" else ""
@@ -273,16 +267,12 @@ def read_apt_sources(directory: Path = Path("/etc/apt")) -> Iterator[str]:
 
 
 def _parse_one_line_sources(text: str) -> Iterator[str]:
-    """Yields the sources of binary packages in a .list file, in one-line form without options."""
     for words in re.findall(r"^deb[ \t]+(?:\[[^]]*\][ \t]+)?(\S+[ \t]+\S+[^#\n]*)", text, re.MULTILINE):
         yield " ".join(["deb", *words.split()])
 
 
 def _parse_deb822_sources(text: str) -> Iterator[str]:
-    """Yields the enabled sources of binary packages in a file in deb822 format, in one-line form without options.
-
-    One line for each URI and suite.
-    """
+    """Yields the enabled sources of binary packages, a line for each URI and suite, without options."""
     for stanza in re.split(r"\n\s*\n", re.sub(r"^#.*\n?", "", text, flags=re.MULTILINE)):
         fields = dict(re.findall(r"^([\w-]+):[ \t]*(.*(?:\n[ \t]+.*)*)", stanza, re.MULTILINE))
         if "deb" not in fields.get("Types", "").split() or fields.get("Enabled", "yes").lower() == "no":

@@ -111,10 +111,7 @@ def lock_image(project: Project, spec: BuildSpec, image: ImageSpec) -> list[Path
 
 
 def _resolve_layers(spec: BuildSpec, image: ImageSpec, index: str | None) -> dict[str, list[Pin]]:
-    """Returns the pins of an image that extends no other, by layer. Runs pip, and again for each upper layer.
-
-    Raises `SpecError` if pip fails.
-    """
+    """Returns the pins by layer. Runs pip, and again for each upper layer. Raises `SpecError` if pip fails."""
     pins = _resolve([*image.requirements, *spec.mpi], image.python_version, index)
     mpi = {canonicalize_name(Requirement(line).name) for line in spec.mpi}
     layers: dict[str, list[Pin]] = {layer: [] for layer in layers_of(image)}
@@ -136,12 +133,7 @@ def _resolve_layers(spec: BuildSpec, image: ImageSpec, index: str | None) -> dic
 def _resolve_on(
     installed: Collection[Pin], requirements: Iterable[str], python_version: str, index: str | None
 ) -> list[Pin]:
-    """Returns the files, sorted by name, that pip adds to `installed`, which stays as it is.
-
-    Raises `SpecError` if pip fails.
-
-    pip sees empty wheels with the names and versions of `installed`, so that it downloads none of them.
-    """
+    """Returns the files that pip adds to `installed`. It sees empty wheels of these, and downloads none of them."""
     with TemporaryDirectory(prefix="shoal-lock-") as scratch:
         lines = [f"{pin.name} @ {_empty_wheel(pin, Path(scratch)).as_uri()}\n" for pin in installed]
         constraints = Path(scratch, "constraints.txt")
@@ -164,11 +156,7 @@ def _empty_wheel(pin: Pin, directory: Path) -> Path:
 
 
 def _resolve(requirements: Iterable[str], python_version: str, index: str | None, *options: str) -> list[Pin]:
-    """Returns the files that pip chooses, sorted by name. If it fails, it is tried again with `index`.
-
-    Raises `SpecError` with pip's words, or on another platform than the images', and `ShoalError` if an index cannot be
-    reached.
-    """
+    """Returns the files that pip chooses, sorted by name. If it fails, it is tried again with `index`."""
     here = (platform.system(), platform.machine())
     if here != ("Linux", "x86_64"):  # pip evaluates markers for the machine that it runs on
         raise SpecError(f"locking needs Linux and x86_64; this is {' '.join(here)}. Fix: lock on such a machine")
@@ -188,7 +176,6 @@ def _resolve(requirements: Iterable[str], python_version: str, index: str | None
 
 
 def _explain_failure(requirements: str, out: str, words: str) -> ShoalError:
-    """Returns the error for a failure of pip with this output and these words on stderr."""
     if _UNREACHABLE.search(words):  # pip goes on without the index, and then reports a conflict or a missing version
         return ShoalError(
             f"a package index cannot be reached, to resolve {requirements}:\n{words}\n"
@@ -242,14 +229,12 @@ def _make_pin(entry: dict[str, Any]) -> Pin:
 
 
 def _layer_of(name: str, mpi: Collection[str]) -> str:
-    """Returns the layer of a package: mpi if it is named there, cuda for NVIDIA's, otherwise framework."""
     if name in mpi:
         return "mpi"
     return "cuda" if name.startswith(("nvidia-", "cuda-")) else "framework"
 
 
 def _write(path: Path, header: str, pins: Iterable[Pin]) -> Path:
-    """Writes a lock file, and returns its path. Raises `SpecError` if a pipe or a directory is in its place."""
     if path.exists() and not path.is_file():
         raise SpecError(f"{path}: not a file. Fix: remove it")
     path.write_text("\n".join([header, *map(str, pins)]) + "\n")

@@ -124,11 +124,7 @@ def read_digests(layer: bytes) -> dict[str, str]:
 
 
 def _install(package: Path, python: str) -> bytes:
-    """Builds a package's wheel, and returns the files that it installs as a tar archive from the image's root.
-
-    Modules are compiled if this Python can do it for the image's. RECORD also lists files that the image's build adds.
-    Nothing is installed here, but `build_wheel` changes this process.
-    """
+    """Returns the files that a package's wheel installs, as a tar archive. `build_wheel` changes this process."""
     # Not at the top: most builds find all of this in the cache.
     import installer
     from installer.destinations import SchemeDictionaryDestination
@@ -155,10 +151,7 @@ def _install(package: Path, python: str) -> bytes:
 
 
 def _compile(root: Path, modules: Path, package: str) -> None:
-    """Writes bytecode beside each module, in a new interpreter. `root` is the root of an image.
-
-    Raises `BuildError`, which names the first module that can't be compiled.
-    """
+    """Writes bytecode beside each module. Raises `BuildError` with the first module that can't be compiled."""
     ended = subprocess.run([*_COMPILE, "-s", root, "-p", "/", root], capture_output=True, text=True, check=False)
     if ended.returncode:
         for path in sorted(modules.rglob("*.py")):

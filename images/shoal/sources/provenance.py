@@ -51,10 +51,7 @@ def read_provenance(project: Project) -> Provenance:
 
 
 def _has_harmless_configuration(root: Path) -> bool:
-    """Returns whether git runs no program that the configuration in a repository names, such as a file monitor.
-
-    A repository that was unpacked from an archive may have any configuration.
-    """
+    """Whether git runs no program of the configuration. A repository from an archive may have any."""
     keys = _git(root, "config", "--local", "--no-includes", "--list", "--name-only") or ""
     return all(map(_HARMLESS.fullmatch, keys.lower().split("\n"))) if keys else False
 
@@ -100,11 +97,7 @@ def _git(root: Path, *arguments: str) -> str | None:
 
 
 def _declared_source(root: Path) -> str:
-    """Returns the source URL that our packages declare, the first one found; empty if none does.
-
-    It is the `Source` or `Repository` among the project URLs of our packages. A file that is
-    not valid or leaves the project declares none.
-    """
+    """Returns the first source URL among the project URLs of our packages; empty if there is none."""
     for package in ("checkpoint", "images", "library", "rehearsal", "toolkit"):
         path = root / package / "pyproject.toml"
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):

@@ -148,10 +148,7 @@ def _referenced(project: Project, source: str) -> list[str]:
 
 @functools.cache
 def _environment(project: Project) -> jinja2.Environment:
-    """Returns a Jinja environment for the project's templates, in which an unknown variable is an error.
-
-    Templates of others must not run code, so they get no attribute that leads to Python's insides.
-    """
+    """Templates of others must not run code, so they get no attribute that leads to Python's insides."""
     return jinja2.sandbox.ImmutableSandboxedEnvironment(
         loader=jinja2.FunctionLoader(functools.partial(_load_source, project)),
         undefined=jinja2.StrictUndefined,
@@ -175,10 +172,7 @@ def _load_source(project: Project, name: str) -> tuple[str, str, None] | None:
 
 
 def _load_template(project: Project, name: str) -> str | None:
-    """Returns the text of a file in dockerfiles/; None if it does not exist.
-
-    Raises `SpecError` if its name or a link leaves the directory, or it is not UTF-8.
-    """
+    """Returns the text of a file in dockerfiles/; None without it. Raises `SpecError` if it leaves the directory."""
     path = project.templates / name
     if not path.resolve().is_relative_to(project.templates.resolve()):
         raise SpecError(f"{path}: leaves {project.templates}. Fix: copy the file into that directory")

@@ -66,12 +66,7 @@ class StepCollector:
         }
 
     def _step(self, name: str, note: str = "", *, caller: Callable[[], str]) -> str:
-        """Collects a step, with the inputs that its text noted while it was rendered. Returns no text.
-
-        `caller` renders the text: Jinja passes it for a call block.
-
-        Raises `SpecError` if the inputs noted are not those used, or for an apt-get install without a list.
-        """
+        """Collects a step with its noted inputs. Jinja passes `caller` for a call block. Returns no text."""
         self._begins, self._noted, self._packages = None, defaultdict(list), []
         text = caller().strip()
         folders, stages = tuple(self._noted["folder"]), tuple(self._noted["stage"])
@@ -99,10 +94,7 @@ class StepCollector:
         return name
 
     def _debian(self, names: Iterable[str]) -> str:
-        """Notes Debian packages that the step installs, and returns their names, separated by spaces.
-
-        Raises `SpecError` for another text.
-        """
+        """Notes Debian packages, and returns their names. Raises `SpecError` for another text."""
         self._packages.append(tuple(names))
         if strange := [name for name in self._packages[-1] if not _DEBIAN.fullmatch(name)]:  # a shell gets them
             raise SpecError(f"debian({strange[0]!r}): not the name of a Debian package. Fix: correct it")
@@ -110,10 +102,7 @@ class StepCollector:
 
 
 def _find_copied(step: str, text: str) -> Iterator[str]:
-    """Yields the folders of the build context that COPY and ADD read.
-
-    Raises `SpecError` for a file that is in no folder. Addresses, and text in the Dockerfile, are left out.
-    """
+    """Yields the folders that COPY and ADD read. Addresses, and text in the Dockerfile, are left out."""
     for flags, words in _COPY.findall(text.replace("\\\n", " ")):
         for source in () if "--from=" in flags else _WORD.findall(words)[:-1]:
             if "://" in source or source.startswith("<<"):

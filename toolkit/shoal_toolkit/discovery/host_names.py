@@ -42,10 +42,7 @@ def expand_hosts(text: str, variable: str) -> tuple[str, ...]:
 
 
 def _expand_ranges(ranges: str, text: str, variable: str) -> list[str]:
-    """Returns the numbers between two brackets, padded: "08-10,3" → 08, 09, 10, 3.
-
-    Raises ContractError if one is wrong.
-    """
+    """Returns the numbers between two brackets, padded: "08-10,3" → 08, 09, 10, 3."""
     numbers: list[str] = []
     for part in ranges.split(","):
         match = _RANGE.fullmatch(part)

@@ -51,14 +51,12 @@ def find_explicit(environ: Mapping[str, str], hostname: str, root: str) -> HostL
 
 
 def _explain_secret(environ: Mapping[str, str]) -> str:
-    """Returns how Kubernetes gives pods a secret; empty outside Kubernetes."""
     if not environ.get("KUBERNETES_SERVICE_HOST"):
         return ""
     return SECRET
 
 
 def _find_by_name(hosts: Sequence[str], hostname: str) -> list[int]:
-    """Returns the indexes of the entries with this host's name; if there are none, with or without its domain."""
     same = [rank for rank, host in enumerate(hosts) if fold(host) == fold(hostname)]
     return same or [rank for rank, host in enumerate(hosts) if shorten(host) == shorten(hostname)]
 
@@ -208,7 +206,6 @@ def find_rank_variables(environ: Mapping[str, str], hostname: str, root: str) ->
 
 
 def _check_launcher(environ: Mapping[str, str], several: bool) -> None:
-    """Raises ContractError if mpirun or torchrun has started `train` as one of several ranks."""
     names = [name for name in _SIZES if (read_number(environ, name) or 1) > 1]
     names += [_ELASTIC, "WORLD_SIZE"] if several and environ.get(_ELASTIC) else []
     if names:

@@ -58,7 +58,6 @@ def find_slurm(environ: Mapping[str, str], hostname: str, root: str) -> HostList
 
 
 def _check_counts(environ: Mapping[str, str], hosts: tuple[str, ...], variable: str) -> None:
-    """Raises ContractError if there are several tasks on a node, or the list has another length than the count."""
     count_name = "SLURM_STEP_NUM_NODES" if variable == "SLURM_STEP_NODELIST" else "SLURM_JOB_NUM_NODES"
     count = read_number(environ, count_name, 1)
     if count not in (None, len(hosts)):
@@ -73,7 +72,6 @@ def _check_counts(environ: Mapping[str, str], hosts: tuple[str, ...], variable: 
 
 
 def _check_name(environ: Mapping[str, str], hosts: tuple[str, ...], rank: int) -> None:
-    """Raises ContractError if Slurm's name of this node is at another place in the list."""
     name = environ.get("SLURMD_NODENAME", "")
     if name in hosts and rank < len(hosts) and hosts[rank] != name:
         raise ContractError(
@@ -83,7 +81,6 @@ def _check_name(environ: Mapping[str, str], hosts: tuple[str, ...], rank: int) -
 
 
 def _warn_about_idle_nodes(environ: Mapping[str, str], hosts: tuple[str, ...], variable: str) -> tuple[str, ...]:
-    """Returns a warning if this step runs on some nodes of the job only."""
     count = read_number(environ, "SLURM_JOB_NUM_NODES", 1) or len(hosts)
     if count <= len(hosts):
         return ()
@@ -94,10 +91,7 @@ def _warn_about_idle_nodes(environ: Mapping[str, str], hosts: tuple[str, ...], v
 
 
 def _warn_about_login_node(environ: Mapping[str, str], hosts: tuple[str, ...], hostname: str) -> tuple[str, ...]:
-    """Returns a warning if this host is not the node of a job of one node, as in salloc's shell on a login node.
-
-    It is not an error, because a container on the node can have a name of its own.
-    """
+    """Another name is only a warning, because a container on the node can have a name of its own."""
     names = {shorten(name) for name in (environ.get("SLURMD_NODENAME", ""), hostname)}
     if names & {shorten(host) for host in hosts}:
         return ()

@@ -81,11 +81,7 @@ def find_hosts(environ: Mapping[str, str], hostname: str, root: str = "/") -> Ho
 
 
 def _ask_sources(environ: Mapping[str, str], hostname: str, root: str) -> HostList | None:
-    """Returns the hosts of the first source that names them; None if none does.
-
-    Other sources that name another number of hosts, or another rank, become warnings. Raises ContractError as
-    `find_hosts`.
-    """
+    """Returns the hosts of the first source that names them. Others that disagree become warnings."""
     found: list[HostList] = []
     broken: tuple[str, ...] = ()
     for name in _present(SOURCES, environ):

@@ -38,10 +38,7 @@ def find_local_device(count: int, environ: Mapping[str, str] = os.environ) -> in
 
 
 def _extend_torch_cuda(cuda: ModuleType) -> None:
-    """Queues the choice with the calls that torch makes when it initializes CUDA.
-
-    A set_device of the script initializes CUDA too, if nothing else has, and counts because it comes after the queue.
-    """
+    """Queues the choice. A set_device of the script initializes CUDA too, and counts because it comes later."""
 
     def select() -> None:
         device = find_local_device(cuda.device_count())
@@ -52,10 +49,7 @@ def _extend_torch_cuda(cuda: ModuleType) -> None:
 
 
 def _extend_tensorflow(tf: ModuleType) -> None:
-    """Makes only the local rank's GPU visible when TensorFlow first lists the physical devices.
-
-    Later set_visible_devices of the script can choose any of them.
-    """
+    """Makes only the local rank's GPU visible, until the script calls set_visible_devices."""
     context: Any = sys.modules.get("tensorflow.python.eager.context")
     if context is None:  # another version: all GPUs stay visible
         return
@@ -78,10 +72,7 @@ def _extend_tensorflow(tf: ModuleType) -> None:
 
 
 def _extend_jax(bridge: ModuleType) -> None:
-    """Sets JAX's option jax_cuda_visible_devices when it first opens its backends, unless it is set.
-
-    JAX cannot count GPUs without opening them: CUDA_VISIBLE_DEVICES and SM_NUM_GPUS tell how many there are.
-    """
+    """Sets jax_cuda_visible_devices when JAX first opens its backends, unless it is set."""
     opened: Callable[[], Any] = bridge.backends
     is_chosen = False
 
@@ -90,6 +81,7 @@ def _extend_jax(bridge: ModuleType) -> None:
         if not is_chosen:
             is_chosen = True
             config: Any = sys.modules["jax"].config
+            # JAX cannot count GPUs without opening them.
             device = find_local_device(_count_visible(os.environ))
             if device is not None and config.read("jax_cuda_visible_devices") == "all":
                 config.update("jax_cuda_visible_devices", str(device))
@@ -99,7 +91,6 @@ def _extend_jax(bridge: ModuleType) -> None:
 
 
 def _count_visible(environ: Mapping[str, str]) -> int:
-    """Returns how many GPUs a process of the job sees."""
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return len([name for name in visible.split(",") if name.strip()])

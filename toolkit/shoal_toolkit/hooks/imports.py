@@ -58,10 +58,7 @@ class _ExtendingFinder:
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Returns the spec of an extended module; None for others, and if another finder asks this one in turn.
-
-        If the SDK's driver imports paramiko, which is missing, it replaces this process by `train`.
-        """
+        """Returns None if another finder asks this one in turn. May replace this process by `train`."""
         if name not in self._names or name in self._searched:
             return None
         self._searched.add(name)
@@ -83,11 +80,7 @@ class _ExtendingFinder:
 
 
 def _without_collections(execute: _Execute) -> _Execute:
-    """Returns the function so that it runs with the garbage collector paused.
-
-    The objects of a framework are then left out of all collections. Python has no way to leave out only them: an
-    object of the script is left out too if it was made before. It is still freed with its last reference.
-    """
+    """Pauses the garbage collector, and leaves out the framework's objects from later collections."""
 
     def exec_module(module: ModuleType) -> None:
         if not gc.isenabled():  # in another framework's import, or the script has turned it off
@@ -99,6 +92,7 @@ def _without_collections(execute: _Execute) -> _Execute:
         finally:
             gc.enable()
         if module.__name__ in _FRAMEWORKS:
+            # Earlier objects of the script are left out too. They are still freed with their last reference.
             gc.freeze()
 
     return exec_module

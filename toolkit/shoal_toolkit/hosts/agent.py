@@ -76,10 +76,7 @@ class Agent:
             handshake.end()
 
     def _on_connection(self) -> None:
-        """Accepts a connection, and starts a handshake if it is from an address of the first host.
-
-        For another address it looks up the first host's name again; within 0.5 s of the last lookup it rejects it.
-        """
+        """Starts a handshake with the first host. Its name is looked up again at most every 0.5 s."""
         try:
             sock, peer = self._listener.accept()
         except OSError:  # it was closed already
@@ -99,10 +96,7 @@ class Agent:
         self._handshakes[_Handshake(self, sock)] = None
 
     def _resolve_first_host(self, sock: socket.socket, address: str) -> None:
-        """Keeps a connection until the first host's name is looked up again: it may have become known.
-
-        If too many connections wait, of this address or of all, the oldest one is closed.
-        """
+        """Keeps a connection until the name is looked up again. If too many wait, closes the oldest one."""
         same = [waiting for waiting in self._waiting if waiting[1] == address]
         if len(same) >= _MAX_WAITING_EACH:
             self._drop_waiting(same[0])
@@ -117,7 +111,6 @@ class Agent:
         self._waiting.remove(waiting)
 
     def _on_resolved(self, found: list[Address] | OSError) -> None:
-        """Starts the handshakes of waiting connections from the first host's addresses, and rejects the others."""
         if not isinstance(found, OSError):  # otherwise the earlier addresses still count
             self._allowed = {address[0] for _, address in found}
         self._resolved_at = monotonic()
@@ -129,7 +122,6 @@ class Agent:
                 self._reject(sock, address)
 
     def _reject(self, sock: socket.socket, address: str) -> None:
-        """Closes a connection, and logs its address the first time, for at most 32 addresses."""
         sock.close()
         if address not in self._logged and len(self._logged) < _MAX_LOGGED:
             self._logged.add(address)
@@ -157,7 +149,6 @@ class Agent:
         return Welcome(wire.make_proof(self._secret, "worker", transcript))
 
     def _refuse(self, reason: str) -> Refused:
-        """Returns a refusal, keeps it in `refused`, and logs each reason once."""
         self.refused = f"refused a connection from the first host's address: {reason}"
         if reason not in self._reasons:  # it connects again and again
             self._reasons.add(reason)
@@ -189,10 +180,7 @@ class _Handshake:
         self._channel.send(agent.make_hello(self._nonce))
 
     def _on_message(self, message: Any) -> None:
-        """Answers the first host's proof. A right one gives the channel to the agent, a wrong one closes it.
-
-        Raises ProtocolError for another message.
-        """
+        """Answers the first host's proof. A right one gives the channel to the agent, a wrong one closes it."""
         if not isinstance(message, Prove):
             raise ProtocolError("not a proof")
         transcript = self._agent.make_transcript(message.nonce, self._nonce)
@@ -206,7 +194,6 @@ class _Handshake:
         self._agent.accept(self._channel, transcript)
 
     def end(self) -> None:
-        """Closes the connection, and removes it from the agent."""
         self._deadline.cancel()
         self._agent.end_handshake(self)
         self._channel.close()

@@ -93,10 +93,7 @@ class WorkerSearch:
         self._on_found(host, channel)
 
     def _list_missing(self) -> str:
-        """Returns the missing hosts as text, each with its last problem and refusal.
-
-        After ten, it is only their number.
-        """
+        """Returns the missing hosts with their last problem and refusal; after ten, only their number."""
         listed = [
             f"{host} ({'; '.join(filter(None, (attempt.refusal, attempt.problem)))})"
             for host, attempt in list(self.missing.items())[:10]
@@ -105,13 +102,11 @@ class WorkerSearch:
         return ", ".join(listed) + more
 
     def _log_progress(self) -> None:
-        """Logs which hosts are missing, and repeats that after 15 s."""
         waited = monotonic() - self._began
         write_log(f"waiting for {self._list_missing()}, for {waited:.0f} s of at most {self._seconds:.0f} s")
         self._timers.append(self._loop.call_later(_PROGRESS_SECONDS, self._log_progress))
 
     def _on_timeout(self) -> None:
-        """Removes the limit, and reports it: the missing hosts, and the last problem of each, are the reason."""
         self.set_limit(None)
         self._on_limit(
             f"After {self._seconds:.0f} s these hosts are missing: {self._list_missing()}. Every host of "
@@ -141,7 +136,6 @@ class _Attempt:
         self._timer: Timer = loop.call_later(0, self._try)
 
     def close(self) -> None:
-        """Closes the current connection, and tries no more."""
         self._timer.cancel()
         if self._sock is not None:
             self._loop.unwatch(self._sock.fileno(), WRITE)
@@ -153,10 +147,7 @@ class _Attempt:
         self._transcript = {}
 
     def _retry(self, problem: str) -> None:
-        """Closes the connection, keeps the problem for the log, and tries again after a pause that grows to 1 s.
-
-        The pause is longer if more than 500 hosts are missing.
-        """
+        """Tries again after a pause that grows to 1 s. It is longer if more than 500 hosts are missing."""
         self.close()
         self.problem = problem
         pause = min(_RETRY_SECONDS * 1.2 ** min(self._tries, 30), _SLOWEST_RETRY_SECONDS)
@@ -164,20 +155,17 @@ class _Attempt:
         self._timer = self._loop.call_later(max(pause, least), self._try)
 
     def _try(self) -> None:
-        """Looks up the host's name, then connects to the next of its addresses."""
         self._tries += 1
         self.problem = "looking up its name"
         self._search.resolver.look_up(self._host, self._port, self._on_resolved)
 
     def _on_resolved(self, found: list[Address] | OSError) -> None:
-        """Connects to one of the addresses, a different one in each try. An unknown name is looked up again later."""
         if isinstance(found, OSError):
             self._retry(f"its name is unknown: {found.strerror or found}")
         else:
             self._connect(*found[(self._tries - 1) % len(found)])
 
     def _connect(self, family: int, address: tuple[Any, ...]) -> None:
-        """Starts to connect without waiting; tries again later after an error, or without an answer within 5 s."""
         try:
             sock = socket.socket(family, socket.SOCK_STREAM)
         except OSError as error:  # the kernel does not support this address family
@@ -193,7 +181,6 @@ class _Attempt:
         self._loop.watch(sock.fileno(), WRITE, self._on_connect)
 
     def _on_connect(self) -> None:
-        """Starts the handshake, on a new channel; tries again if the connection failed or the handshake takes 10 s."""
         sock = self._sock
         if sock is None:
             return
@@ -208,12 +195,10 @@ class _Attempt:
         self._timer = self._loop.call_later(wire.HANDSHAKE_SECONDS, lambda: self._retry("its agent does not answer"))
 
     def _on_lost(self, reason: str) -> None:
-        """Tries again after the connection was lost in the handshake."""
         self._channel = None
         self._retry(f"in the handshake {reason}")
 
     def _on_message(self, message: Any) -> None:
-        """Handles a message of the handshake. Raises ProtocolError if it is wrong at this time."""
         if isinstance(message, Hello) and not self._transcript:
             self._send_proof(message)
         elif isinstance(message, Welcome) and self._transcript:
@@ -224,10 +209,7 @@ class _Attempt:
             raise ProtocolError("a message that is wrong at this time")
 
     def _send_proof(self, message: Hello) -> None:
-        """Answers the worker's nonce with a proof, and with a nonce of this host.
-
-        Raises ProtocolError if the worker has another name or version.
-        """
+        """Proves the secret to the worker. Raises ProtocolError if it has another name or version."""
         if message.version != messages.VERSION or message.host != self._host:
             raise ProtocolError(f"it calls itself {message.host[:_MAX_SHOWN]!r}, protocol {message.version}")
         self._transcript = wire.make_transcript(self._hosts, self._host, wire.make_nonce(), message.nonce)
@@ -236,10 +218,7 @@ class _Attempt:
             self._channel.send(Prove(self._transcript["first_nonce"], self._transcript["hosts"], proof))
 
     def _check_welcome(self, message: Welcome) -> None:
-        """Checks the worker's proof, and gives the channel to the search. From now on its frames have tags.
-
-        Raises ProtocolError if the proof is wrong.
-        """
+        """Gives the channel to the search; its frames have tags from now on. Raises ProtocolError."""
         if not wire.equal_proofs(wire.make_proof(self._secret, "worker", self._transcript), message.proof):
             raise ProtocolError("it does not have this job's SHOAL_JOB_SECRET")
         channel, self._channel = self._channel, None
@@ -249,10 +228,7 @@ class _Attempt:
             self._search.on_connected(self._host, channel)
 
     def _on_refused(self, reason: str) -> None:
-        """Logs the first refusal, keeps it for the log of missing hosts, and tries again.
-
-        The sender has proved nothing, and may belong to an earlier job.
-        """
+        """Tries again, because the sender has proved nothing, and may belong to an earlier job."""
         refusal = f"it refused this first host: {reason[:_MAX_SHOWN]}"
         if not self.refusal:
             write_log(f"{self._host}: {refusal}. Trying again")

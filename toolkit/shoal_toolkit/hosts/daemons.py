@@ -69,10 +69,7 @@ class DaemonRequests:
         self._answers = {}
 
     def _open_fifo(self, name: str) -> int:
-        """Makes a FIFO that only this user can open, and opens it for both directions, which never blocks.
-
-        Raises LaunchError if that is not possible.
-        """
+        """Makes a FIFO that only this user can open, and opens it for both directions, which never blocks."""
         path = os.path.join(self._directory, name)
         try:
             os.mkfifo(path, 0o600)
@@ -84,10 +81,7 @@ class DaemonRequests:
             ) from None
 
     def _on_readable(self) -> None:
-        """Reads which hosts have a new request, and passes on the first one of each.
-
-        Other text is ignored: a process of the script wrote it.
-        """
+        """Passes on the first request of each host. A process of the script may have written other text."""
         *lines, rest = (self._received + os.read(self._requests, 65536)).split(b"\n")
         self._received = rest[-_MAX_HOST_BYTES:]
         for line in lines:
@@ -97,10 +91,7 @@ class DaemonRequests:
                 self._read_request(host)
 
     def _read_request(self, host: str) -> None:
-        """Passes on the request for a host, and removes its FIFO: a second request is refused.
-
-        A request that is missing or too long is answered with 255.
-        """
+        """Passes on the request for a host. Removes its FIFO, so that a second request is refused."""
         try:
             os.unlink(os.path.join(self._directory, "answers", host))
             with open(os.path.join(self._directory, "requests", host), encoding="utf-8") as file:
@@ -113,7 +104,6 @@ class DaemonRequests:
             self._send_exit_code(host, 255)
 
     def _send_exit_code(self, host: str, code: int) -> None:
-        """Answers a request, and closes its FIFO. Does nothing if it is answered already."""
         descriptor = self._answers.pop(host, None)
         if descriptor is not None:
             os.write(descriptor, b"%d\n" % code)
@@ -163,13 +153,7 @@ def build_daemon_command(
 
 
 def _check_arguments(words: Sequence[str], forms: Mapping[str, str], planned: Mapping[str, str]) -> list[str]:
-    """Returns the daemon's options. MCA parameters must be allowed: see `_is_allowed`.
-
-    The first host's session directory is left out. Its launch agent is replaced by this host's.
-
-    Raises:
-        LaunchError: If an option is not allowed.
-    """
+    """Returns the daemon's options, with this host's launch agent. Raises LaunchError if one is not allowed."""
     arguments = []
     for option, *values in _split_options(words):
         if option not in _PAIRS:
@@ -191,10 +175,7 @@ def _check_arguments(words: Sequence[str], forms: Mapping[str, str], planned: Ma
 
 
 def _is_allowed(parameter: str, value: str, forms: Mapping[str, str], planned: Mapping[str, str]) -> bool:
-    """Whether the plan allows a parameter with this value, or data/daemon.json allows values of this form.
-
-    Both are by parameter: `planned` has the plan's values, of which ANY allows each, and `forms` the names of forms.
-    """
+    """By parameter, `planned` has the plan's values, of which ANY allows each. `forms` has the names of forms."""
     if parameter in planned and planned[parameter] in (value, ANY):
         return True
     return parameter in forms and re.fullmatch(_VALUE_FORMS[forms[parameter]], value) is not None

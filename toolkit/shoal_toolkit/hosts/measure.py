@@ -63,7 +63,6 @@ class NetworkMeter:
         _thread.start_new_thread(measure_host, ())
 
     def _on_done(self) -> None:
-        """Calls back for the measurements that threads have finished so far."""
         os.read(self._read, 4096)
         while self._done:
             on_measured, measured = self._done.popleft()
@@ -83,10 +82,7 @@ class NetworkMeter:
 
 
 def _serve(sock: socket.socket, secret: str) -> None:
-    """Body of a thread: answers pings with this host's clock, then counts the data and sends the number of bytes.
-
-    Without a proof of the secret it only closes the connection.
-    """
+    """Body of a thread: answers pings with this host's clock, then counts the data. Needs a proof of the secret."""
     try:
         with sock:
             sock.settimeout(_TIMEOUT_SECONDS)
@@ -107,12 +103,10 @@ def _serve(sock: socket.socket, secret: str) -> None:
 
 
 def _make_proof(secret: str, nonce: bytes) -> bytes:
-    """Returns the proof that the measuring host knows the secret."""
     return wire.make_proof(secret, "measuring", {"nonce": nonce.hex()}).encode()
 
 
 def _try_measure(host: str, port: int, secret: str) -> Measured:
-    """Measures the way to a host; returns the problem if that is not possible."""
     try:
         with socket.create_connection((host, port), _TIMEOUT_SECONDS) as sock:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -126,10 +120,7 @@ def _try_measure(host: str, port: int, secret: str) -> Measured:
 
 
 def _ping(sock: socket.socket) -> tuple[float, float]:
-    """Returns the median time to the other host and back, and how far its clock is ahead, in seconds.
-
-    For the clock, the fastest ping counts.
-    """
+    """Returns the median round trip, and how far the other clock is ahead by the fastest ping, in seconds."""
     found = []
     for _ in range(_PINGS):
         sent, began = time.time(), time.monotonic()
@@ -152,7 +143,6 @@ def _count_bytes_per_second(sock: socket.socket) -> int:
 
 
 def _receive(sock: socket.socket, size: int) -> bytes:
-    """Receives `size` bytes. Raises ConnectionError if the connection ends before."""
     data = b""
     while len(data) < size:
         part = sock.recv(size - len(data))

@@ -203,8 +203,6 @@ Handshake = (Hello, Prove, Welcome, Refused)
 
 
 def _check_whole_number(most: int) -> Callable[[Any], Any]:
-    """Makes a check of an integer from 0 to `most`; it refuses true and false."""
-
     def check(value: Any) -> Any:
         if type(value) is not int or not 0 <= value <= most:
             raise ProtocolError(f"a number that is not from 0 to {most}")
@@ -214,8 +212,6 @@ def _check_whole_number(most: int) -> Callable[[Any], Any]:
 
 
 def _check_digest(length: int) -> Callable[[Any], Any]:
-    """Makes a check of a text with `length` lower-case hexadecimal digits."""
-
     def check(value: Any) -> Any:
         if not isinstance(value, str) or len(value) != length or not _HEXADECIMAL.issuperset(value):
             raise ProtocolError(f"a field that is not {length} hexadecimal digits")
@@ -225,21 +221,18 @@ def _check_digest(length: int) -> Callable[[Any], Any]:
 
 
 def _check_text(value: Any) -> Any:
-    """Returns a field that is text. Raises ProtocolError for another."""
     if not isinstance(value, str):
         raise ProtocolError("a field that is not text")
     return value
 
 
 def _check_flag(value: Any) -> Any:
-    """Returns a field that is true or false. Raises ProtocolError for another."""
     if type(value) is not bool:
         raise ProtocolError("a flag that is neither true nor false")
     return value
 
 
 def _check_line(value: Any) -> Any:
-    """Returns a text that may be logged. Raises ProtocolError for newlines or escape codes, or anything else."""
     if not _check_text(value).isprintable():
         raise ProtocolError("a text with unprintable characters")
     return value
@@ -250,31 +243,25 @@ def _check_optional_rank(value: Any) -> Any:
 
 
 def _check_integer(value: Any) -> Any:
-    """Returns a field that is an integer, also a negative one. Raises ProtocolError for another."""
     if type(value) is not int:
         raise ProtocolError("a number that is not whole")
     return value
 
 
 def _check_stop_signal(value: Any) -> Any:
-    """Returns a field that is the number of a signal in STOP_SIGNALS. Raises ProtocolError for another."""
     if type(value) is not int or value not in STOP_SIGNALS:
         raise ProtocolError("a signal that does not stop a job")
     return value
 
 
 def _check_facts(value: Any) -> Any:
-    """Returns facts about a failure, an integer for each name. Raises ProtocolError for anything else."""
     if not isinstance(value, dict) or len(value) > _MAX_FIELDS or {type(item) for item in value.values()} - {int}:
         raise ProtocolError("facts that are not numbers")
     return value
 
 
 def _check_report(value: Any) -> Any:
-    """Returns the fields of job.json: scalars, lists of scalars, and the list of restarts, which are flat objects.
-
-    Raises ProtocolError for anything else.
-    """
+    """Allows scalars, lists of scalars, and the list of restarts, which are flat objects."""
     if not isinstance(value, dict) or len(value) > _MAX_FIELDS:
         raise ProtocolError("a report that is not an object")
     for name, item in value.items():
@@ -287,7 +274,6 @@ def _check_report(value: Any) -> Any:
 
 
 def _check_hosts(value: Any) -> Any:
-    """Returns a list of texts, at most 4096. Raises ProtocolError for anything else."""
     if not isinstance(value, list) or len(value) > _MAX_FIELDS or not all(isinstance(host, str) for host in value):
         raise ProtocolError("hosts that are not a list of texts")
     return value
@@ -358,7 +344,6 @@ def parse_message(kind: bytes, payload: bytes, proved: bool) -> Any:
 
 
 def _parse_output(payload: bytes) -> RankOutput:
-    """Returns the output of a rank. Raises ProtocolError if the stream or the rank is wrong."""
     if len(payload) < _OUTPUT.size:
         raise ProtocolError("output without a rank")
     stream, rank = _OUTPUT.unpack_from(payload)
@@ -368,10 +353,7 @@ def _parse_output(payload: bytes) -> RankOutput:
 
 
 def _parse_object(payload: bytes, flat: bool) -> dict[str, Any]:
-    """Parses a JSON object; raises ProtocolError for anything else, also for numbers that are too long or not finite.
-
-    `flat` refuses nested objects and lists unparsed.
-    """
+    """Parses a JSON object without long or infinite numbers. `flat` refuses nested objects and lists unparsed."""
     if flat and (payload.count(b"{") != 1 or b"[" in payload):
         raise ProtocolError("a payload that is not flat")
     try:
@@ -386,10 +368,7 @@ def _parse_object(payload: bytes, flat: bool) -> dict[str, Any]:
 
 
 def _parse_integer(digits: str) -> int:
-    """Returns an integer of at most 20 characters.
-
-    Raises ProtocolError for a longer one, which would take quadratic time.
-    """
+    # A longer number would take quadratic time.
     if len(digits) > _MAX_DIGITS:
         raise ProtocolError("a number that is too long")
     return int(digits)

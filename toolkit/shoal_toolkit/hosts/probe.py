@@ -44,7 +44,6 @@ class Probe:
         self._resolver.look_up(host, int(port) if port.isdecimal() else 0, self._on_resolved)
 
     def _on_resolved(self, found: list[Address] | OSError) -> None:
-        """Connects to the first address of the name."""
         if isinstance(found, OSError):
             self._end(f"its name is unknown ({found.strerror or found})")
             return
@@ -70,13 +69,11 @@ class Probe:
             self._end("")
 
     def _on_connected(self) -> None:
-        """Ends the check, and reports the connection's error; none if it succeeded."""
         if self._sock is not None:
             problem = self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
             self._end(os.strerror(problem) if problem else "")
 
     def _end(self, problem: str) -> None:
-        """Closes the connection, and reports the problem."""
         self.close()
         self._on_probed(f"it cannot reach {self._place}: {problem}" if problem else "")
 

@@ -66,23 +66,17 @@ class _Visitor:
         self._main = main
 
     def _on_found(self, host: str, channel: Channel) -> None:
-        """Sends this host's rank to the first host, and from now on takes its messages.
-
-        If the channel is lost, this registration fails.
-        """
         self._channel = channel
         channel.on_message = self._on_message
         channel.on_lost = lambda reason: self._fail(f"The first host {self._main} was lost: {reason}. See its log.")
         channel.send(Register(self._rank))
 
     def _on_message(self, message: Any) -> None:
-        """Takes the addresses. Raises ProtocolError if they are not for this job."""
         if not isinstance(message, Addresses) or len(message.hosts) != self._count:
             raise ProtocolError("not the addresses of all hosts")
         self.addresses = tuple(message.hosts)
 
     def _fail(self, reason: str) -> None:
-        """Ends the search, and notes why this host can't register."""
         self._search.close()
         self.problem = reason
 
@@ -97,10 +91,7 @@ class _Visitor:
 
 
 class _Desk:
-    """The first host: listens from its creation, and sends all addresses when every rank has registered.
-
-    Raises LaunchError if the port is taken.
-    """
+    """The first host: listens from its creation, and sends all addresses when every rank has registered."""
 
     def __init__(self, loop: Loop, found: HostList, settings: TrainSettings) -> None:
         assert found.registration is not None
@@ -127,7 +118,6 @@ class _Desk:
         self._unproved[_Visit(self, self._loop, sock, _strip(peer[0]))] = None
 
     def prove(self, visit: _Visit) -> None:
-        """Notes that a connection has proved the secret."""
         self._unproved.pop(visit, None)
 
     def forget(self, visit: _Visit) -> None:
@@ -136,10 +126,7 @@ class _Desk:
         self._registered = {rank: each for rank, each in self._registered.items() if each is not visit}
 
     def register(self, visit: _Visit, rank: int) -> None:
-        """Notes the address of a rank. After the last one, sends all addresses to every host.
-
-        Raises ProtocolError if there is no such rank, or it has registered from another connection.
-        """
+        """Notes the address of a rank. After the last one, sends all addresses to every host."""
         if not 0 < rank < len(self._names) or rank in self._registered or visit in self._registered.values():
             raise ProtocolError(f"the rank {rank}, which is not expected")
         self._registered[rank] = visit
@@ -150,7 +137,6 @@ class _Desk:
                 each.channel.send(Addresses(list(self.addresses)))
 
     def describe_missing(self) -> str:
-        """Returns the error for the end of the time limit: at most ten hosts that have not registered, and a fix."""
         missing = [name for rank, name in enumerate(self._names) if rank and rank not in self._registered]
         more = f" and {len(missing) - 10} more" if len(missing) > 10 else ""
         return (
@@ -184,7 +170,6 @@ class _Visit:
         self.channel.send(Hello(messages.VERSION, self.own, self._nonce))
 
     def _on_message(self, message: Any) -> None:
-        """Answers a proof, or registers a host that has proved the secret. Raises ProtocolError for anything else."""
         if isinstance(message, Prove) and not self._proved:
             self._answer(message)
         elif isinstance(message, Register) and self._proved:
@@ -194,10 +179,7 @@ class _Visit:
             raise ProtocolError("a message that is wrong at this time")
 
     def _answer(self, message: Prove) -> None:
-        """Proves the secret too, and seals the channel from then on, if the visitor's job and proof are right.
-
-        Otherwise refuses and closes the connection.
-        """
+        """Proves the secret too, if the visitor's job and proof are right. From then on the channel is sealed."""
         secret = self._desk.secret
         transcript = wire.make_transcript((self._desk.job, self.own), self.own, message.nonce, self._nonce)
         if message.hosts != transcript["hosts"]:
@@ -215,7 +197,6 @@ class _Visit:
         self.end()
 
     def end(self) -> None:
-        """Closes the connection."""
         self._deadline.cancel()
         self.channel.close()
         self._desk.forget(self)

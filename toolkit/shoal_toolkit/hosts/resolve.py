@@ -64,7 +64,6 @@ class Resolver:
             os.write(self._write, b".")
 
     def _on_found(self) -> None:
-        """Calls back for the hosts that threads have looked up so far."""
         os.read(self._read, 4096)
         while self._found:
             on_resolved, found = self._found.popleft()
@@ -72,7 +71,6 @@ class Resolver:
 
 
 def _try_look_up(host: str, port: int) -> list[Address] | OSError:
-    """Returns the addresses of a host, or the error; a wrong host name gives an OSError too."""
     try:
         return look_up_host(host, port)
     except OSError as error:

@@ -137,7 +137,6 @@ class Channel:
             self._last_heard = monotonic()
 
     def _lose(self, reason: str) -> None:
-        """Closes the connection, and calls `on_lost`, unless it is closed already."""
         if self._sock is not None:
             self.close()
             self.on_lost(reason)
@@ -153,10 +152,7 @@ class Channel:
         self._beat = self._loop.call_later(HEARTBEAT_SECONDS, self._heartbeat)
 
     def _flush(self) -> None:
-        """Sends as much as the socket takes now, and calls `on_held` with the number of bytes left.
-
-        The loop sends these. After an error it discards all, and the loop reports the connection as lost.
-        """
+        """Sends as much as the socket takes now. The loop sends the rest, or reports the connection as lost."""
         sock = self._sock
         try:
             while sock is not None and self._out:
@@ -180,10 +176,7 @@ class Channel:
         self.on_held(self._unsent)
 
     def _on_readable(self) -> None:
-        """Reads the available bytes, and passes on their messages.
-
-        An end, an error or a wrong frame loses the connection.
-        """
+        """An end, an error or a wrong frame loses the connection."""
         if self._sock is None:
             return
         try:
@@ -204,10 +197,7 @@ class Channel:
             self._lose(f"it sent a wrong frame ({error})")
 
     def _deliver(self) -> None:
-        """Passes on all complete messages but heartbeats. Raises ProtocolError for a wrong frame.
-
-        It removes their bytes only at the end, which takes linear time.
-        """
+        """Passes on all complete messages but heartbeats. Removes their bytes only at the end: linear time."""
         start = 0
         try:
             while self._sock is not None and len(self._in) - start >= _HEAD.size:

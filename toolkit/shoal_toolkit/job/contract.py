@@ -205,7 +205,6 @@ def make_cluster(found: HostList) -> Cluster:
 
 
 def _assume_one_host(paths: Paths, hostname: str) -> HostList:
-    """Returns this host alone, with a note for the log."""
     note = f"no {RESOURCE_CONFIG} in {paths.config}: a single host is assumed"
     evidence = f"no {RESOURCE_CONFIG}, and no variables of a platform: a single host is assumed"
     return HostList("none", (hostname,), 0, evidence, warnings=(note,))
@@ -331,21 +330,17 @@ def read_count(settings: Mapping[str, Any], key: str) -> int | None:
 
 
 def _read_hyperparameters(paths: Paths, environ: Mapping[str, str]) -> dict[str, Any] | None:
-    """Returns the hyperparameters of the file, None if there is no file. SDK_HYPERPARAMETERS overrides them."""
     raw = _read_object(os.path.join(paths.config, HYPERPARAMETERS))
     settings = environ.get(SDK_HYPERPARAMETERS)
     return {**(raw or {}), **json.loads(settings)} if settings else raw
 
 
 def _read_metrics(paths: Paths, code: Code, toolkit: Mapping[str, Any]) -> tuple[MetricPattern, ...]:
-    """Returns the metric definitions. Raises ContractError if one is wrong.
-
-    Most jobs have none, and start faster without the module for them.
-    """
     listed = toolkit.get("sagemaker_metric_definitions")
     files = (os.path.join(directory, "metrics.json") for directory in (paths.config, code.directory))
     if listed is None and not any(map(os.path.isfile, files)):
         return ()
+    # Most jobs have none, and start faster without this module.
     from shoal_toolkit.job.metrics import read_metric_definitions
 
     return read_metric_definitions(paths.config, code.directory, listed)
@@ -379,10 +374,6 @@ def _name_json_type(value: Any) -> str:
 
 
 def _read_hosts(config: Mapping[str, Any], path: str) -> tuple[str, ...]:
-    """Returns the hosts in the order of resourceconfig.json.
-
-    Raises ContractError if the list is wrong or names one twice.
-    """
     hosts = config.get("hosts")
     if not isinstance(hosts, list) or not hosts or not all(isinstance(host, str) and host for host in hosts):
         raise ContractError(f'{path}: hosts is {hosts!r}, and must be a list of host names, such as ["algo-1"].')
@@ -392,6 +383,5 @@ def _read_hosts(config: Mapping[str, Any], path: str) -> tuple[str, ...]:
 
 
 def _find_region(environ: Mapping[str, str], toolkit: Mapping[str, Any]) -> str:
-    """Returns the AWS region of the hyperparameter, else of the variables; empty if none is set."""
     named = (environ.get(name) for name in ("SAGEMAKER_REGION", "AWS_REGION", "AWS_DEFAULT_REGION"))
     return str(toolkit.get("sagemaker_region") or next(filter(None, named), ""))

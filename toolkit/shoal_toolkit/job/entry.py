@@ -106,10 +106,7 @@ def _parse_module(name: str, code: Code) -> Script:
 
 
 def _inspect_command(name: str, path: str) -> Script:
-    """Returns the entry point of a file other than .py, with the interpreter of its #! line.
-
-    Without a #! line it must be .sh or executable; otherwise raises ContractError. So does a shell script with CRLF.
-    """
+    """Returns the entry point of a file other than .py, with the interpreter of its #! line."""
     try:
         with open(path, "rb") as file:
             first = file.readline(256)
@@ -134,14 +131,12 @@ def _inspect_command(name: str, path: str) -> Script:
 
 
 def _script_by_suffix(name: str) -> Script:
-    """Returns the entry point by its suffix alone: .py is Python's, .sh is for /bin/sh, others run by themselves."""
     if name.endswith(".py"):
         return Script(PYTHON, name, name)
     return Script(COMMAND, name, name, ("/bin/sh",) if name.endswith(".sh") else ())
 
 
 def _missing_script(name: str, path: str, code: Code) -> ContractError:
-    """Returns the error for a script that is not a file: a directory, or a name, with the closest one and a list."""
     if os.path.isdir(path):
         module = name.strip("/").replace("/", ".")
         return ContractError(
@@ -153,10 +148,7 @@ def _missing_script(name: str, path: str, code: Code) -> ContractError:
 
 
 def _find_elsewhere(name: str, code: Code) -> str:
-    """Returns a hint if the name has arguments, or a file of that name is deeper in the code; otherwise an empty text.
-
-    A path of Windows has backslashes, and an archive may have a directory at its top.
-    """
+    """Returns a hint if the name has arguments or backslashes, or a file of that name is deeper in the code."""
     words = name.split()
     if len(words) > 1 and os.path.isfile(os.path.join(code.directory, words[0])):
         return f" Fix: name {words[0]!r}, and pass its arguments as hyperparameters."
@@ -171,7 +163,6 @@ def _find_elsewhere(name: str, code: Code) -> str:
 
 
 def _code_files(code: Code) -> list[str]:
-    """Returns the sorted names in the code directory; none if it can't be read."""
     try:
         return sorted(os.listdir(code.directory))
     except OSError:
@@ -179,7 +170,6 @@ def _code_files(code: Code) -> list[str]:
 
 
 def _list_code(code: Code) -> str:
-    """Returns a line that lists 20 names in the code directory, or says that it is missing, empty or not fetched."""
     directory, names = code.directory, _code_files(code)
     if not code.fetched:
         return code.note

@@ -164,7 +164,6 @@ def _has_mig_instance(root: str, minor: str) -> bool:
 
 
 def _mig_directory(root: str, minor: str) -> str:
-    """Returns the directory in which the driver lists the MIG instances of a GPU."""
     return os.path.join(root, "proc/driver/nvidia/capabilities", f"gpu{minor}", "mig")
 
 
@@ -196,11 +195,7 @@ def read_cpu_quota(root: str) -> float | None:
 
 
 def _cgroup_and_parents(mount: str, path: str) -> list[str]:
-    """Returns the directories of a cgroup and of all above it.
-
-    A container without its own cgroup namespace reads its path on the host. That does not exist in the container's
-    mount, and its top is then the container's cgroup.
-    """
+    """A container without a cgroup namespace reads its path on the host. Its mount has only the top of that."""
     parts = path.split("/")[1:] if path != "/" else []
     return [os.path.join(mount, *parts[:depth]) for depth in range(len(parts) + 1)]
 
@@ -284,7 +279,6 @@ def find_route_interface(table: str, address: str) -> str:
 
 
 def _ipv4_to_int(address: str) -> int:
-    """Converts an IPv4 address in dotted form to an integer, its first byte the highest."""
     number = 0
     for part in address.split("."):
         number = number * 256 + int(part)
@@ -297,7 +291,6 @@ def _hex_to_int(word: str) -> int:
 
 
 def _resolve_host(host: str) -> str:
-    """Returns an IPv4 address of a host; empty if its name is unknown, maybe only for now."""
     import socket  # slow to import, and rarely needed
 
     try:
@@ -344,7 +337,6 @@ def find_open_mpi_series(mpirun: str, environ: Mapping[str, str]) -> int:
 
 
 def _find_peer_filter(path: Sequence[str]) -> str:
-    """Returns the path of the library's peer filter; empty if the library is not installed."""
     places = (os.path.join(directory, _PEER_FILTER) for directory in path)
     return next(filter(os.path.exists, places), "")
 
@@ -369,7 +361,6 @@ def find_installed_version(package: str, path: Sequence[str]) -> str:
 
 
 def _read_link(path: str) -> str:
-    """Returns the target of a link; empty if there is no such link."""
     try:
         return os.readlink(path)
     except OSError:

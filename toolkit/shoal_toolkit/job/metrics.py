@@ -48,11 +48,7 @@ def read_metric_definitions(config: str, code_dir: str, hyperparameter: Any) -> 
 
 
 def _find_definitions(config: str, code_dir: str, hyperparameter: Any) -> tuple[str, Any]:
-    """Returns the place where metrics are defined, and the unchecked value there; None for the value if nowhere.
-
-    A hyperparameter comes first, then the file in the configuration directory, then a file with a list in the code.
-    Raises ContractError if a file is not JSON.
-    """
+    """Returns the place of the definitions: the hyperparameter, else the configuration, else a list in the code."""
     if hyperparameter is not None:
         return "hyperparameters.json: sagemaker_metric_definitions", hyperparameter
     path = os.path.join(config, _FILE)
@@ -64,7 +60,6 @@ def _find_definitions(config: str, code_dir: str, hyperparameter: Any) -> tuple[
 
 
 def _load_json(path: str) -> Any:
-    """Returns the decoded content of a JSON file. Raises ContractError if it can't be read or is not JSON."""
     try:
         with open(path, encoding="utf-8-sig") as file:
             return json.load(file)
@@ -73,10 +68,6 @@ def _load_json(path: str) -> Any:
 
 
 def _check_definition(item: Any, index: int, source: str) -> MetricPattern:
-    """Returns a definition with its compiled expression, which must have a group.
-
-    Raises ContractError if it is wrong.
-    """
     name, regex = (item.get("Name"), item.get("Regex")) if isinstance(item, dict) else (None, None)
     if not isinstance(name, str) or not name or not isinstance(regex, str):
         raise ContractError(

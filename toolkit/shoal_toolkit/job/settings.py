@@ -115,11 +115,7 @@ def take_settings(environ: MutableMapping[str, str]) -> tuple[TrainSettings, Con
 
 
 def _take_secret(environ: MutableMapping[str, str]) -> str:
-    """Returns the job's secret from its variable, or from the file that another variable names. Removes both.
-
-    It is empty if none is set. Raises ContractError if both are set, or the file can't be read or can be read by every
-    user. A secret in a file must have 16 to 4096 characters.
-    """
+    """Removes the secret's variables. Raises ContractError if both are set, or every user can read the file."""
     secret, path = environ.pop(SECRET, ""), environ.pop(SECRET_FILE, "")
     if not path:
         return secret
@@ -152,10 +148,7 @@ def _take_secret(environ: MutableMapping[str, str]) -> str:
 
 
 def _read_secret_variables(environ: MutableMapping[str, str]) -> None:
-    """Sets each variable that SECRET_VARIABLES names to the content of its file, without a line end, and masks it.
-
-    Raises ContractError if a file can't be read.
-    """
+    """Sets each variable that SECRET_VARIABLES names to the content of its file, and masks its value."""
     names = environ.pop(SECRET_VARIABLES, "").split()
     for name in names:
         path = environ.get(f"{name}_FILE", "")
@@ -237,10 +230,6 @@ def find_misspelt_variables(environ: Mapping[str, str]) -> list[str]:
 
 
 def _read_number(environ: Mapping[str, str], name: str, default: int, least: int, most: int) -> int:
-    """Returns a variable as a whole number; the default if it is not set or empty.
-
-    Raises ContractError if it is not a whole number, or out of range.
-    """
     text = environ.get(name, "")
     if not text:
         return default

@@ -141,10 +141,7 @@ def make_code_directory(code: Code) -> None:
 
 
 def _has_line(directory: str, name: str, pattern: str) -> bool:
-    """Whether a file of that name exists and has a line that matches at its beginning.
-
-    Raises ContractError if the file can't be read.
-    """
+    """Whether a file of that name exists and has a line that matches at its beginning."""
     path = os.path.join(directory, name)
     if not os.path.isfile(path):
         return False
@@ -156,10 +153,7 @@ def _has_line(directory: str, name: str, pattern: str) -> bool:
 
 
 def _make_staging_directory(code_dir: str) -> tuple[str, str]:
-    """Makes a directory next to the code directory; a temporary one if that fails, or the code directory is not empty.
-
-    Returns it, and why it is temporary. Raises LaunchError if no directory can be made.
-    """
+    """Returns a directory next to the code directory, or a temporary one and the reason for it."""
     if os.path.isdir(code_dir) and os.listdir(code_dir):
         return _make_temporary_directory(), f"{code_dir} is not empty"
     stage = f"{code_dir}-{os.urandom(4).hex()}"
@@ -181,10 +175,7 @@ def _make_temporary_directory() -> str:
 
 
 def _move_into_place(stage: str, code_dir: str) -> tuple[str, str]:
-    """Renames the unpacked code to the code directory, if that is missing or empty, and removes the staging directory.
-
-    Returns where the code is, and why it is elsewhere.
-    """
+    """Removes the staging directory. Returns where the code is, and why it is elsewhere."""
     unpacked = os.path.join(stage, "code")
     try:
         os.rename(unpacked, code_dir)  # replaces an empty directory only
@@ -195,7 +186,6 @@ def _move_into_place(stage: str, code_dir: str) -> tuple[str, str]:
 
 
 def _wait_for(pid: int) -> None:
-    """Waits until a child process ends; returns at once if it has been waited for."""
     try:
         os.waitpid(pid, 0)
     except ChildProcessError:
@@ -203,11 +193,7 @@ def _wait_for(pid: int) -> None:
 
 
 def _run_unpack(argv: Sequence[str], environ: Mapping[str, str], source: CodeSource) -> None:
-    """Runs the child process to its end. An exception (a signal that stops the job) kills it.
-
-    Raises:
-        ContractError, LaunchError: If the child fails, with the message that it wrote.
-    """
+    """Runs the child to its end. An exception (a signal that stops the job) kills it. Raises the child's error."""
     read_end, write_end = os.pipe()
     try:
         pid = spawn(argv, environ, "/", stdout=write_end)

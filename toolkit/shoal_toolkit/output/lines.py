@@ -71,7 +71,6 @@ class Lines:
         return self._add_prefix(rest + b"\n") if rest else b""
 
     def _add_prefix(self, whole: bytes) -> bytes:
-        """Adds the prefix at the beginning of each line. A \\n after the last \\r belongs to the same line end."""
         prefix, before = self._prefix, b""
         if self._after_return and whole.startswith(b"\n"):
             before, whole = whole[:1], whole[1:]  # the second half of \\r\\n

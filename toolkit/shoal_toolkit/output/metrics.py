@@ -116,7 +116,6 @@ class MetricLineReader:
 
 
 def _find_values(definition: MetricPattern, line: str) -> list[float | str]:
-    """Returns the values of a metric in a line. A number that is not finite is a text."""
     values: list[float | str] = []
     for match in definition.pattern.finditer(line[:_MAX_LENGTH]):
         try:

@@ -74,7 +74,6 @@ class MpirunLog:
         return next((notice for notice in specific if not notice.startswith(_VAGUE)), "".join(specific[:1]))
 
     def _filter(self, data: bytes) -> bytes:
-        """Returns the lines that are not noise, and adds them to the tail."""
         kept = b"".join(line for line in data.splitlines(keepends=True) if not self._is_noise(line))
         self._tail.add(kept)
         return kept

@@ -112,10 +112,6 @@ class Output:
             self._metrics.close()
 
     def _add_stream(self, stream: int, rank: int | None, host: str) -> _Stream:
-        """Makes, keeps and returns the handlers of a stream, which depend on the format of the log.
-
-        Only ranks have metrics, and a tail of stderr.
-        """
         formatter: Formatter | None = None
         if self._as_json:
             formatter = JsonLines(host, rank, stream)
@@ -129,7 +125,6 @@ class Output:
         return self._streams[stream, rank]
 
     def _write(self, stream: int, writer: int | None, data: bytes) -> None:
-        """Writes to a sink. If another writer's line has not ended, it begins a new line."""
         if not data:
             return
         sink = self._sinks[stream]

@@ -129,18 +129,10 @@ class Sink:
         self._flow.report(self, self._held)
 
     def _write_now(self, pieces: Sequence[bytes | memoryview]) -> int:
-        """Writes without blocking; returns the number of bytes written, 0 if none can be.
-
-        After another error, which is logged, all output is discarded.
-        """
         fd = self._descriptor()
         return self._try_write(fd, pieces) if fd >= 0 else 0
 
     def _try_write(self, fd: int, pieces: Sequence[bytes | memoryview]) -> int:
-        """Returns how many bytes were written, 0 if the descriptor would block.
-
-        Any other error is logged once; then all later output is discarded.
-        """
         try:
             return os.writev(fd, pieces)
         except BlockingIOError:
@@ -168,10 +160,7 @@ class Sink:
 
 
 def _reopen_nonblocking(fd: int) -> int:
-    """Opens the file behind a descriptor a second time, non-blocking; a regular file never blocks and is used as it is.
-
-    Returns -1 if it can't be opened: a socket, or another user's pipe.
-    """
+    """Opens the file again, non-blocking. Returns -1 if it can't be opened: a socket, or another user's pipe."""
     try:
         if stat.S_ISREG(os.fstat(fd).st_mode):
             return fd
@@ -234,7 +223,6 @@ class Source:
         self._watch()
 
     def _watch(self) -> None:
-        """Watches the pipe, unless it is closed or paused."""
         if self._fd >= 0 and not self._paused and self._pause is None:
             self._loop.watch(self._fd, READ, self._on_readable)
 
@@ -253,7 +241,6 @@ class Source:
         return len(data)
 
     def _close(self) -> None:
-        """Closes the pipe, and ends watching it, once."""
         if self._fd >= 0:
             self._loop.unwatch(self._fd, READ)
             self._flow.remove(self)

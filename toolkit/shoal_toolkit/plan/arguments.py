@@ -86,7 +86,6 @@ def format_arguments(hyperparameters: Mapping[str, Any], store_true: object = No
 
 
 def _format_value(value: Any) -> str:
-    """Returns a value as an argument: None as empty text, an object as k=v,k=v, a list as JSON."""
     if value is None:
         return ""
     if isinstance(value, Mapping):
@@ -125,10 +124,7 @@ def _format_option(name: str) -> str:
 
 
 def _find_flags(hyperparameters: Mapping[str, Any], store_true: object) -> set[str]:
-    """Returns the names of the hyperparameters that are flags: none, all booleans, or the listed ones.
-
-    Raises ContractError if sagemaker_store_true is wrong.
-    """
+    """Returns the names of the hyperparameters that are flags: none, all booleans, or the listed ones."""
     possible = {name for name, value in hyperparameters.items() if isinstance(value, bool)}
     if store_true is None or isinstance(store_true, bool):
         return possible if store_true else set()
@@ -150,7 +146,6 @@ def _find_flags(hyperparameters: Mapping[str, Any], store_true: object) -> set[s
 
 
 def _check_length(name: str, value: str) -> str:
-    """Returns the value. Raises ContractError if it is too long for an argument on Linux."""
     size = len(value.encode("utf-8", "surrogatepass"))
     if size > MAX_ARGUMENT_BYTES:
         raise ContractError(

@@ -30,7 +30,6 @@ def plan_with_hosts(job: Job, machine: Machine, hosts: Sequence[str]) -> LaunchP
 
 
 def _keep_hosts(cluster: Cluster, hosts: tuple[str, ...]) -> Cluster:
-    """Returns a cluster with some of its hosts, also in its instance groups."""
     config = {**cluster.resource_config, "hosts": list(hosts)}
     if cluster.instance_groups:
         config["instance_groups"] = [

@@ -134,7 +134,6 @@ def sort_inherited(environ: Mapping[str, str], launches: bool, alone: bool) -> t
 
 
 def _match_names(patterns: Sequence[str], environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Returns the variables with a name of the list; a name that ends with * stands for all that begin with it."""
     prefixes = tuple(pattern[:-1] for pattern in patterns if pattern.endswith("*"))
     return tuple(name for name in environ if name in patterns or name.startswith(prefixes))
 
@@ -201,10 +200,7 @@ def _describe_job(job: Job, machine: Machine, hosts: Sequence[str]) -> dict[str,
 def _training_environment(
     values: Mapping[str, Any], job: Job, machine: Machine, hosts: Sequence[str]
 ) -> dict[str, Any]:
-    """Returns SM_TRAINING_ENV: the values of `_describe_job`, some renamed or left out, and more about the job.
-
-    It says which host is the master, and which of the library's commands are installed.
-    """
+    """Returns SM_TRAINING_ENV: the values of `_describe_job`, some renamed or left out, and more about the job."""
     renamed = {"framework_params": "additional_framework_parameters"}
     omitted = ("host_count", "current_host_rank", "master_addr", "channels")
     described = {renamed.get(name, name): value for name, value in values.items() if name not in omitted}
@@ -253,7 +249,6 @@ def _neuron_cores(instance_type: str) -> int:
 
 
 def _instance_group_hosts(job: Job) -> list[str]:
-    """Returns the hosts of this host's instance group; none without groups."""
     for group in job.cluster.instance_groups:
         if group.get("instance_group_name") == job.cluster.group_name:
             return list(group.get("hosts", []))
@@ -261,10 +256,6 @@ def _instance_group_hosts(job: Job) -> list[str]:
 
 
 def _distribution_groups(job: Job) -> list[str]:
-    """Returns the instance groups that take part in the distribution: the named ones, otherwise all.
-
-    Without groups it is the name of this host's group. If none is named and no launcher is configured, it is none.
-    """
     named = job.framework.get("sagemaker_distribution_instance_groups")
     if named:
         return list(named)
@@ -276,16 +267,11 @@ def _distribution_groups(job: Job) -> list[str]:
 
 
 def _job_name(job: Job) -> str:
-    """Returns the name of the job, from its hyperparameter or TRAINING_JOB_NAME; empty if it has none."""
     return str(job.toolkit.get("sagemaker_job_name") or job.environ.get("TRAINING_JOB_NAME") or "")
 
 
 def _unprefixed_variables(job: Job) -> dict[str, str]:
-    """Returns the variables of the contract without SM_. PYTHONPATH begins with the code directory.
-
-    PYTHONUNBUFFERED is 1, unless the user has set it. SHOAL_RESTART and SHOAL_STOP_GRACE are for scripts that save
-    checkpoints.
-    """
+    """Returns the variables without SM_. SHOAL_RESTART and SHOAL_STOP_GRACE are for scripts with checkpoints."""
     environ = job.environ
     # The code comes first. The launcher's own sys.path is left out: the script may run with another Python.
     path = [job.code_dir, *filter(None, [environ.get("PYTHONPATH", "")])]

@@ -58,7 +58,6 @@ def choose_network_variables(job: Job, machine: Machine, launcher: Launcher) -> 
 
 
 def _nccl_variables(machine: Machine, launcher: Launcher, several: bool) -> dict[str, str]:
-    """Returns the variables of NCCL and gloo. A replaced interface is named only if there are several hosts."""
     variables = {"NCCL_DEBUG": "INFO" if launcher.ranks == BY_MPIRUN else "WARN"}
     if launcher is MPI:
         variables["NCCL_MIN_NRINGS"] = "4"
@@ -78,10 +77,7 @@ def _efa_variables(cards: tuple[Nic, ...], known: Mapping[str, Any]) -> dict[str
 
 
 def _find_cards(instance_type: str, machine: Machine) -> tuple[tuple[Nic, ...], bool, str]:
-    """Returns the network cards to use, whether one is missing, and the reason.
-
-    One is missing if no card can be used here, and one is under /sys or the instance type has EFA.
-    """
+    """Returns the network cards to use, whether one is missing, and the reason."""
     usable = tuple(card for card in machine.nics if card.usable)
     names = ", ".join(f"{card.name} ({card.driver or 'no driver'})" for card in usable or machine.nics)
     if usable:
@@ -97,10 +93,6 @@ def _find_cards(instance_type: str, machine: Machine) -> tuple[tuple[Nic, ...], 
 
 
 def _compare_gpus(job: Job, machine: Machine) -> list[str]:
-    """Returns a note if this machine has fewer or more GPUs than its instance type.
-
-    There is none if CUDA_VISIBLE_DEVICES is set.
-    """
     gpus = machine.instance.get("gpus", machine.gpus)
     if gpus == machine.gpus or "CUDA_VISIBLE_DEVICES" in job.environ:
         return []

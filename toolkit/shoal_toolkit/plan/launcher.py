@@ -67,10 +67,7 @@ def choose_launcher(job: Job, machine: Machine) -> tuple[Launcher, list[str]]:
 
 
 def _find_launcher(job: Job, machine: Machine) -> tuple[Launcher, list[str]]:
-    """Returns the launcher, and why it is chosen: the first one that is asked for, otherwise a plain process.
-
-    Without hyperparameters.json, one host with several GPUs gets MPI. Raises ContractError for an unsupported launcher.
-    """
+    """Returns the launcher, and why it is chosen. Raises ContractError for an unsupported launcher."""
     for key, name in _UNSUPPORTED.items():
         if read_flag(job.framework, key):
             supported = ", ".join(launcher.key for launcher in LAUNCHERS.values() if launcher.key)
@@ -184,7 +181,6 @@ def _build_script(start: Start) -> Command:
 
 
 def _build_mpirun(start: Start) -> Command:
-    """Raises LaunchError if mpirun is missing, or is not Open MPI's."""
     from shoal_toolkit.plan import mpi, rank_shell  # a plain process starts faster without them
 
     job, machine, key, is_mpi = start.job, start.machine, start.launcher.mpi_options, start.launcher is MPI
@@ -224,7 +220,6 @@ def _build_torchrun(start: Start) -> Command:
 
 
 def _build_dataparallel_variables(start: Start) -> dict[str, str]:
-    """Returns the variables that tell AWS's data parallel library about the hosts."""
     if len(start.hosts) == 1:
         return {"SMDATAPARALLEL_USE_SINGLENODE": "1"}
     job = start.job
@@ -243,7 +238,6 @@ def _build_mirrored_variables(start: Start) -> dict[str, str]:
 
 
 def _build_parameter_server_variables(start: Start) -> dict[str, str]:
-    """Returns TF_CONFIG of the script; on one host there are no parameter servers."""
     from shoal_toolkit.plan import tf_config
 
     return {"TF_CONFIG": tf_config.build_script_config(start.hosts, start.current_host)} if len(start.hosts) > 1 else {}

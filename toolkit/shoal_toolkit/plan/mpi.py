@@ -54,8 +54,6 @@ class Setting(NamedTuple):
 
 
 class _UserOptions(NamedTuple):
-    """The user's options and variables, and the table of all options."""
-
     key: str  # the hyperparameter
     options: MpiOptions
     variables: Mapping[str, Setting]  # MCA parameter → what sets it
@@ -105,7 +103,6 @@ def build_mpirun_command(
 
 
 def _format_hosts(hosts: Mapping[str, int]) -> list[str]:
-    """Returns the options for hosts and ranks. A single host is always called `localhost`."""
     total = sum(hosts.values())
     places = [f"{host}:{count}" for host, count in hosts.items()] if len(hosts) > 1 else [f"localhost:{total}"]
     return ["--host", ",".join(places), "-np", str(total)]
@@ -129,7 +126,6 @@ def _merge_named(
 
 
 def _find_replacement(user: _UserOptions, name: str) -> str:
-    """Returns the user's setting that replaces a default option; empty for none."""
     known = user.table["options"]
     for given, values in user.options.named.items():
         if given == name or name in known[given].get("replaces", ()):
@@ -145,11 +141,7 @@ def _find_replacement(user: _UserOptions, name: str) -> str:
 def _merge_mca(
     user: _UserOptions, defaults: Mapping[str, str], agents: Mapping[str, str]
 ) -> tuple[dict[str, McaValue], list[str]]:
-    """Returns each MCA parameter once, because mpirun refuses a second mention, and notes on replaced ones.
-
-    The user's option beats a variable, and that beats a default. Users can't change `agents`: a note says that their
-    value is left out. Variables that take effect by themselves are left out.
-    """
+    """Returns each MCA parameter once, because mpirun refuses a second mention, and notes on replaced ones."""
     kept, notes = _keep_defaults(user, defaults)
     # A variable takes effect by itself, unless the installed series has another name for the parameter.
     renamed_variables = {
@@ -161,11 +153,11 @@ def _merge_mca(
         if user.options.mca.get(parameter, McaValue("", value)).value != value:
             notes.append(f"{user.key}: --mca {parameter} is left out: it must be {value} with this toolkit's agents")
     ours, last = ({name: McaValue("mca", value) for name, value in settings.items()} for settings in (kept, agents))
+    # The user's option beats a variable, and that beats a default. Users can't change `agents`.
     return {**ours, **renamed_variables, **user.options.mca, **last}, notes
 
 
 def _keep_defaults(user: _UserOptions, defaults: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
-    """Returns the defaults that the user did not replace, and notes on those that have another value now."""
     kept, notes = {}, []
     for parameter, value in defaults.items():
         given = _find_setting(user, parameter)
@@ -177,10 +169,7 @@ def _keep_defaults(user: _UserOptions, defaults: Mapping[str, str]) -> tuple[dic
 
 
 def _find_setting(user: _UserOptions, parameter: str) -> Setting | None:
-    """Returns how the user sets an MCA parameter; None if the user does not.
-
-    A list to exclude also replaces a default list to include.
-    """
+    """Returns how the user sets an MCA parameter. A list to exclude also replaces a default list to include."""
     for name in (parameter, parameter.replace("_if_include", "_if_exclude")):
         if name in user.options.mca:
             return Setting(f"{user.key}: --mca {name}", user.options.mca[name].value)
@@ -192,30 +181,20 @@ def _find_setting(user: _UserOptions, parameter: str) -> Setting | None:
 def _daemon_parameters(
     user: _UserOptions, named: Mapping[str, Sequence[str]], mca: Mapping[str, McaValue]
 ) -> dict[str, str]:
-    """Returns the MCA parameters that mpirun passes to its daemons: from options, variables and defaults.
-
-    The value is ANY for a parameter that mpirun derives from an option in `named`. `mca` has the merged parameters.
-    """
+    """Returns the parameters that mpirun passes to its daemons. ANY: mpirun derives it from an option."""
     by_option = {parameter: ANY for name in named for parameter in user.table["options"][name].get("daemon", ())}
     by_variable = {parameter: found.value for parameter, found in user.variables.items()}
     return {**by_option, **by_variable, **{parameter: each.value for parameter, each in mca.items()}}
 
 
 def _note_missing_efa(user: _UserOptions, machine: Machine) -> list[str]:
-    """Returns a note if the custom options have `-x FI_PROVIDER=efa`, but this machine has no EFA.
-
-    AWS's own scripts set it everywhere.
-    """
+    """AWS's own scripts set FI_PROVIDER=efa everywhere."""
     if user.options.exports.get("FI_PROVIDER") != "FI_PROVIDER=efa" or any(nic.driver == "efa" for nic in machine.nics):
         return []
     return [f"{user.key}: FI_PROVIDER=efa, and this machine has no EFA device: libfabric will find nothing"]
 
 
 def _default_parameters(machine: Machine, hosts: Mapping[str, int]) -> dict[str, str]:
-    """Returns the default MCA parameters, with the names of the installed series.
-
-    They depend on the number of hosts, ranks and CPUs, and on this host's interface.
-    """
     defaults = {
         "pml": "ob1",
         "btl": "^openib,ofi" if len(hosts) > 1 else "^openib,ofi,tcp",
@@ -240,7 +219,6 @@ def _default_parameters(machine: Machine, hosts: Mapping[str, int]) -> dict[str,
 
 
 def _agent_parameters(machine: Machine, hosts: Mapping[str, int]) -> dict[str, str]:
-    """Returns the MCA parameters that start daemons through our agents."""
     # On one host too: mpirun searches ssh even if it connects to no host, and fails without it.
     parameters = {"plm": "rsh", "ras": _NO_SCHEDULER, "plm_rsh_agent": build_launch_agent()}
     if len(hosts) > 1:
@@ -249,17 +227,12 @@ def _agent_parameters(machine: Machine, hosts: Mapping[str, int]) -> dict[str, s
 
 
 def _translate(parameters: Mapping[str, str], machine: Machine) -> dict[str, str]:
-    """Returns MCA parameters with the names of the installed series, without those that it does not have."""
     table, series = machine.mpirun_options, machine.open_mpi
     translated = (translate_parameter(table, parameter, value, series) for parameter, value in parameters.items())
     return dict(parameter for parameter in translated if parameter is not None)
 
 
 def _read_mca_variables(environ: Mapping[str, str], series: int, table: Mapping[str, Any]) -> dict[str, Setting]:
-    """Returns the MCA parameters that variables set, with the names of the installed series.
-
-    Parameters that the series does not have are left out.
-    """
     found = {}
     for name, value in environ.items():
         for prefix in MCA_VARIABLES:

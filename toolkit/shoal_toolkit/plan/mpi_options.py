@@ -77,10 +77,7 @@ class _Parser:
         self._key, self._series, self._table = key, series, table
 
     def parse_option(self, words: Sequence[str], start: int) -> int:
-        """Adds the option at `start`, or notes that it is left out; returns the start of the next one.
-
-        Raises ContractError if it is unknown, refused, or no option.
-        """
+        """Adds the option at `start`, or notes that it is left out; returns the start of the next one."""
         word = words[start]
         spelled = _SPELLING.fullmatch(word)
         if spelled is None:
@@ -100,7 +97,6 @@ class _Parser:
         return end
 
     def _refusal(self, word: str, reason: str) -> ContractError:
-        """Makes the error for an option that is not allowed, with masked secrets."""
         shown = redact.mask_arguments([word])[0]
         return ContractError(f"hyperparameters.json, {self._key}: the option {shown!r} is not allowed: {reason}.")
 
@@ -108,7 +104,6 @@ class _Parser:
         self.notes.append(f"{self._key}: {text}")
 
     def _find(self, name: str) -> tuple[str, Mapping[str, Any]]:
-        """Returns the main name of an option and its entry in the table, which is empty if it is unknown."""
         for main, option in self._table["options"].items():
             if name == main or name in option.get("also", ()):
                 return main, option
@@ -117,10 +112,7 @@ class _Parser:
     def _parse_values(
         self, option: Mapping[str, Any], words: Sequence[str], start: int, joined: str | None
     ) -> tuple[tuple[str, ...], int]:
-        """Returns the values of an option, which follow it or are in --name=value, and the start of the next option.
-
-        Raises ContractError if one is missing, or is given to an option without values.
-        """
+        """Returns the values, which follow the option or are in --name=value, and the start of the next option."""
         word = words[start]
         width = option["values"][SERIES.index(self._series)]
         if width is None:
@@ -142,10 +134,7 @@ class _Parser:
         return spelled is not None and bool(self._find(spelled["name"])[1])
 
     def _add(self, word: str, name: str, option: Mapping[str, Any], values: tuple[str, ...]) -> None:
-        """Adds an option to the named ones, the MCA parameters or the exports. Of two, the last counts.
-
-        Raises ContractError if it would break the job, sets a SHOAL_ variable, or only another series has it.
-        """
+        """Adds an option to the named ones, the MCA parameters or the exports. Of two, the last counts."""
         if name == "NCCL_DEBUG":  # an option of the contract, not of mpirun
             self._add_export(f"NCCL_DEBUG={values[0]}")
         elif name == "x":
@@ -162,10 +151,7 @@ class _Parser:
             self.named[name] = values
 
     def _add_of_other_series(self, word: str, option: Mapping[str, Any]) -> None:
-        """Translates an option that only the other series of Open MPI has, or leaves it out, with a note.
-
-        Raises ContractError if there is no translation.
-        """
+        """Translates an option that only the other series has, or leaves it out, with a note."""
         if self._series == 4 or "as5" not in option:
             own, other = (RELEASE[series] for series in (self._series, 9 - self._series))
             raise self._refusal(word, f"it is one of Open MPI {other}, and {own} is installed here")
@@ -177,12 +163,7 @@ class _Parser:
             self._note(f"{word} is left out: it is not needed in Open MPI {RELEASE[5]}")
 
     def _add_export(self, export: str) -> None:
-        """Adds `-x NAME` or `-x NAME=value`.
-
-        A variable of Open MPI with a value becomes an MCA parameter. Without a value, a variable that every host sets
-        itself is left out, with a note. Of two exports of one variable, the last counts, with a note if they differ.
-        Raises ContractError for a SHOAL_ variable, a value without a name, or an MCA parameter that breaks the job.
-        """
+        """Adds `-x NAME` or `-x NAME=value`. A variable of Open MPI with a value becomes an MCA parameter."""
         name, equals, value = export.partition("=")
         if not name or name.startswith("SHOAL_"):
             raise self._refusal("-x", "its value is NAME or NAME=value, and SHOAL_ variables are internal")
@@ -198,12 +179,7 @@ class _Parser:
         self.exports[name] = export
 
     def _add_mca(self, word: str, option: str, key: str, value: str) -> None:
-        """Adds an MCA parameter with its name in the installed series.
-
-        One that it does not have is left out, with a note.
-
-        Raises ContractError if the parameter would break the job.
-        """
+        """Adds a parameter with its name in the installed series. One that it does not have is left out."""
         if "=" in key:
             raise self._refusal(f"{word} {key}", f"write {word} {key.replace('=', ' ', 1)}")
         refused = self._table["mca"]["refused"].get(key)

@@ -173,13 +173,7 @@ def make_plan(job: Job, machine: Machine, free_port: str = DEFAULT_MASTER_PORT) 
 def _prepare_start(
     start: Start, more: Mapping[str, str], free_port: str
 ) -> tuple[Start, tuple[str, ...], tuple[str, ...], list[str]]:
-    """Returns the start with variables and the command of a rank. Also the script, variables to remove, and notes.
-
-    Args:
-        start: The start, as chosen.
-        more: Variables of the network and of a rehearsal.
-        free_port: As for `make_plan`.
-    """
+    """Returns the start with variables and a rank's command. Also the script, variables to remove, and notes."""
     job, machine, launcher = start.job, start.machine, start.launcher
     as_json = read_flag(job.toolkit, JSON_ARGUMENTS)
     arguments = [*format_arguments(job.hyperparameters, job.toolkit.get(STORE_TRUE), as_json), *job.extra_args]
@@ -198,10 +192,7 @@ def _prepare_start(
 
 
 def _plan_rehearsal(job: Job, machine: Machine) -> tuple[Machine, dict[str, str], list[str]]:
-    """Returns the machine to plan for, and variables and notes of a rehearsal; nothing is added without one.
-
-    Raises ContractError if SHOAL_REHEARSE or SHOAL_REHEARSE_GPUS is wrong.
-    """
+    """Returns the machine to plan for, and variables and notes of a rehearsal; nothing is added without one."""
     if not job.environ.get("SHOAL_REHEARSE"):
         return machine, {}, []
     from shoal_toolkit.plan import rehearsal
@@ -221,10 +212,7 @@ def _allow_oversubscription(job: Job, machine: Machine) -> dict[str, str]:
 
 
 def _plan_setup(job: Job, machine: Machine) -> list[tuple[str, ...]]:
-    """Returns the commands before the launch: they install what the code needs, and make output/intermediate.
-
-    Raises ContractError if sagemaker_s3_output is wrong.
-    """
+    """Returns the commands before the launch: they install what the code needs, and make output/intermediate."""
     if not (job.code.requirements or job.code.package or job.toolkit.get("sagemaker_s3_output")):
         return []
     from shoal_toolkit.plan import sidecars
@@ -233,7 +221,6 @@ def _plan_setup(job: Job, machine: Machine) -> list[tuple[str, ...]]:
 
 
 def _plan_sidecars(start: Start) -> list[Sidecar]:
-    """Returns the sidecars of this host: with several hosts a parameter server if asked for, and the upload to S3."""
     job, machine, planned = start.job, start.machine, []
     if start.launcher.has_servers and len(start.hosts) > 1:
         from shoal_toolkit.plan import tf_config
@@ -287,7 +274,6 @@ def _build_environment(start: Start, arguments: list[str], free_port: str) -> di
 
 
 def _address_notes(job: Job, hosts: Sequence[str]) -> list[str]:
-    """Returns a note if the user's MASTER_ADDR is neither the first host nor local."""
     address, first = job.environ.get("MASTER_ADDR", ""), hosts[0]
     if is_local(address) or shorten(address) == shorten(first) or job.cluster.found.registration is not None:
         return []
@@ -298,7 +284,6 @@ def _address_notes(job: Job, hosts: Sequence[str]) -> list[str]:
 
 
 def _outside_notes(job: Job, outside: Sequence[str]) -> list[str]:
-    """Returns a note on the hosts outside the distribution; none if there are no such hosts."""
     if not outside:
         return []
     groups = job.framework.get("sagemaker_distribution_instance_groups")
@@ -309,7 +294,6 @@ def _outside_notes(job: Job, outside: Sequence[str]) -> list[str]:
 
 
 def _pipe_notes(job: Job, ranks: Mapping[str, int]) -> list[str]:
-    """Returns a note for each channel in Pipe mode: where its data are, and that the ranks of a host share them."""
     count = ranks.get(job.cluster.current_host, 1)
     shared = f". The {count} ranks of this host share each FIFO: let one of them read it" if count > 1 else ""
     return [
@@ -320,7 +304,6 @@ def _pipe_notes(job: Job, ranks: Mapping[str, int]) -> list[str]:
 
 
 def _inherited_reasons(removed: Sequence[str], described: Mapping[str, str]) -> list[str]:
-    """Returns which variables of another launcher are removed, and which get the values of each rank."""
     texts = {"removed": removed, "set for each rank": described}
     return [f"variables of another launcher, {text}: {', '.join(names)}" for text, names in texts.items() if names]
 
@@ -335,10 +318,6 @@ def _device_reasons(job: Job, machine: Machine, ranks: Mapping[str, int]) -> lis
 
 
 def _job_notes(job: Job, machine: Machine) -> list[str]:
-    """Returns notes for the log: a missing file, a replaced interface, settings without effect, misspelled names.
-
-    They include warnings of host discovery, and whether the upload is left to the platform.
-    """
     notes = list(job.cluster.found.warnings)
     if not job.configured:
         notes.append(f"no hyperparameters.json in {job.paths.config}: none are passed to the script")

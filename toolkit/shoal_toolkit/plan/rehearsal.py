@@ -73,7 +73,6 @@ def allow_oversubscription(open_mpi: int) -> dict[str, str]:
 
 
 def _parse_gpus(text: str) -> int:
-    """Returns the number of GPUs to emulate. Raises ContractError if it is not from 1 to MAX_GPUS."""
     if not text.isdecimal() or not 1 <= int(text) <= MAX_GPUS:
         raise ContractError(f"The variable {GPUS} is {text!r}; it must be a whole number from 1 to {MAX_GPUS}.")
     return int(text)

@@ -45,10 +45,7 @@ def upload_command(job: Job, machine: Machine) -> tuple[str, ...]:
 
 
 def _upload_address(job: Job) -> str:
-    """Returns the address to upload to; empty if none is configured, or the platform uploads.
-
-    It may be a file:// address, which means no upload. Raises ContractError for any other kind.
-    """
+    """Returns the address to upload to; empty if none is configured, or the platform uploads."""
     address = str(job.toolkit.get("sagemaker_s3_output") or "")
     if not address or job.platform_syncs:
         return ""

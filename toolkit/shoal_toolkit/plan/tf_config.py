@@ -38,7 +38,6 @@ def build_server_config(hosts: Sequence[str], current_host: str) -> str:
 
 
 def _build_cluster(hosts: Sequence[str]) -> dict[str, list[str]]:
-    """Returns TF_CONFIG's cluster: the first host is master, the others are workers, all are parameter servers."""
     return {
         "master": _add_port(hosts[:1], _TRAINING_PORT),
         "worker": _add_port(hosts[1:], _TRAINING_PORT),

@@ -79,10 +79,7 @@ def _temporary() -> str:
 
 
 def _find_other_users(root: str) -> str:
-    """Returns the users with processes on this host who could reach the ports of its ranks; empty if there are none.
-
-    This user, root, and the system's users (below 1000, and nobody) are left out.
-    """
+    """Returns the users who could reach the ranks' ports, without this user, root and the system's users."""
     uids = set()
     for name in list_names(root, "proc"):
         with contextlib.suppress(OSError):  # it has just ended
@@ -98,7 +95,6 @@ def _read_driver(root: str) -> str:
 
 
 def _read_gpu_models(root: str) -> str:
-    """Returns the models of the GPUs, sorted, each once; empty if there are none."""
     directory = os.path.join(root, "proc/driver/nvidia/gpus")
     texts = (read_text(directory, name, "information") for name in list_names(directory))
     lines = (line.partition(":") for text in texts for line in text.splitlines())
@@ -106,7 +102,6 @@ def _read_gpu_models(root: str) -> str:
 
 
 def _read_system(root: str) -> str:
-    """Returns the name of the operating system in the image, such as "Debian GNU/Linux 12 (bookworm)"."""
     lines = (line.partition("=") for line in read_text(root, "etc/os-release").splitlines())
     return next((value.strip('"') for name, _, value in lines if name == "PRETTY_NAME"), "")
 
@@ -118,10 +113,7 @@ def _read_number(root: str, *path: str) -> int | None:
 
 
 def _measure_disk(path: str) -> tuple[int | None, int | None]:
-    """Returns the size of the file system of a path and its free bytes, 0 without free inodes; None if unknown.
-
-    If the path doesn't exist, its nearest existing parent counts.
-    """
+    """Returns size and free bytes (0 without free inodes) of the file system of a path or its nearest parent."""
     while path not in ("/", "") and not os.path.exists(path):
         path = os.path.dirname(path)
     try:

@@ -88,11 +88,7 @@ def compare_facts(facts: Mapping[str, Facts], delays: Mapping[str, float], one_k
 
 
 def _find_differences(facts: Mapping[str, Facts], name: str, title: str, fix: str) -> list[HostFinding]:
-    """Returns a finding for each value of a fact other than the most frequent one; none if all hosts have the same.
-
-    If several values are equally frequent, the value of the earliest host counts as usual. A missing fact is a value
-    too.
-    """
+    """Returns a finding for each value of a fact but the most frequent one. A missing fact is a value too."""
     groups: dict[object, list[str]] = {}
     for host, each in facts.items():
         groups.setdefault(each.get(name), []).append(host)
@@ -119,10 +115,7 @@ def _name_hosts(hosts: Sequence[str]) -> str:
 
 
 def _check_host(facts: Facts) -> list[tuple[str, str]]:
-    """Returns the problems of one host that show without the others, each with its fix.
-
-    These are disks, /dev/shm, the limits of locked memory and open files, other users, and MASTER_PORT.
-    """
+    """Returns the problems of one host that show without the others, each with its fix."""
     found = []
     numbers = {name: value for name, value in facts.items() if type(value) is int}
     for name, free in numbers.items():

@@ -103,10 +103,7 @@ def _find_native_error(text: str) -> re.Match[str] | None:
 
 
 def _find_traceback(text: str) -> tuple[Cause | None, int]:
-    """Returns the cause in the last traceback that is not a side effect, and where that starts; (None, -1) if none.
-
-    If all are side effects, it is the first.
-    """
+    """Returns the last cause that is not a side effect, else the first, and its start; (None, -1) if none."""
     side_effects, chosen = _read_failures()["aside"], None
     starts = [match.start() for match in _TRACEBACK.finditer(text)]
     for index, start in enumerate(starts):
@@ -121,10 +118,7 @@ def _find_traceback(text: str) -> tuple[Cause | None, int]:
 
 
 def _read_exception(block: str) -> Cause:
-    """Returns the cause in one traceback: the first line after the frames that looks like an exception's name.
-
-    Frames are indented. Without such a line it is the last line, as not known.
-    """
+    """Returns the first line after the frames that looks like an exception; else the last line, as not known."""
     lines = block.rstrip("\n").split("\n")
     for index, line in enumerate(lines[1:], start=1):
         if line.strip() and not line[0].isspace() and _EXCEPTION.match(line):
@@ -135,17 +129,11 @@ def _read_exception(block: str) -> Cause:
 
 
 def _read_message(lines: Sequence[str]) -> tuple[str, int]:
-    """Returns the name of an exception with the text that says what is wrong, and the number of lines up to that text.
-
-    If the first line only says where an error occurred, the text is the first paragraph below without frames. In the
-    message of a graph of TensorFlow, it is the exception inside the message.
-
-    Args:
-        lines: The line with the name of the exception, and all lines below it.
-    """
+    """Returns an exception's name with the text that says what is wrong, and the number of lines up to that text."""
     line = _NOISE.sub("", lines[0])
     own = list(itertools.takewhile(lambda text: not text or text[0].isspace(), lines[1:]))
     nested = [index for index, text in enumerate(own, start=1) if _NESTED.match(text)]
+    # The message of a graph of TensorFlow has the exception inside.
     if line.endswith(": in user code:") and nested:
         head, used = _read_message([text.strip() for text in lines[nested[-1] :]])
         return head, nested[-1] + used
@@ -154,6 +142,7 @@ def _read_message(lines: Sequence[str]) -> tuple[str, int]:
         if inside := re.search(form, message):
             name = line.partition(":")[0]
             return f"{name}: {inside['text']}", message.count("\n", 0, inside.end()) + 1
+    # If the line only says where, the text is the first paragraph below without frames.
     if not _PLACE_ONLY.search(line):
         return line, 1
     start = next((index for index, text in enumerate(lines[1:], start=1) if _is_text(lines, index)), 0)
@@ -173,7 +162,6 @@ def _is_text(lines: Sequence[str], index: int) -> bool:
 
 
 def _read_exception_group(framed: str) -> Cause:
-    """Reads an exception group: its own line, and the lines of the exceptions in it."""
     named = [line for line in _FRAME.sub("", framed).split("\n") if re.match(r"[A-Za-z_][\w.]*(: |$)", line)]
     if not named:
         return _read_last_line(framed)
@@ -181,14 +169,11 @@ def _read_exception_group(framed: str) -> Cause:
 
 
 def _read_last_line(text: str) -> Cause:
-    """Takes the last line with a letter or digit."""
     lines = [line.strip() for line in text.split("\n") if any(character.isalnum() for character in line)]
     return Cause(_clip(lines[-1], _MAX_LINE) if lines else "", text.strip("\n"), known=False)
 
 
 class _Placeholders(dict[str, str]):
-    """Values for the placeholders of an advice; "unknown" if there is none."""
-
     def __missing__(self, name: str) -> str:
         return "unknown"
 
@@ -226,7 +211,6 @@ def _match_advice(entry: Mapping[str, Any], failure: Failure, cause: Cause) -> r
 
 
 def _format_fact(name: str, value: int) -> str:
-    """Returns a fact as text. Sizes are in bytes."""
     if name in ("memory_limit", "shm"):
         return f"{value >> 20:,} MiB" if value else "unknown size"
     return str(value)

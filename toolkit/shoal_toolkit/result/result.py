@@ -220,10 +220,7 @@ def _format_report(report: Mapping[str, Any]) -> str:
 
 
 def _write_file(paths: Paths, name: str, text: str) -> None:
-    """Writes a file in one step, so that no reader sees half of it. If that fails, it leaves no .part file.
-
-    A pipe, link or directory that the script has left in its place, or in the place of the .part file, is removed.
-    """
+    """Writes a file in one step, so that no reader sees half of it. Removes what the script left in its place."""
     path = os.path.join(paths.output, name)
     _remove_file(paths, f"{name}.part")
     try:
@@ -238,7 +235,6 @@ def _write_file(paths: Paths, name: str, text: str) -> None:
 
 
 def _remove_file(paths: Paths, name: str) -> None:
-    """Removes a file of the output directory, or a directory in its place; a missing one is ignored."""
     path = os.path.join(paths.output, name)
     try:
         os.unlink(path)

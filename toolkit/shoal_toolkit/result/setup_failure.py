@@ -48,7 +48,6 @@ def explain_pip_failure(output: str) -> str:
 
 
 def _explain_conflict(output: str) -> str:
-    """Returns which requirements conflict with each other or with the image; empty if none do."""
     found = _CONFLICT.search(output)
     if found is None:
         return ""
@@ -77,7 +76,6 @@ def _format_installed(constraint: str) -> str:
 
 
 def _explain_known(output: str) -> str:
-    """Returns the text of the first failure in data/failures.json that fits; empty if none does."""
     for entry in read_table("failures")["pip"]:
         if found := re.search(entry["words"], output):
             values = {"host": _find_host(output), **found.groupdict("")}
@@ -87,13 +85,11 @@ def _explain_known(output: str) -> str:
 
 
 def _find_host(output: str) -> str:
-    """Returns the host of the request that failed, else of the first address in the output, else "the index"."""
     found = re.search(r"host='([^']+)'", output) or re.search(r"https?://(?:[^/@\s]*@)?([^/\s]+)/", output)
     return found[1] if found else "the index"
 
 
 def _explain_build(output: str) -> str:
-    """Returns which package can't be built, and the last line of its build; empty if no build failed."""
     found = _BUILD.search(output)
     if found is None:
         return ""
@@ -108,7 +104,6 @@ def _explain_diagnosis(output: str) -> str:
 
 
 def _first_error(output: str) -> str:
-    """Returns the first line with ERROR, or the last line that is not a hint; empty without output."""
     lines = [line for line in output.splitlines() if line.strip()]
     errors = [line for line in lines if line.startswith("ERROR")]
     return errors[0] if errors else _last_line([line for line in lines if not _REMARK.match(line)] or lines)

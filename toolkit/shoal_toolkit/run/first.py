@@ -78,7 +78,6 @@ class FirstHost(Host):
             self.processes.set_up(self.task.settings.setup_timeout, self._on_set_up)
 
     def _on_set_up(self, error: LaunchError | None) -> None:
-        """Fails the job if the set-up of this host failed, otherwise counts this host as ready."""
         if error is not None:
             self._fail_early(Result.from_error(error))
         else:
@@ -89,7 +88,6 @@ class FirstHost(Host):
         self._launch_if_ready()
 
     def _launch_if_ready(self) -> None:
-        """Starts the job, unless it has a result, or is being stopped."""
         if self._phase is Phase.PREPARING:
             try:
                 self._launch()
@@ -97,16 +95,12 @@ class FirstHost(Host):
                 self.set_result(Result.from_error(error))
 
     def _fail_early(self, result: Result) -> None:
-        """Fails the job before the launch."""
         self.set_result(result)
 
     # Launching
 
     def _launch(self) -> None:
-        """Starts the script or launcher here. Raises TrainError if that fails.
-
-        With several hosts it listens for mpirun's requests to start daemons on the others.
-        """
+        """Starts the script or launcher, and serves mpirun's requests for daemons. Raises TrainError if that fails."""
         plan, processes = self.plan, self.processes
         assert processes is not None
         self.forget_earlier_start()
@@ -135,10 +129,7 @@ class FirstHost(Host):
             self._note_start(self.name, rank)
 
     def _note_start(self, host: str, rank: int) -> None:
-        """Notes the host of a rank, and answers mpirun's request for a daemon there with 0.
-
-        The first start sets `launch_seconds` in the report, which began with the job. The last one ends a restart.
-        """
+        """Answers mpirun's request for a daemon with 0. The first start sets `launch_seconds` in the report."""
         self._ranks.host_of[rank] = host
         if self._mpirun is not None:
             self._mpirun.note_start(host)
@@ -176,10 +167,7 @@ class FirstHost(Host):
             self._on_host_command_ended(self.name, code, self._log_of_launcher.text() if self._log_of_launcher else "")
 
     def _on_host_command_ended(self, host: str, code: int, stderr: str) -> None:
-        """Handles the end of a host's own command: the script, or torchrun after its ranks.
-
-        A failure of torchrun sets the result, unless the job is being stopped. After the last command the job ends.
-        """
+        """Handles the end of a host's own command: the script, or torchrun after its ranks."""
         plan = self.plan
         self._pending.discard(host)
         if not plan.launcher.has_ranks or host in plan.outside:
@@ -196,13 +184,7 @@ class FirstHost(Host):
             self._note_end(rank, code)
 
     def _note_end(self, rank: int, code: int) -> None:
-        """Notes the end of a rank. mpirun ends the other ranks itself; without mpirun a failure ends the job here.
-
-        A failure that restarts the job does so at once, also with mpirun. A rank that SIGTERM ended waits for mpirun's
-        end: mpirun sends it after another rank failed. The report of that rank can take longer, from another host.
-
-        A job that is being stopped ends when all ranks that have started have ended.
-        """
+        """Notes the end of a rank. mpirun ends the other ranks itself; without mpirun a failure ends the job here."""
         self._ranks.add_end(rank, code)
         if self._phase is Phase.STOPPING:
             if self._ranks.all_ended:
@@ -211,6 +193,7 @@ class FirstHost(Host):
             return
         elif code and (not self.plan.by_mpirun or rank >= self.plan.world_size):
             self._fail(self._explain_rank(rank, code), rank=rank)
+        # mpirun sends SIGTERM after another rank failed. Its report can take longer, from another host.
         elif code not in (SUCCESS, 128 + signal.SIGTERM) and self._restarts is not None and self._final_rank is None:
             failure = self._explain_rank(rank, code)
             if self._restarts.explain_refusal(failure):
@@ -219,7 +202,6 @@ class FirstHost(Host):
                 self._fail(failure, rank=rank)
 
     def _explain_rank(self, rank: int, code: int) -> Result:
-        """Returns the result for a rank that failed; if it ran here, with facts about this host."""
         if self._ranks.host_of.get(rank) == self.name:
             self._ranks.add_facts(self.name, self.collect_facts())
         return self._ranks.explain_rank(rank, code)
@@ -230,10 +212,7 @@ class FirstHost(Host):
             self._fail(Result(code or FAILED, describe_sidecar_end(name, self.name, code)), host=self.name)
 
     def _check_end(self) -> None:
-        """Sets the result once every host's own command has ended, and mpirun with all daemons.
-
-        During a restart it does nothing. Before a success it may warn about an exception in a shell script.
-        """
+        """Sets the result once every host's own command has ended, and mpirun with all daemons."""
         mpirun = self._mpirun
         if self._phase not in (Phase.RUNNING, Phase.STOPPING) or (mpirun is not None and not mpirun.is_over):
             return
@@ -268,12 +247,7 @@ class FirstHost(Host):
     # Restarting
 
     def _fail(self, failure: Result, **where: str | int) -> None:
-        """Restarts the job after a failure, or ends it.
-
-        Args:
-            failure: The result without a restart.
-            where: `rank` or `host`, for the report.
-        """
+        """Restarts the job, or ends it. `where` has `rank` or `host`, for the report."""
         restarts = self._restarts
         if restarts is None or self._phase not in (Phase.PREPARING, Phase.RUNNING, Phase.GROWING):
             self.set_result(failure)
@@ -343,7 +317,6 @@ class FirstHost(Host):
         super().set_result(result)
 
     def _write_launcher_rest(self) -> None:
-        """Writes the last line of mpirun or torchrun, if it is incomplete."""
         if self._log_of_launcher is not None:
             for stream in (STDOUT, STDERR):
                 self.output.write_launcher(stream, self.name, self._log_of_launcher.flush(stream))

@@ -84,10 +84,7 @@ class FirstOfSeveral(FirstHost):
             super()._launch_if_ready()
 
     def _fail_early(self, result: Result) -> None:
-        """Fails the job. Hosts that are still missing have 30 s to connect, so that no host waits out its timeout.
-
-        After the launch no host is missing, and the job ends at once.
-        """
+        """Missing hosts have 30 s to connect, so that no host waits out its timeout."""
         if not self._gathering.is_searching or self._members.current:
             self.set_result(result)
         elif self._phase is Phase.PREPARING:
@@ -99,10 +96,7 @@ class FirstOfSeveral(FirstHost):
             self.loop.call_later(_DELIVERY_SECONDS, lambda: self.set_result(result))
 
     def _on_found(self, host: str, channel: Channel) -> None:
-        """Takes over a worker's connection. The last one sends an earlier failure to all.
-
-        A host that came for a restart, or to a job that runs, has to know the number of the last restart.
-        """
+        """Takes over a worker's connection. The last one sends an earlier failure to all."""
         channel.on_message = partial(self._on_message, host)
         channel.on_lost = partial(self._on_lost, host)
         self._channels[host] = channel
@@ -116,11 +110,7 @@ class FirstOfSeveral(FirstHost):
     # Launching
 
     def _launch(self) -> None:
-        """Launches the job: starts the script or launcher here, and tells hosts with commands of their own to start.
-
-        An elastic job is planned for the hosts that are ready. Before the first launch, it logs the findings of the
-        preflight and closes MASTER_PORT. Raises TrainError if a process can't be started.
-        """
+        """Launches the job on all hosts. Before the first launch, logs findings and closes MASTER_PORT."""
         self._plan_start(self._members.start())
         if self._preflight is not None:
             self._preflight.log_findings()
@@ -150,10 +140,7 @@ class FirstOfSeveral(FirstHost):
             self._finish_growth()
 
     def _on_message(self, host: str, message: Any) -> None:
-        """Handles a message from an authenticated worker: ready, failed, stopped, or after the launch about its ranks.
-
-        Messages about an earlier start are dropped, except output. Raises ProtocolError if it is wrong at this time.
-        """
+        """Drops messages about an earlier start, except output. Raises ProtocolError at a wrong time."""
         if isinstance(message, (messages.HostFailed, messages.Ready)):
             if message.number == self._members.number:
                 self._on_state(host, message)
@@ -168,10 +155,7 @@ class FirstOfSeveral(FirstHost):
             raise messages.ProtocolError(f"{type(message).__name__} before the launch")
 
     def _on_state(self, host: str, message: messages.HostFailed | messages.Ready) -> None:
-        """Notes a worker that is ready. Fails or restarts the job if it can't take part.
-
-        Raises ProtocolError if it is ready for the second time.
-        """
+        """Notes a worker that is ready. Fails or restarts the job if it can't take part."""
         if isinstance(message, messages.Ready):
             try:
                 self._on_ready(host)
@@ -187,7 +171,6 @@ class FirstOfSeveral(FirstHost):
             self._fail_early(result)
 
     def _on_rank_message(self, host: str, message: Any) -> None:
-        """Handles a worker's message about its ranks, or about its own command. Raises ProtocolError for another."""
         if isinstance(message, messages.RankOutput):
             self.on_rank_output(message.stream, message.rank, message.data)
         elif not self._phase.has_launched:
@@ -203,10 +186,7 @@ class FirstOfSeveral(FirstHost):
             raise messages.ProtocolError(f"{type(message).__name__}, which a worker does not send")
 
     def _on_lost(self, host: str, reason: str) -> None:
-        """Forgets a worker after its connection was lost, and answers mpirun's request for its daemon with 255.
-
-        If the job has no result yet, it fails, or restarts if it has been launched. An elastic job looks for the host.
-        """
+        """Fails or restarts the job. An elastic job looks for the host. mpirun's request is answered with 255."""
         needed = self._members.needs(host)
         self._members.remove(host)
         self.flow.remove(self._channels.pop(host))
@@ -231,16 +211,12 @@ class FirstOfSeveral(FirstHost):
         self._launch_if_ready()
 
     def _dismiss(self, host: str, result: Result) -> None:
-        """Ends a worker that can't take part, and that the job does not need. The job goes on without it."""
         write_log(f"going on without {host}: {result.message}")
         channel = self._channels[host]
         channel.send(messages.JobEnded(result.exit_code, result.message, {}))
 
     def _on_worker_ended(self, host: str, message: messages.CommandEnded) -> None:
-        """Handles the end of a worker's own command, or of its daemon. mpirun gets the daemon's exit code.
-
-        Notes the worker's facts, and why a success can't be written there.
-        """
+        """Handles the end of a worker's command or daemon. mpirun gets the daemon's exit code."""
         self._ranks.add_facts(host, message.facts)
         if message.unrecorded:
             self._unrecorded = self._unrecorded or f"On {host}: {message.unrecorded}"
@@ -252,10 +228,7 @@ class FirstOfSeveral(FirstHost):
     # Restarting
 
     def _restart(self, variables: Mapping[str, str]) -> None:
-        """Ends the processes of all hosts, and looks for lost hosts. When all hosts are ready, the job is launched.
-
-        Nothing is set up again, except on a host that comes back.
-        """
+        """Ends the processes of all hosts, and looks for lost ones. Only a host that comes back is set up."""
         assert self._restarts is not None
         self._members.begin(self._restarts.number)
         for channel in self._channels.values():
@@ -266,7 +239,6 @@ class FirstOfSeveral(FirstHost):
         super()._restart(variables)
 
     def _send_restart(self, channel: Channel) -> None:
-        """Sends the number of the current restart and its reason to a worker."""
         reason = self.report["restarts"][-1]["reason"] if self._members.number else ""
         channel.send(messages.PrepareRestart(self._members.number, reason, self.task.settings.standby))
 

@@ -95,7 +95,6 @@ class Gathering:
             self._search.announce_limit(seconds)
 
     def _log_progress(self) -> None:
-        """Logs which connected hosts still set up, every 15 s until all are ready."""
         waiting = [host for host in self.members.waiting_for if host != self._task.hosts[0]]
         if waiting:
             more = f" and {len(waiting) - _MAX_LISTED} more" if len(waiting) > _MAX_LISTED else ""

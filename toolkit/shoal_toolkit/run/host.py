@@ -161,10 +161,7 @@ class Host(Role):
             self.fail_rank(rank, explain(killed)._replace(exit_code=FAILED))
 
     def _make_output(self) -> Output:
-        """Returns the writer to stdout and stderr, with prefixes, JSON and metrics as the plan and the settings say.
-
-        Log lines go through it from now on. Without a plan it has neither prefixes nor metrics.
-        """
+        """Returns the writer to stdout and stderr. Log lines go through it from now on."""
         as_json, metrics = self.task.settings.log_format == "json", None
         if not self.has_plan:
             return Output(self.loop, self.flow, False, as_json, None)
@@ -219,7 +216,6 @@ class Host(Role):
             self.loop.call_later(_KILL_SECONDS, self._give_up)
 
     def _give_up(self) -> None:
-        """Ends the job although a killed process still runs."""
         write_log("a process does not end although it was killed; ending without it")
         self._gave_up = True
 
@@ -227,10 +223,7 @@ class Host(Role):
         return self.processes is not None and self.processes.running
 
     def _finish(self) -> int:
-        """Writes output and result files, sends the result, and lets sidecars finish. Returns the exit code of `train`.
-
-        If the files can't be written, the result becomes a failure.
-        """
+        """Writes output and result files, sends the result, and lets sidecars finish. Returns the exit code."""
         assert self.result is not None
         self._write_output()
         code = self._record(self.result)
@@ -242,7 +235,6 @@ class Host(Role):
         return code
 
     def _record(self, result: Result) -> int:
-        """Writes the result files, and returns the exit code. A preflight only logs its message."""
         if not self.task.preflight:
             return write_result(self.task.paths, result, {**self.report, **self._describe_plan()})
         if result.message:
@@ -250,10 +242,7 @@ class Host(Role):
         return result.exit_code
 
     def _describe_plan(self) -> dict[str, Any]:
-        """Returns the plan for job.json of the first host, with masked secrets; empty on other hosts.
-
-        `variables` has the variables of the user that REPORTED_VARIABLES names.
-        """
+        """Returns the plan for job.json of the first host, with masked secrets; empty on other hosts."""
         if not (self.has_plan and self.plan.is_first):
             return {}
         try:
@@ -275,10 +264,7 @@ class Host(Role):
         return bool(late)
 
     def _drain_sidecars(self) -> None:
-        """Lets sidecars that drain finish within what remains of the grace period, at least 1 s, and kills the others.
-
-        A second signal ends the wait.
-        """
+        """Lets sidecars finish within the rest of the grace period, at least 1 s. A second signal ends the wait."""
         processes = self.processes
         if processes is None or not processes.draining:
             return
@@ -287,12 +273,7 @@ class Host(Role):
         self._run_until(lambda: not processes.draining or self._hurried, max(_MIN_DRAIN_SECONDS, remaining))
 
     def _write_output(self) -> None:
-        """Writes all output, as long as that takes.
-
-        A stopped job waits 1 s for the reader of its log, then discards the rest.
-
-        Meanwhile the loop serves the connections to the other hosts.
-        """
+        """Writes all output, as long as that takes. A stopped job waits 1 s for the reader of its log."""
         self.output.flush()
         if not self.stopped_by:
             self.loop.run_until(lambda: self.output.empty)
@@ -310,11 +291,9 @@ class Host(Role):
         return {**collect_memory_facts(self._oom_kills), **collect_disk_facts(), "gpus": gpus}
 
     def _on_signal(self, number: int) -> None:
-        """The first signal to this host stops the job, the second one kills it. All hosts may get one at once.
-
-        Slurm sends SIGTERM twice at a time limit, so another one that follows at once does not count.
-        """
+        """The first signal to this host stops the job, the second one kills it. All hosts may get one at once."""
         name = signal.Signals(number).name
+        # Slurm sends SIGTERM twice at a time limit.
         if number == signal.SIGTERM and time.monotonic() < self._echo_ends:
             return
         self._echo_ends = time.monotonic() + _ECHO_SECONDS

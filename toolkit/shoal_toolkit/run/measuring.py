@@ -64,7 +64,6 @@ class MeasuringFirstHost(FirstOfSeveral):
         self._measure_next()
 
     def _measure_next(self) -> None:
-        """Starts the next round if no measurement is running. After the last round, ends with the report."""
         if self._running:
             return
         pairs = next(self._rounds, None)
@@ -90,7 +89,6 @@ class MeasuringFirstHost(FirstOfSeveral):
             self._on_measured(host, message)
 
     def _on_measured(self, host: str, found: Measured) -> None:
-        """Keeps a measurement, and starts the next ones."""
         self._measured[host, self._running.pop(host)] = found
         if self.result is None:
             self._measure_next()

@@ -43,11 +43,7 @@ class Mpirun:
         self._requests = DaemonRequests(self._loop, directory, self._channels, self._on_request)
 
     def _on_request(self, host: str, command: str, send_exit_code: SendExitCode) -> None:
-        """Passes mpirun's request on to a worker.
-
-        mpirun's agent gets the exit code of the daemon, or 0 when a rank runs there. From then on mpirun has a
-        connection to the daemon, and notices its end. For a host that is lost, 255 is sent at once.
-        """
+        """Passes mpirun's request on. It gets the daemon's exit code, or 0 when a rank runs there."""
         channel = self._channels.get(host)
         if channel is None:
             write_log(f"mpirun requested a daemon on {host!r}, which is lost")
@@ -81,7 +77,6 @@ class Mpirun:
             self._on_over()
 
     def _give_up(self) -> None:
-        """Logs which daemons have not ended, and answers mpirun's requests for them with 255."""
         for host in list(self._daemons):
             write_log(f"mpirun has ended, but its daemon on {host} has not within {FAREWELL_SECONDS:.0f} s")
             self.end_daemon(host, 255)

@@ -105,11 +105,7 @@ class HostProcesses:
         self._start_next_setup(list(self._plan.setup), finish)
 
     def _start_next_setup(self, commands: list[tuple[str, ...]], finish: OnSetUp) -> None:
-        """Starts the first command and, when it has succeeded, the next. Their output goes to the log.
-
-        Calls `finish` with None after the last, or with the error of one that failed or did not start. After the last,
-        a command that ends is reported as this host's own.
-        """
+        """Starts the first command and, when it has succeeded, the next. Their output goes to the log."""
         if not commands:
             self._on_end = self._events.on_command_ended
             finish(None)
@@ -138,10 +134,7 @@ class HostProcesses:
             finish(error)
 
     def _on_setup_timeout(self, seconds: int, on_set_up: OnSetUp) -> None:
-        """Kills the running command, and reports the failure at once.
-
-        A process that hangs in the kernel does not end even if it is killed.
-        """
+        """Kills the command without a wait: a process that hangs in the kernel does not end."""
         from shoal_toolkit.result.setup_failure import format_command
 
         command, tail = self._setup
@@ -174,10 +167,7 @@ class HostProcesses:
             self._standby.when_ready(self._start_with_standby)
 
     def _start_with_standby(self, _: bool) -> None:
-        """Starts this host's own command, forked by the standby if there is one.
-
-        A command that can't be started is logged, and reported as one that has ended with 1.
-        """
+        """Starts this host's own command. One that can't be started is reported as ended with 1."""
         self._forks = True
         try:
             self._start_command()
@@ -198,10 +188,7 @@ class HostProcesses:
             self._start_script()
 
     def _start_script(self) -> None:
-        """Starts the script without a launcher, then the sidecars, and reports its rank as started.
-
-        The script writes to our stdout, if that need not be read; its stderr is always read, for the failure file.
-        """
+        """Starts the script and the sidecars. The script's stderr is always read, for the failure file."""
         rank = self._plan.rank_of(self._plan.current_host)
 
         def reader_of(stream: int) -> Callable[[bytes], None]:
@@ -266,10 +253,7 @@ class HostProcesses:
         reader_of: ReaderOf,
         blocked: Sequence[int] = (),
     ) -> None:
-        """Starts a process in pipes for stdout and stderr, which `reader_of` reads.
-
-        Adds `variables` to the plan's environment.
-        """
+        """Starts a process with pipes that `reader_of` reads. Adds `variables` to the plan's environment."""
         self._sources, writes = self._make_pipes(reader_of)
         self._spawn(argv, {**self._environ, **variables}, cwd, (writes[0], writes[1]), writes, blocked)
 
@@ -283,10 +267,7 @@ class HostProcesses:
         return sources, [write for _, write in pipes]
 
     def _start_sidecars(self) -> None:
-        """Starts the sidecars that don't run yet.
-
-        Their output goes to stdout and stderr of `train`, or through the log if that must be read.
-        """
+        """Starts the sidecars that don't run yet. They write to our stdout, unless the log must be read."""
 
         def reader_of(stream: int) -> Callable[[bytes], None]:
             lines = Lines(b"")  # whole lines, because several processes write at once
@@ -365,7 +346,6 @@ class HostProcesses:
         self.signal_launcher(signal.SIGKILL)
 
     def _add_plan(self, plan: LaunchPlan) -> dict[str, str]:
-        """Returns the environment of the launcher or script."""
         return {**{name: self._given[name] for name in self._given if name not in plan.removed}, **plan.env}
 
     def replace_plan(self, plan: LaunchPlan) -> None:
@@ -438,7 +418,6 @@ class HostProcesses:
         self._close_ranks()
 
     def _close_ranks(self) -> None:
-        """Reads the last output of the ranks, and removes the run directory, if there are ranks."""
         if self._ranks is not None:
             self._ranks.finish()
             self._ranks = None
@@ -457,11 +436,7 @@ class HostProcesses:
         to_close: list[int],
         blocked: Sequence[int] = (),
     ) -> None:
-        """Starts this host's process, marked by a variable, and closes the descriptors `to_close`, also after an error.
-
-        The standby forks it if it is to, and can. If it can't, and the hosts have no torchrun any more, a new process
-        forks the ranks. `_on_child_ended` is called when it has ended.
-        """
+        """Starts this host's process, marked by a variable. Closes `to_close`, also after an error."""
         try:
             standby = self._standby if self._forks else None
             if standby is not None and (pid := standby.fork(env, outputs, self.directory)):
@@ -480,13 +455,8 @@ class HostProcesses:
         self._loop.on_child(self._pid, self._on_child_ended)
 
     def _on_child_ended(self, code: int) -> None:
-        """Kills the processes that the command left running, daemons too.
-
-        Reads its last output, and reports its end with `code`.
-
-        While child processes of a stopped script may save a checkpoint, it waits for them first. With ranks, LocalRanks
-        does that. Killed processes of a script that was not stopped are logged.
-        """
+        """Kills the processes that the command left running, and reports its end with `code`."""
+        # Child processes may save a checkpoint. With ranks, LocalRanks waits for them.
         if self._stopping and not self._killed and self._ranks is None and self._may_be_saving():
             self._loop.call_later(_POLL_SECONDS, lambda: self._on_child_ended(code))
             return
@@ -510,6 +480,5 @@ class HostProcesses:
 
 
 def _finish_sources(sources: Sequence[Source], _: int) -> None:
-    """Reads the last output of a sidecar that was killed."""
     for source in sources:
         source.finish()

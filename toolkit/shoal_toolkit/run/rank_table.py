@@ -103,10 +103,7 @@ class RankTable:
             )
 
     def _describe(self, rank: int) -> str:
-        """Returns a rank and its host for a message.
-
-        A number past the plan's ranks is a script outside the distribution.
-        """
+        """A number past the plan's ranks is a script outside the distribution."""
         host = self.host_of.get(rank, "an unknown host")
         if rank >= self._plan.world_size:
             return f"the script on {host}, outside the distribution,"

@@ -56,10 +56,7 @@ def make_run_directory() -> str:
 
 
 def _make_memory_directory(path: str) -> None:
-    """Makes the directory for Open MPI's shared memory, in /dev/shm if possible, with a link to it in a run directory.
-
-    In /dev/shm itself, another user could make the files before the ranks do, and then read and change their messages.
-    """
+    """In /dev/shm itself, another user could make the files before the ranks do, and change their messages."""
     try:
         os.mkdir(_memory_of(path), 0o700)
         os.symlink(_memory_of(path), os.path.join(path, rank_shell.MEMORY))
@@ -81,7 +78,6 @@ def remove_run_directory(path: str) -> None:
 
 
 def _try_remove(remove: Callable[[str], None], path: str) -> None:
-    """Removes a file or directory, and ignores errors."""
     try:
         remove(path)
     except OSError:
@@ -163,8 +159,6 @@ class LocalRanks:
         return Source(self._loop, self._flow, reader, on_data)
 
     def _reader_of(self, local: int, stream: int) -> Callable[[bytes], None]:
-        """Returns a reader of a local rank's output, which reads the report of its start first."""
-
         def read(data: bytes) -> None:
             if local not in self._rank_of:
                 self.read_reports()  # a rank reports its start before it writes
@@ -173,10 +167,7 @@ class LocalRanks:
         return read
 
     def _read_reports(self, data: bytes) -> None:
-        """Handles the lines of the ranks' shells, each about a start or an end; keeps an incomplete last line.
-
-        A line is shorter than PIPE_BUF, so that lines don't mix. Others, which a script has written, are ignored.
-        """
+        """Handles the lines of the ranks' shells. One is shorter than PIPE_BUF, so that lines don't mix."""
         *lines, partial = (self._partial + data).split(b"\n")
         self._partial = partial[:_MAX_REPORT]
         for line in lines:
@@ -186,7 +177,6 @@ class LocalRanks:
                 self._on_ended(*map(int, found.groups()))
 
     def _on_started(self, rank: int, local: int, pid: int) -> None:
-        """Notes a rank, and reports its start. If the job is being stopped already, it signals all ranks."""
         self._rank_of[local] = rank
         self._start_times[pid] = read_start_time(pid)
         self._shell_of[rank] = pid
@@ -195,10 +185,7 @@ class LocalRanks:
             self.signal(self._stopped_by)
 
     def _on_ended(self, rank: int, code: int) -> None:
-        """Reads the last output of this host's ranks, and reports the end of one.
-
-        If the job is being stopped, it waits for child processes of the rank first.
-        """
+        """Reads the last output of this host's ranks, and reports the end of one."""
         shell = self._shell_of.get(rank, 0)
         if self._stopped_by and read_start_time(shell) == self._start_times.get(shell) and has_orphans(shell):
             # A script that is a shell ends at once after a signal, but its child may save a checkpoint.
@@ -210,7 +197,6 @@ class LocalRanks:
         self._on.on_rank_ended(rank, code)
 
     def _check_saving(self, rank: int) -> None:
-        """Looks again whether child processes of a rank run, unless its end has been reported."""
         code = self._saving.pop(rank, None)
         if code is not None:
             self._on_ended(rank, code)

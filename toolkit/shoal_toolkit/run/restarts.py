@@ -79,7 +79,6 @@ class Restarts:
         return self._add({"reason": reason, "counted": False})
 
     def _add(self, entry: Mapping[str, Any]) -> dict[str, str]:
-        """Adds a restart to the report, and returns the variables for the script."""
         self.number += 1
         entry = {"number": self.number, "at": strftime("%Y-%m-%dT%H:%M:%SZ", gmtime()), **entry, "seconds": None}
         self._report["restarts"] = [*self._report["restarts"], entry]
@@ -101,7 +100,6 @@ class Restarts:
         write_log(f"restart {self.number}: all ranks run again, after {seconds:.1f} s")
 
     def _list_checkpoints(self) -> dict[str, int]:
-        """Returns the entries of the checkpoint directory with the times of their last change; none without it."""
         try:
             with os.scandir(os.path.join(self._paths.base, "checkpoints")) as entries:
                 return {entry.name: entry.stat().st_mtime_ns for entry in entries}

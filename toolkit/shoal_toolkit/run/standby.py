@@ -96,7 +96,6 @@ class Standby:
         return f"{self._environ.get(MARK, '')} {self.mark}".strip()
 
     def _on_ended(self, pid: int, _: int) -> None:
-        """Does without the standby that has ended, unless it is an earlier one."""
         if pid == self._pid:
             self._finish_wait(False)
 
@@ -118,7 +117,6 @@ class Standby:
         self._timer = self._loop.call_later(_IMPORT_SECONDS, lambda: self._finish_wait(False))
 
     def _finish_wait(self, is_ready: bool) -> None:
-        """Calls back once. A standby that is not ready is ended."""
         self._timer.cancel()
         on_ready, self._on_ready = self._on_ready, None
         if not is_ready:
@@ -170,10 +168,7 @@ class Standby:
         return argv, _drop_shell_variables(variables)
 
     def _request(self, server: socket.socket, payload: bytes, outputs: tuple[int, int]) -> int:
-        """Sends a request, and returns the pid in the answer. Meanwhile this process adopts orphans: one is the script.
-
-        Raises OSError if there is no answer within 5 s.
-        """
+        """Returns the pid in the answer. Meanwhile this process adopts orphans: one is the script. Raises OSError."""
         server.settimeout(_ANSWER_SECONDS)
         libc = ctypes.CDLL(None)
         libc.prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -208,7 +203,6 @@ class Standby:
 
 
 def _drop_shell_variables(variables: Mapping[str, str]) -> dict[str, str]:
-    """Returns the environment of a script that no shell starts."""
     return {name: variables[name] for name in variables if name not in SHELL_VARIABLES}
 
 

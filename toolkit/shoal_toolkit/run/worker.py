@@ -53,17 +53,13 @@ class Worker(Host):
             self.processes.set_up(settings.setup_timeout, self._on_set_up)
 
     def _on_set_up(self, error: TrainError | None) -> None:
-        """Keeps the result of the set-up, and reports it to the first host, now or when that connects."""
         self._is_set_up, self._problem = error is None, error
         if error is not None and self._channel is None:
             write_log(f"{error}\nReporting this to the first host {self._first_host}.")
         self._report_state()
 
     def _report_state(self) -> None:
-        """Reports to the first host, if it is connected, that this host is ready or has failed, once that is known.
-
-        A ready host first checks that it reaches the port at which the ranks meet, but not for a restart.
-        """
+        """Reports that this host is ready or has failed. Before, it checks the port at which the ranks meet."""
         if self._problem is not None:
             self._report_failure(self._problem)
         elif self._is_set_up and self._restarted and self.processes is not None:
@@ -74,7 +70,6 @@ class Worker(Host):
             self._facts = self.collect_ready_facts()  # while it connects
 
     def _on_probed(self, problem: str) -> None:
-        """Sends the facts about this host, and that it is ready. Does nothing if it has to restart meanwhile."""
         if not self._restarted:
             self._send(messages.Facts({**self._facts, "port_problem": problem, "time": round(time.time(), 3)}))
             self._send(messages.Ready(0))
@@ -85,7 +80,6 @@ class Worker(Host):
         return collect_facts(self.task.paths, self.plan)
 
     def _on_timeout(self) -> None:
-        """Ends the job with an error if the first host has not connected; otherwise does nothing."""
         if self._channel is None:
             refused = (self._agent.refused or self._agent.rejected) if self._agent is not None else ""
             why = f"; this host {refused}." if refused else ". Every host of the job must run `train`; "
@@ -95,10 +89,7 @@ class Worker(Host):
             self.set_result(Result.from_error(self._problem or LaunchError(late)))
 
     def _on_first_host(self, channel: Channel) -> None:
-        """Takes over the connection of the first host, and reports the state of this host to it.
-
-        From now on, output pauses while much of it waits to be sent there.
-        """
+        """From now on, output pauses while much of it waits to be sent there."""
         self._channel = channel
         channel.on_message = self._on_message
         channel.on_lost = self._on_lost
@@ -106,15 +97,10 @@ class Worker(Host):
         self._report_state()
 
     def _on_lost(self, reason: str) -> None:
-        """Fails the job on this host: the first host is gone without a result."""
         lost = f"The first host {self._first_host} was lost: {reason}. Its own log says why, if it still can."
         self.set_result(Result(HOST_LOST, lost))
 
     def _on_message(self, message: Any) -> None:
-        """Handles a message from the authenticated first host: start, pass a signal on, or the result of the job.
-
-        Raises ProtocolError if it is wrong at this time.
-        """
         if message == messages.GO:
             self._start(None)
         elif isinstance(message, messages.StartDaemon):
@@ -141,11 +127,7 @@ class Worker(Host):
             self.processes.stop(number)
 
     def _restart(self, message: messages.PrepareRestart) -> None:
-        """Ends the processes of this host, and reports that it is ready again; if it is set up, otherwise after that.
-
-        The next start gets the number of the restart and its reason. The number 0 says that the job has begun without
-        this host, and changes nothing if this host has reported already that it is ready.
-        """
+        """Ends the processes of this host. The number 0 says that the job has begun without this host."""
         from shoal_toolkit.run.restarts import make_variables
 
         if self._was_ready and not message.number:
@@ -170,10 +152,7 @@ class Worker(Host):
             self._report_failure(error)
 
     def _start(self, command: str | None) -> None:
-        """Starts the script (None) or mpirun's daemon, once, and only the one of both that is in the plan.
-
-        Ignored if this host has failed. Raises ProtocolError for a start that is not allowed now.
-        """
+        """Starts the script (None) or mpirun's daemon. Raises ProtocolError for a start that is not allowed now."""
         if self.processes is None or self._problem is not None:
             return  # the first host sent this before it got our failure
         if not self._is_set_up or self._is_started:
@@ -189,10 +168,7 @@ class Worker(Host):
             self._report_failure(error)
 
     def _start_processes(self, processes: HostProcesses, command: str | None) -> None:
-        """Starts this host's own command (None), or the daemon of mpirun's request, after making the run directory.
-
-        Raises TrainError if that is not possible.
-        """
+        """Starts this host's own command (None), or the daemon of mpirun's request. Raises TrainError."""
         if command is None:
             processes.start()
             return
@@ -257,7 +233,6 @@ class Worker(Host):
         return ""
 
     def _send(self, message: Any) -> None:
-        """Sends a message to the first host; does nothing if it is not connected."""
         if self._channel is not None:
             self._channel.send(message)
 

@@ -135,7 +135,6 @@ def _keeps_version(name: str, table: Mapping[str, Any]) -> bool:
 
 
 def _read_names(words: Sequence[str]) -> set[str]:
-    """Returns the names of the packages in the requirements files among pip's arguments."""
     names: set[str] = set()
     for option, path in zip(words, words[1:]):
         if option == "-r":
@@ -183,15 +182,11 @@ def _make_empty_packages(directory: str, versions: Mapping[str, str]) -> None:
 
 
 def _copy_code(directory: str) -> str:
-    """Copies the current directory to `directory`/code, and returns that path."""
     return str(shutil.copytree(os.curdir, os.path.join(directory, "code"), symlinks=True))
 
 
 def _codeartifact_index(environ: Mapping[str, str]) -> dict[str, str]:
-    """Returns pip's variable for the index of a CodeArtifact repository, with a token from AWS; empty if none is named.
-
-    Raises TrainError if the name is wrong, or AWS refuses.
-    """
+    """Returns pip's variable for a CodeArtifact repository, with a token from AWS; empty if none is named."""
     arn = environ.get("CA_REPOSITORY_ARN")
     if not arn:
         return {}

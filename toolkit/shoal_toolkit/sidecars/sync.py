@@ -72,10 +72,7 @@ class Uploader:
         return succeeded
 
     def _upload(self, path: str, signature: Signature) -> TrainError | None:
-        """Uploads a file.
-
-        Returns the error, which is logged; None for a success, or for a file that has changed or is gone.
-        """
+        """Returns the error, which is logged; None for a success, or for a file that has changed or is gone."""
         from shoal_toolkit.sidecars import s3
 
         target = f"{self._address}/{os.path.relpath(path, self._directory)}"
@@ -91,7 +88,6 @@ class Uploader:
         return None
 
     def _log_failure(self, path: str, error: TrainError) -> TrainError:
-        """Logs a failed upload unless it repeats the last one, keeps it in `failure`, and returns its error."""
         text = f"{path} is not uploaded: {error}"
         if text != self.failure:
             write_log(text)
@@ -128,7 +124,6 @@ class _UnchangedFile(io.FileIO):
         self._signature = signature
 
     def read(self, size: int | None = -1, /) -> bytes:
-        """Reads on, at most `size` bytes; raises _ChangedError if the file has changed since it was opened."""
         data = super().read(-1 if size is None else size) or b""
         if _read_signature(os.fstat(self.fileno())) != self._signature:
             raise _ChangedError

@@ -69,10 +69,7 @@ def unpack(address: str, directory: str) -> None:
 
 
 def _unpack_file(path: str, address: str, target: str) -> None:
-    """Unpacks an archive to `target`; another file is copied there under the name in its address.
-
-    Raises ContractError if the archive is damaged or refused, LaunchError if the disk fails.
-    """
+    """Unpacks an archive; another file is copied under the name in its address."""
     try:
         if tarfile.is_tarfile(path):
             disk = os.statvfs(target)
@@ -108,10 +105,7 @@ def extract(archive: str, directory: str, limits: Limits) -> None:
 
 
 def _unpack_member(tar: tarfile.TarFile, member: tarfile.TarInfo, root: str) -> None:
-    """Writes one member. Raises ContractError if it is a device, or leaves `root` by its name or a link.
-
-    Its parents must be real directories too, so that no path leads through a link in the archive.
-    """
+    """Writes one member. Its parents must be real directories, so that no path leads through a link."""
     parts = _split_name(member)
     path = os.path.join(root, *parts)
     for depth in range(1, len(parts)):
@@ -141,10 +135,7 @@ def _split_name(member: tarfile.TarInfo) -> list[str]:
 
 
 def _check_link(member: tarfile.TarInfo, parts: Sequence[str]) -> None:
-    """Raises ContractError for a link out of the directory.
-
-    A relative link may start with as many `..` as lead to the code directory.
-    """
+    """A relative link may start with as many `..` as lead to the code directory."""
     steps = member.linkname.split("/")
     climbed = next((index for index, step in enumerate(steps) if step != ".."), len(steps))
     if member.linkname.startswith("/") or ".." in steps[climbed:] or climbed >= len(parts):
@@ -152,10 +143,7 @@ def _check_link(member: tarfile.TarInfo, parts: Sequence[str]) -> None:
 
 
 def _write_hard_link(member: tarfile.TarInfo, root: str, path: str) -> None:
-    """Makes a hard link to an earlier file of the archive, in place of an earlier file of that name.
-
-    Raises ContractError for any other target.
-    """
+    """Makes a hard link to an earlier file of the archive. Raises ContractError for any other target."""
     target = os.path.join(root, member.linkname)
     inside = not member.linkname.startswith("/") and ".." not in member.linkname.split("/")
     if not inside or os.path.realpath(target) != os.path.normpath(
@@ -169,10 +157,7 @@ def _write_hard_link(member: tarfile.TarInfo, root: str, path: str) -> None:
 
 
 def _write_file(tar: tarfile.TarFile, member: tarfile.TarInfo, path: str) -> None:
-    """Writes a regular file, which replaces an earlier one. Raises ContractError if a directory has its name.
-
-    Set-user-ID bits and write access for others are dropped.
-    """
+    """Drops set-user-ID bits and write access for others. Raises ContractError if a directory has its name."""
     _remove_earlier(member, path)
     source = tar.extractfile(member)
     assert source is not None
@@ -183,7 +168,6 @@ def _write_file(tar: tarfile.TarFile, member: tarfile.TarInfo, path: str) -> Non
 
 
 def _make_directory(member: tarfile.TarInfo, path: str) -> None:
-    """Makes a directory, unless it exists. Raises ContractError if a link or a file has its path."""
     if os.path.islink(path) or os.path.isfile(path):
         raise _refusal(member, "its path goes through something that is not a directory")
     os.makedirs(path, exist_ok=True)
@@ -198,10 +182,7 @@ def _remove_earlier(member: tarfile.TarInfo, path: str) -> None:
 
 
 def _check_end(tar: tarfile.TarFile, limits: Limits) -> None:
-    """Reads to the end, and checks the end mark and the checksum. Raises ReadError, or the compression's errors.
-
-    tarfile takes a broken header for the end, and skips the checksum.
-    """
+    """Checks the end mark and the checksum: tarfile takes a broken header for the end, and skips the checksum."""
     file = tar.fileobj
     assert file is not None
     file.seek(tar.offset)

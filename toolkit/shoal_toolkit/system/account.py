@@ -33,7 +33,6 @@ def build_account_variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _has_account() -> bool:
-    """Returns whether the system knows a name for this user."""
     try:
         pwd.getpwuid(os.getuid())
     except KeyError:

@@ -39,7 +39,6 @@ def run_as_child(main: Callable[[], int]) -> NoReturn:
 
 
 def _run_main(main: Callable[[], int]) -> int:
-    """Returns the exit code of `main`; 1 after printing the traceback of any error."""
     try:
         return main()
     except BaseException:  # nothing above this frame would print it

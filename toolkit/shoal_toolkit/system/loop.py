@@ -82,7 +82,6 @@ class Loop:
             self._register(fd)
 
     def _register(self, fd: int) -> None:
-        """Polls a descriptor for the events that are watched now; for none, no longer."""
         mask = 0
         for event in self._watched[fd]:
             mask |= event
@@ -131,7 +130,6 @@ class Loop:
                 due()
 
     def _wait_ms(self) -> int | None:
-        """Returns the milliseconds until the next timer; None without one."""
         while self._timers and self._timers[0].callback is None:
             heapq.heappop(self._timers)
         if not self._timers:
@@ -144,7 +142,6 @@ class Loop:
             self._old_handlers[number] = signal.signal(number, lambda *_: None)
 
     def _on_wakeup(self) -> None:
-        """Calls back for the signals that have arrived, and for child processes that have ended."""
         try:
             numbers = os.read(self._wake_read, 4096)
         except BlockingIOError:
@@ -155,7 +152,6 @@ class Loop:
         self._reap()
 
     def _reap(self) -> None:
-        """Reaps the watched child processes that have ended, and calls back for each."""
         for pid in list(self._children):
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:

@@ -62,10 +62,7 @@ def _find_memory_groups(root: str) -> list[str]:
 
 
 def _read_limit(root: str) -> int:
-    """Returns the memory limit of this process's own control group, in bytes; 0 without one.
-
-    With cgroup versions 1 and 2, the lower limit counts. Limits of parent groups are not read.
-    """
+    """Returns the limit of this process's own control group, in bytes; 0 without one. Parents are not read."""
     texts = (read_text(path, name).strip() for path in _find_memory_groups(root) for name in _LIMITS)
     return min((limit for text in texts if text.isdigit() and (limit := int(text)) < _UNLIMITED), default=0)
 
@@ -80,7 +77,6 @@ def _filesystem_size(path: str) -> int:
 
 
 def _read_kill_counter(path: str) -> int:
-    """Returns the counter `oom_kill` in a file of the kernel; 0 if there is none."""
     for line in read_text(path).splitlines():
         name, _, value = line.partition(" ")
         if name == "oom_kill" and value.isdigit():

@@ -27,10 +27,7 @@ def choose_port() -> str:
 
 
 def _reserve(port: int) -> bool:
-    """Reserves a port until this process ends: the script may listen only seconds later. Returns False if it is taken.
-
-    The reservation is an abstract socket. Such names belong to the network namespace, like ports.
-    """
+    """Reserves a port until this process ends, by an abstract socket. Such names belong to the network namespace."""
     mark = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM)
     try:
         mark.bind(f"\0shoal-master-port-{port}")
@@ -42,16 +39,13 @@ def _reserve(port: int) -> bool:
 
 
 def _is_taken(family: int, port: int) -> bool:
-    """Whether another socket has a port. False if there is no IPv6, and for any other error.
-
-    Reading /proc/net/tcp instead would take the kernel milliseconds. SO_REUSEADDR allows a port that torch's server
-    closed a moment ago.
-    """
+    """False for any other error. Reading /proc/net/tcp instead would take the kernel milliseconds."""
     try:
         probe = _socket.socket(family, _socket.SOCK_STREAM)
     except OSError:
         return False
     try:
+        # Allows a port that torch's server closed a moment ago.
         probe.setsockopt(_socket.SOL_SOCKET, _socket.SO_REUSEADDR, 1)
         probe.bind(("" if family == _socket.AF_INET else "::", port))
     except OSError as error:

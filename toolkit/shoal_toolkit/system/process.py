@@ -64,10 +64,7 @@ def spawn(
 
 
 def _exec(argv: Sequence[str], env: Mapping[str, str], cwd: str, outputs: tuple[int, int], report: int) -> NoReturn:
-    """In the child process: replaces it by the command, in a new session, or writes to `report` why that failed.
-
-    Then the process ends with 127.
-    """
+    """In the child process: becomes the command, in a new session, or writes to `report` and ends with 127."""
     try:
         os.setsid()
         signal.set_wakeup_fd(-1)
@@ -147,19 +144,14 @@ def _is_running_since(since: int, stat: Sequence[str]) -> bool:
 
 
 def _await_starts(since: int, deadline: float) -> None:
-    """Waits until new processes have an environment, without which their mark can't be seen, or until `deadline`.
-
-    The parent goes on before the kernel has set it up, and loading the program may wait for a disk.
-    """
+    """Waits until new processes have an environment, without which their mark can't be seen."""
+    # The parent goes on before the kernel has set it up, and a disk may be slow.
     while time.monotonic() < deadline and any(_is_starting(pid, since) for pid in _list_pids()):
         time.sleep(_START_SECONDS / 100)
 
 
 def _is_starting(pid: int, since: int) -> bool:
-    """Whether a process that started at `since` or later has no environment yet, or hangs in the kernel.
-
-    False for kernel threads, zombies and other users' processes.
-    """
+    """Whether a process of this user that started at `since` or later has no environment yet, or hangs."""
     stat = _read_stat(pid)
     if len(stat) <= _ENVIRONMENT_END or int(stat[19]) < since or int(stat[6]) & _KERNEL_THREAD:
         return False

@@ -371,8 +371,6 @@ def run_checks(site: Site, checks: Mapping[str, Check] = CHECKS, limit: float = 
     An interrupt is raised after the checks had `INTERRUPT_SECONDS` to clean up.
 
     Args:
-        site: What to inspect.
-        checks: The checks, by name.
         limit: How long they may take together, in seconds.
 
     Returns:

@@ -139,7 +139,6 @@ def train(words: Sequence[str], began: float, preflight: bool = False) -> int:
     """Runs the job on this host, and writes its result, also for an error, a signal or a bug in this toolkit.
 
     Args:
-        words: Arguments for the script.
         began: time.monotonic() when `train` started.
         preflight: True to check the hosts only: no result is written, and nothing is started.
 
@@ -282,10 +281,7 @@ def plan_host(
     For a job of one host it also reserves the rendezvous port, until this process ends.
 
     Args:
-        paths: The directories of the job.
-        cluster: Its hosts.
         environ: The environment of the script, without the variables that the plan adds.
-        words: Arguments for the script.
         settings: Whether the job is elastic.
         fetch: Whether to fetch code from elsewhere, and to make a missing code directory.
 

@@ -24,8 +24,6 @@ def number_names(first: str, count: int, source: str) -> tuple[str, ...]:
 
     Args:
         first: The DNS name of the first one.
-        count: How many there are.
-        source: The name of the source, for the error.
 
     Raises:
         ContractError: If the first label of the name does not end in -0.
@@ -66,8 +64,6 @@ def name_replicas(first: str, count: int, hostname: str) -> tuple[str, ...]:
 
     Args:
         first: The address of the master. Older operators write "localhost" into the master's own pod.
-        count: The number of pods.
-        hostname: The name of this pod.
     """
     first = hostname if first == "localhost" else first
     label, dot, domain = first.partition(".")

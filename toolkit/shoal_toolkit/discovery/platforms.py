@@ -47,13 +47,7 @@ def find_explicit(environ: Mapping[str, str], hostname: str, root: str) -> HostL
     named = _find_by_name(hosts, hostname) if name == _POD_INDEX else []
     if rank is None or (len(named) == 1 and named[0] != rank):
         rank, evidence = _find_rank(hosts, hostname), f"{evidence}, this host is {hostname}"
-    return HostList(_HOSTS, hosts, rank, evidence, _explain_secret(environ))
-
-
-def _explain_secret(environ: Mapping[str, str]) -> str:
-    if not environ.get("KUBERNETES_SERVICE_HOST"):
-        return ""
-    return SECRET
+    return HostList(_HOSTS, hosts, rank, evidence, SECRET if environ.get("KUBERNETES_SERVICE_HOST") else "")
 
 
 def _find_by_name(hosts: Sequence[str], hostname: str) -> list[int]:

@@ -81,7 +81,7 @@ def find_hosts(environ: Mapping[str, str], hostname: str, root: str = "/") -> Ho
 
 
 def _ask_sources(environ: Mapping[str, str], hostname: str, root: str) -> HostList | None:
-    """Returns the hosts of the first source that names them. Others that disagree become warnings."""
+    """Others than the first source that disagree are warnings with SHOAL_HOSTS, otherwise a ContractError."""
     found: list[HostList] = []
     broken: tuple[str, ...] = ()
     for name in _present(SOURCES, environ):

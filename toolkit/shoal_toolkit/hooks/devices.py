@@ -25,7 +25,6 @@ def find_local_device(count: int, environ: Mapping[str, str] = os.environ) -> in
 
     Args:
         count: The number of GPUs that this process sees.
-        environ: The environment.
 
     Returns:
         None if the framework's default stays: the host has one rank, or there is no GPU.

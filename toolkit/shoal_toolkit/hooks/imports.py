@@ -111,17 +111,13 @@ def _with_local_device(execute: _Execute) -> _Execute:
 
 
 def _with_idle_threads(execute: _Execute) -> _Execute:
-    """Returns the function so that the threads of process groups are idle before a group, or Python, ends.
+    """Lets the threads of process groups end their work before a group, or Python, ends.
 
-    A collective returns before the thread of gloo that ran it has released its tensors. If no other reference is left,
-    the thread needs Python's lock for that. Then two things can happen in plain torch, after a training:
+    A collective returns before the thread of gloo that ran it has released its tensors, which may need Python's lock.
+    If torch destroys the group meanwhile, it waits for the thread while it holds the lock: the rank hangs. If Python
+    ends meanwhile, versions before 3.14 end the thread in a destructor of C++: the rank aborts with exit code 134.
 
-    - Torch destroys the group while it holds the lock, and waits for the thread: the rank hangs. Torch 2.0 does so with
-      each group, torch 2.13 if a DistributedDataParallel model holds the last reference to the group.
-    - Python ends before the thread asks for the lock. Versions before 3.14 then end the thread, in a destructor of C++:
-      the rank aborts with `terminate called without an active exception`, exit code 134.
-
-    They can still happen if a script ends without waiting for a collective that it started with `async_op=True`.
+    Both can still happen if a script ends without waiting for a collective that it started with `async_op=True`.
     """
 
     def exec_module(module: ModuleType) -> None:

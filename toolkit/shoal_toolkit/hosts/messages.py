@@ -321,8 +321,6 @@ def parse_message(kind: bytes, payload: bytes, proved: bool) -> Any:
     """Parses a frame, and returns its message.
 
     Args:
-        kind: The kind of the frame, one byte.
-        payload: Its payload.
         proved: Whether the other side has proved the secret. Until then only messages of the handshake are allowed.
 
     Raises:

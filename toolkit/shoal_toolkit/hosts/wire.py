@@ -234,9 +234,6 @@ def make_transcript(hosts: Sequence[str], worker: str, first_nonce: str, worker_
 
     Args:
         hosts: All hosts of the job, the first host first.
-        worker: The name of the worker.
-        first_nonce: The nonce of the first host.
-        worker_nonce: The nonce of the worker.
     """
     names = {"first": hosts[0], "worker": worker, "hosts": hash_hosts(hosts)}
     return {**names, "first_nonce": first_nonce, "worker_nonce": worker_nonce}
@@ -246,7 +243,6 @@ def make_proof(secret: str, role: str, transcript: Mapping[str, str]) -> str:
     """Returns a proof that this host knows the job's secret.
 
     Args:
-        secret: The job's secret.
         role: "first" or "worker", so that the other side can't send the proof back.
         transcript: See `make_transcript`.
 

@@ -72,11 +72,9 @@ def build_mpirun_command(
     """Returns the mpirun command of a job.
 
     Args:
-        machine: This host's machine.
         hosts: Host name → number of ranks, in the order in which hosts are filled.
         text: The user's custom options.
         key: The hyperparameter that holds them.
-        environ: The environment of `train`.
         program: The command of each rank.
         oversubscribe: Whether to allow more ranks than cores.
 
@@ -181,7 +179,7 @@ def _find_setting(user: _UserOptions, parameter: str) -> Setting | None:
 def _daemon_parameters(
     user: _UserOptions, named: Mapping[str, Sequence[str]], mca: Mapping[str, McaValue]
 ) -> dict[str, str]:
-    """Returns the parameters that mpirun passes to its daemons. ANY: mpirun derives it from an option."""
+    """Returns the parameters that mpirun passes to its daemons. Those that it derives from options are ANY."""
     by_option = {parameter: ANY for name in named for parameter in user.table["options"][name].get("daemon", ())}
     by_variable = {parameter: found.value for parameter, found in user.variables.items()}
     return {**by_option, **by_variable, **{parameter: each.value for parameter, each in mca.items()}}

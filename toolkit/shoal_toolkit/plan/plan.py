@@ -242,11 +242,7 @@ def _leave_out_code(job: Job) -> dict[str, str]:
 
 
 def _build_environment(start: Start, arguments: list[str], free_port: str) -> dict[str, str]:
-    """Returns the variables to add. Variables of the user for rendezvous, network and threads are kept.
-
-    OMP_NUM_THREADS divides the cores among the ranks of this host. By default each rank would start a thread for every
-    core that it sees, even if a quota allows fewer, and torchrun would set 1.
-    """
+    """Returns the variables to add. Variables of the user for rendezvous, network and threads are kept."""
     job, machine, launcher, hosts, current_host = (
         start.job,
         start.machine,
@@ -264,6 +260,7 @@ def _build_environment(start: Start, arguments: list[str], free_port: str) -> di
         # a rank that another process has started.
         rank, size = str(hosts.index(current_host)), str(len(hosts))
         variables.update(RANK=rank, WORLD_SIZE=size, LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+    # By default each rank would start a thread for every core that it sees, also beyond a quota. torchrun would set 1.
     if (launcher.has_ranks or machine.has_fewer_cpus) and "OMP_NUM_THREADS" not in job.environ:
         variables["OMP_NUM_THREADS"] = str(max(1, machine.cpus // start.ranks.get(current_host, 1)))
     directory = os.path.dirname(machine.python)

@@ -71,7 +71,6 @@ def wrap_for_mpirun(
     """Returns the command that mpirun starts for each rank.
 
     Args:
-        script: The command of the script.
         names: The variables that it gets: TORCH, DATA_PARALLEL or MODEL_PARALLEL.
         described: Variables of other launchers, each with the variable of TORCH that has its value.
     """

@@ -193,7 +193,7 @@ class FirstHost(Host):
             return
         elif code and (not self.plan.by_mpirun or rank >= self.plan.world_size):
             self._fail(self._explain_rank(rank, code), rank=rank)
-        # mpirun sends SIGTERM after another rank failed. Its report can take longer, from another host.
+        # mpirun sends SIGTERM after another rank failed. The report of that rank can take longer.
         elif code not in (SUCCESS, 128 + signal.SIGTERM) and self._restarts is not None and self._final_rank is None:
             failure = self._explain_rank(rank, code)
             if self._restarts.explain_refusal(failure):

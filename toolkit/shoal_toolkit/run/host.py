@@ -293,7 +293,7 @@ class Host(Role):
     def _on_signal(self, number: int) -> None:
         """The first signal to this host stops the job, the second one kills it. All hosts may get one at once."""
         name = signal.Signals(number).name
-        # Slurm sends SIGTERM twice at a time limit.
+        # Slurm sends SIGTERM twice at a time limit: one that follows at once does not count.
         if number == signal.SIGTERM and time.monotonic() < self._echo_ends:
             return
         self._echo_ends = time.monotonic() + _ECHO_SECONDS

@@ -220,8 +220,6 @@ class HostProcesses:
         The shells of ranks get SHOAL_RUN_DIR and SHOAL_CODE_DIR.
 
         Args:
-            argv: The command.
-            variables: Variables to add to the environment.
             cwd: Its working directory. mpirun requires its own directory on every host, where the code may be
             elsewhere.
         """

@@ -128,7 +128,6 @@ class Standby:
         """Has the standby fork the script, or a process with the ranks that torchrun would start on this host.
 
         Args:
-            variables: The environment.
             outputs: The descriptors for stdout and stderr.
             directory: The run directory, for ranks.
 
@@ -160,7 +159,6 @@ class Standby:
 
         Args:
             variables: The environment for the first start.
-            directory: The run directory.
         """
         python, *arguments = self.plan.script
         ranks = json.dumps(list_rank_variables(self.plan))

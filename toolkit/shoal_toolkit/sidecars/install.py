@@ -58,7 +58,8 @@ def main(words: Sequence[str]) -> int:
         environ["PYTHONPATH"] = os.pathsep.join(filter(None, (directory, environ.get("PYTHONPATH"))))
         # For pip only: builds of packages may import modules of their own directory.
         safe = ["-P"] if environ.pop("PYTHONSAFEPATH", None) and sys.version_info >= (3, 11) else []
-        words = [_copy_code(directory) if word == "." else word for word in words]
+        code = os.path.join(directory, "code")
+        words = [shutil.copytree(os.curdir, code, symlinks=True) if word == "." else word for word in words]
         pip = [sys.executable, *safe, "-m", "pip"]
         return subprocess.call([*pip, "install", "--constraint", fixed, *words], env=environ)
 
@@ -81,7 +82,6 @@ def read_needs(installed: Mapping[str, str], asked: Collection[str]) -> dict[str
     installed version does not count.
 
     Args:
-        installed: The installed packages.
         asked: Packages that pip may replace. They do not count.
     """
     from importlib import metadata
@@ -158,7 +158,6 @@ def list_constraints(installed: Mapping[str, str], others: Mapping[str, str], ne
     Packages that others need give a range, such as numpy<2,>=1.21.
 
     Args:
-        installed: The installed packages.
         others: Other names of these, which keep their versions too.
         needs: The versions that other packages need.
     """
@@ -179,10 +178,6 @@ def _make_empty_packages(directory: str, versions: Mapping[str, str]) -> None:
         os.mkdir(path)
         with open(os.path.join(path, "METADATA"), "w", encoding="utf-8") as file:
             file.write(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
-
-
-def _copy_code(directory: str) -> str:
-    return str(shutil.copytree(os.curdir, os.path.join(directory, "code"), symlinks=True))
 
 
 def _codeartifact_index(environ: Mapping[str, str]) -> dict[str, str]:

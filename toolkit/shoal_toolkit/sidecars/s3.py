@@ -58,7 +58,6 @@ def download(address: str, path: str, environ: Mapping[str, str]) -> None:
 
     Args:
         address: Such as s3://bucket/key.
-        path: The file.
         environ: The environment, with endpoint, region and credentials.
 
     Raises:
@@ -78,8 +77,6 @@ def upload(client: Any, file: BinaryIO, address: str) -> None:
     Errors of boto3 are raised unchanged: see `explain_error`.
 
     Args:
-        client: A client of S3.
-        file: An open file.
         address: Such as s3://bucket/key.
     """
     from boto3.s3.transfer import TransferConfig  # type: ignore[import-untyped]

@@ -48,7 +48,7 @@ def read_metric_definitions(config: str, code_dir: str, hyperparameter: Any) -> 
 
 
 def _find_definitions(config: str, code_dir: str, hyperparameter: Any) -> tuple[str, Any]:
-    """Returns the place of the definitions: the hyperparameter, else the configuration, else a list in the code."""
+    """The hyperparameter comes first, then the file in the configuration, then a file with a list in the code."""
     if hyperparameter is not None:
         return "hyperparameters.json: sagemaker_metric_definitions", hyperparameter
     path = os.path.join(config, _FILE)

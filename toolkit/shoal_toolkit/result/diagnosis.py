@@ -103,7 +103,7 @@ def _find_native_error(text: str) -> re.Match[str] | None:
 
 
 def _find_traceback(text: str) -> tuple[Cause | None, int]:
-    """Returns the last cause that is not a side effect, else the first, and its start; (None, -1) if none."""
+    """Returns the last cause that is not a side effect, otherwise the first, and its start; (None, -1) if none."""
     side_effects, chosen = _read_failures()["aside"], None
     starts = [match.start() for match in _TRACEBACK.finditer(text)]
     for index, start in enumerate(starts):
@@ -118,7 +118,7 @@ def _find_traceback(text: str) -> tuple[Cause | None, int]:
 
 
 def _read_exception(block: str) -> Cause:
-    """Returns the first line after the frames that looks like an exception; else the last line, as not known."""
+    """Returns the first line after the frames that looks like an exception; otherwise the last line, as not known."""
     lines = block.rstrip("\n").split("\n")
     for index, line in enumerate(lines[1:], start=1):
         if line.strip() and not line[0].isspace() and _EXCEPTION.match(line):

@@ -220,7 +220,7 @@ def _format_report(report: Mapping[str, Any]) -> str:
 
 
 def _write_file(paths: Paths, name: str, text: str) -> None:
-    """Writes a file in one step, so that no reader sees half of it. Removes what the script left in its place."""
+    """Writes a file in one step, so that no reader sees half of it. Removes a link or directory in its place."""
     path = os.path.join(paths.output, name)
     _remove_file(paths, f"{name}.part")
     try:

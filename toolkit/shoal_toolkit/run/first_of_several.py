@@ -103,7 +103,7 @@ class FirstOfSeveral(FirstHost):
         self.flow.add(channel)
         if self._members.current:
             write_log(f"{host} has come back")
-            self._send_restart(channel)
+            self._send_restart(channel)  # it has to know the number of the last restart
         if self._phase is Phase.FAILING and not self._gathering.is_searching:
             self.set_result(self._early)
 

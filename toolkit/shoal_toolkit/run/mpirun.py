@@ -51,6 +51,7 @@ class Mpirun:
             return
         from shoal_toolkit.hosts.messages import StartDaemon
 
+        # Answered when a rank runs there: mpirun then has a connection to the daemon, and notices its end.
         self._daemons[host] = send_exit_code
         channel.send(StartDaemon(command))
 

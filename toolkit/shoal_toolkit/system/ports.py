@@ -27,7 +27,8 @@ def choose_port() -> str:
 
 
 def _reserve(port: int) -> bool:
-    """Reserves a port until this process ends, by an abstract socket. Such names belong to the network namespace."""
+    """Reserves a port until this process ends: the script may listen only seconds later."""
+    # The names of abstract sockets belong to the network namespace, like ports.
     mark = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM)
     try:
         mark.bind(f"\0shoal-master-port-{port}")

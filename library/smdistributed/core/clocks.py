@@ -17,14 +17,7 @@ _ROUND_SECONDS = 0.5
 
 
 class Clocks:
-    """Compares this host's clock with rank 0's, once for each recording.
-
-    Args:
-        log: The group's.
-        rank: This rank in the group.
-        hosts: The host of each rank.
-        poll_seconds: How often ranks read the log while nothing happens.
-    """
+    """Compares this host's clock with rank 0's, once for each recording. `hosts` has the host of each rank."""
 
     def __init__(self, log: StoreLog, rank: int, hosts: Sequence[str], poll_seconds: float) -> None:
         self._log, self._rank, self._poll_seconds = log, rank, poll_seconds
@@ -35,10 +28,7 @@ class Clocks:
         self._known = True
 
     def compare(self) -> None:
-        """Finds and sets the timeline's clock offset, once for each new recording. On rank 0's host it sets none.
-
-        Called periodically; it may wait for seconds.
-        """
+        """Sets the clock offset once for each new recording, except on rank 0's host. It may wait for seconds."""
         running = timeline.recorder
         if running is not self._recording:
             self._recording = running
@@ -48,10 +38,7 @@ class Clocks:
             self._find_offset(f"clock-{self._recordings}-{self._host}")
 
     def _find_offset(self, name: str) -> None:
-        """Sets the offset if the log has it.
-
-        The first rank of a host that calls this measures it, once: no second try follows.
-        """
+        """Sets the offset if the log has it. A host's first rank to call this measures it, without a second try."""
         if not self._log.read(f"{name}-requested") and self._log.append(f"{name}-requested", None) == 1:
             offset = self._measure(name)
             if offset is not None:
@@ -61,10 +48,7 @@ class Clocks:
             self._known = True
 
     def _measure(self, name: str) -> int | None:
-        """Returns by how many microseconds rank 0's clock is ahead; None if rank 0 does not answer.
-
-        It exchanges several messages with rank 0 through the store. The fastest round counts.
-        """
+        """Returns the microseconds by which rank 0's clock is ahead, by the fastest round; None: it does not answer."""
         self._log.append("messages", {"kind": "clock", "rank": self._rank, "name": name})
         if not self._await_count(f"{name}-ready", 2 * self._poll_seconds + _ROUND_SECONDS):
             return None
@@ -87,10 +71,7 @@ class Clocks:
             self._log.count(f"{name}-pong-{number}", timeline.wall())
 
     def _await_count(self, name: str, seconds: float) -> int:
-        """Waits until a counter of the log is not 0 and returns it; 0: nothing in time.
-
-        It asks the store without pauses.
-        """
+        """Asks the store without pauses until a counter is not 0, and returns it; 0: nothing in time."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             value = self._log.count(name)

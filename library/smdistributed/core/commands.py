@@ -93,20 +93,12 @@ def smddp_singlenode_dev() -> NoReturn:
 
 
 def smddpmprun() -> NoReturn:
-    """Replaces this process by the command. `-i` and `--allow-bypass` concern AWS's library and are ignored.
-
-    `--rehearse` sets SHOAL_REHEARSE=1.
-    """
+    """Replaces this process by the command. `-i` and `--allow-bypass` are for AWS's library and are ignored."""
     parser = make_parser("smddpmprun")
     _exec(parser, _parse(parser).command)
 
 
 def _single_node(name: str) -> NoReturn:
-    """Replaces this process by the command, or by mpirun with a `smddprun` for each GPU of this host.
-
-    The first happens in a rank, and on a host with fewer than two GPUs. In a rank it sets SMDATAPARALLEL_LOCAL_RANK.
-    `-x` is passed to mpirun. Exits with 2 if the options or the launch environment are invalid.
-    """
     parser = make_parser(name)
     options = _parse(parser)
     ranks = _count_gpus(parser)
@@ -150,11 +142,7 @@ def _refuse(parser: argparse.ArgumentParser, problem: str) -> NoReturn:
 
 
 def make_parser(name: str) -> argparse.ArgumentParser:
-    """Makes the parser of a command, with the options in `OPTIONS` and `command`, the rest.
-
-    Args:
-        name: One of the keys of `OPTIONS`.
-    """
+    """Makes the parser of a command in `OPTIONS`. `command` gets the rest of the arguments."""
     options = OPTIONS[name]
     usage = " ".join(f"[{' '.join(filter(None, (option, metavar)))}]" for option, metavar, _ in options)
     parser = argparse.ArgumentParser(name, f"{name} {usage} COMMAND [ARGUMENT ...]", TASKS[name], allow_abbrev=False)
@@ -170,10 +158,7 @@ def make_parser(name: str) -> argparse.ArgumentParser:
 
 
 def _parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """Parses sys.argv. `--rehearse` sets SHOAL_REHEARSE.
-
-    Exits with 2 if options are wrong, or the command or the rehearsal's package is missing.
-    """
+    """Parses sys.argv; `--rehearse` sets SHOAL_REHEARSE. Exits with 2 if something is wrong or missing."""
     options = parser.parse_args(sys.argv[1:])
     if options.rehearse:
         if importlib.util.find_spec("shoal_rehearsal") is None:
@@ -188,10 +173,7 @@ def _parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
 
 
 def _exec(parser: argparse.ArgumentParser, command: Sequence[str]) -> NoReturn:
-    """Replaces this process by the command.
-
-    If it cannot, prints why and exits with 127 (not found) or 126, as a shell does.
-    """
+    """Replaces this process by the command. If it cannot, exits with 127 (not found) or 126, as a shell does."""
     try:
         os.execvp(command[0], list(command))
     except OSError as error:

@@ -23,23 +23,14 @@ class UnexplainedError(CollectiveError):
 
 
 class StallDetector:
-    """Decides which waits are stalls, which a rank reports: those longer than SMDDP_STALL_SECONDS (default: 60).
-
-    Raises:
-        CollectiveError: If SMDDP_STALL_SECONDS is not a number above 0.
-    """
+    """Decides which waits are stalls: those above SMDDP_STALL_SECONDS. Raises CollectiveError if that is invalid."""
 
     def __init__(self) -> None:
         self.seconds = read_seconds("SMDDP_STALL_SECONDS", 60)
         self._reported: set[Hashable] = set()
 
     def is_new_stall(self, wait: Hashable, seconds: float) -> bool:
-        """Returns True once for each wait: when it has lasted too long.
-
-        Args:
-            wait: Identifies it.
-            seconds: How long it has lasted.
-        """
+        """Returns True once for each wait, identified by `wait`: when it has lasted too long."""
         if seconds <= self.seconds or wait in self._reported:
             return False
         self._reported.add(wait)
@@ -51,11 +42,7 @@ class StallDetector:
 
 
 def read_seconds(name: str, default: float) -> float:
-    """Reads a number of seconds from an environment variable; an empty one counts as unset.
-
-    Raises:
-        CollectiveError: If the value is not a number above 0.
-    """
+    """Reads an environment variable; empty counts as unset. Raises CollectiveError if it is not a number above 0."""
     text = os.environ.get(name) or str(default)
     try:
         seconds = float(text)
@@ -76,16 +63,7 @@ def main_thread_stack() -> str:
 
 
 def describe_collective(number: int, name: str, dtype: str, op: str, root: int, size: int) -> str:
-    """Names a collective for people, with its arguments.
-
-    Args:
-        number: Of the collective in its group, from 1; 0: the rank has called none.
-        name: Such as "all_reduce".
-        dtype: A name of `native.DTYPES`; used for reductions.
-        op: A name of `native.OPS`; used for reductions.
-        root: The root rank; -1: none.
-        size: In bytes.
-    """
+    """Names a collective for people. `number` 0: it has called none. `root` -1: none. `size` is in bytes."""
     if not number:
         return "no collective yet"
     reduction = f" of {dtype} with {op}" if "reduce" in name else ""
@@ -113,5 +91,4 @@ def collective_mismatch(rank: int, mine: str, other: int, theirs: str) -> str:
 
 
 def peer_aborted(rank: int, collective: str, report: str) -> str:
-    """Says that another rank has ended the group while `rank` was in a collective, and why."""
     return f"Another rank aborted while rank {rank} was in {collective}. It reports: {report}"

@@ -17,8 +17,6 @@ from smdistributed.core.store import PrefixedStore, Store, exchange_texts
 
 
 class Network(NamedTuple):
-    """How ranks of a group connect if they share no memory."""
-
     name: str
     """As it appears in the name of the communication engine."""
     connect: Callable[[Sequence[int]], TensorTransport]
@@ -26,8 +24,6 @@ class Network(NamedTuple):
 
 
 class RankGroup(NamedTuple):
-    """A group of ranks that needs a communication engine, as seen by one of them."""
-
     store: Store
     """The group's own."""
     rank: int
@@ -45,20 +41,19 @@ class RankGroup(NamedTuple):
 def open_engine(group: RankGroup, network: Network, requested: str = "auto") -> tuple[Engine, str]:
     """Opens the communication engine of a group; all its ranks call this and wait for each other.
 
-    Ranks of one host get the shm engine. If several hosts take part, or no memory is shared, a `GroupMonitor` watches
-    the group in a thread. An invalid SMDDP_STALL_SECONDS raises CollectiveError.
+    If several hosts take part, or no memory is shared, a `GroupMonitor` watches the group in a thread.
 
     Args:
         group: The ranks.
         network: Connects ranks that share no memory.
-        requested: The value of SMDDP_ENGINE, from `requested_engine`. "gloo" never uses shared memory.
+        requested: The value of SMDDP_ENGINE. "gloo" never uses shared memory.
 
     Returns:
         The communication engine, and its name with the reason for the choice.
 
     Raises:
-        SMDDPError: If shared memory is requested and unavailable, a rank cannot load the C engine, or `network` cannot
-            connect the ranks.
+        SMDDPError: If shared memory is requested and unavailable, or a rank cannot load the C engine or connect.
+        CollectiveError: If SMDDP_STALL_SECONDS is invalid.
     """
     members = exchange_members(group.store, group.rank, group.size, group.number)
     for other, member in enumerate(members):
@@ -106,10 +101,7 @@ def _group_by_host(members: Sequence[Member]) -> list[list[int]]:
 def _open_local(
     group: RankGroup, members: Sequence[Member], grid: Sequence[Sequence[int]]
 ) -> tuple[ShmEngine | None, str]:
-    """Opens the shm engine of this rank's host, or returns None and why no host has one.
-
-    Ranks wait for each other and agree: a problem on one host is a problem for all.
-    """
+    """Opens the shm engine of this rank's host, or returns None and why: a problem on one host is a problem for all."""
 
     counts = {len(ranks) for ranks in grid}
     if len(counts) > 1:

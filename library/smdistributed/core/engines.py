@@ -23,10 +23,7 @@ class Request(Protocol):
 
 
 class TensorTransport(Protocol):
-    """Point-to-point messages between ranks, which have numbers of their own in it.
-
-    A message keeps the owner of its memory alive.
-    """
+    """Point-to-point messages between ranks, by numbers of their own. A message keeps its memory's owner alive."""
 
     def send(self, message: Flat, rank: int, tag: int) -> Request:
         """Starts to send a message; the receiver expects the same tag and size."""
@@ -50,13 +47,9 @@ class Engine(ABC):
 
     @abstractmethod
     def all_reduce(self, flat: Flat, op: str, root: int = -1, source: Flat | None = None) -> None:
-        """Combines elements over all ranks.
+        """Combines elements over all ranks into `flat`; on ranks other than `root` it keeps its elements.
 
-        Args:
-            flat: Gets the result; on ranks other than `root` it keeps its elements.
-            op: A name of `native.OPS`.
-            root: The rank that gets the result.
-            source: This rank's elements, if they are not in `flat`; then `flat` is uninitialized except on `root`.
+        `source` has this rank's elements, if they are not in `flat`; then `flat` is uninitialized except on `root`.
         """
 
     @abstractmethod

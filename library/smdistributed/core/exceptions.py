@@ -23,11 +23,7 @@ class SMDDPNCCLError(SMDDPError):
 
 
 def missing_framework_error(error: ModuleNotFoundError, framework: str, module: str) -> ModuleNotFoundError:
-    """Returns the error to raise if importing a framework failed; an image has only one of the frameworks.
-
-    Returns:
-        An error that names the fix; `error` itself if the framework is installed and lacks another module.
-    """
+    """Returns an error that names the fix; `error` itself if the framework is installed and lacks another module."""
     if error.name != module:
         return error
     return ModuleNotFoundError(

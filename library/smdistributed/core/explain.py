@@ -18,18 +18,12 @@ CHOICES = ("auto", "shm", "mpi", "gloo", "nccl")
 
 
 def explain() -> str:
-    """Returns facts, one in each line: the rank, communication engine, shared memory, host and CUDA tensors.
-
-    It opens nothing. A wrong setting is shown, not raised.
-    """
+    """Returns facts about this rank, one in each line. It opens nothing; a wrong setting is shown, not raised."""
     return "\n".join(f"{name + ':':16}{fact}" for name, fact in (_rank(), _engine(), _memory(), _hosts(), _cuda()))
 
 
 def _rank() -> tuple[str, str]:
-    """Returns the name and the fact about this rank: its place in the job, or that no launcher started it.
-
-    If the launch's variables are wrong, the fact is the error.
-    """
+    """Returns the name and the fact about this rank; if the launch's variables are wrong, the fact is the error."""
     try:
         launch = read_launch()
     except LaunchError as error:
@@ -42,7 +36,6 @@ def _rank() -> tuple[str, str]:
 
 
 def _engine() -> tuple[str, str]:
-    """Returns the name and the fact about the communication engine that SMDDP_ENGINE requests, or that it is wrong."""
     wanted = os.environ.get("SMDDP_ENGINE") or "auto"
     if wanted not in CHOICES:
         return "engine", f"SMDDP_ENGINE={wanted!r} is not a communication engine: use one of {', '.join(CHOICES)}"
@@ -83,7 +76,6 @@ def _hosts() -> tuple[str, str]:
 
 
 def _cuda() -> tuple[str, str]:
-    """Returns the name and the fact about CUDA tensors: their carrier, and the devices of this host."""
     otherwise = "an error" if os.environ.get("SMDDP_ENGINE") == "nccl" else "copied to the host and reduced there"
     devices, ranks = len(list(Path("/dev").glob("nvidia[0-9]*"))), _local_ranks()
     here = f"this host has {devices} NVIDIA device{'' if devices == 1 else 's'} for {ranks} local rank"

@@ -23,8 +23,6 @@ class Flat(NamedTuple):
     """Contiguous elements in memory, without a shape.
 
     Attributes:
-        address: Of the first element.
-        count: Number of elements.
         dtype: A name of `native.DTYPES`; uint8 stands for bytes of any other type.
         owner: The object that holds the memory; None if the caller keeps it alive.
     """
@@ -36,7 +34,6 @@ class Flat(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """The size in bytes."""
         return self.count * ITEM_BYTES[self.dtype]
 
     def cut(self, first: int, last: int) -> Flat:
@@ -63,17 +60,13 @@ class Flat(NamedTuple):
         ctypes.memmove(self.address, other.address, self.bytes)
 
     def clone(self) -> Flat:
-        """Returns a copy in new memory."""
         copy = allocate(self.count, self.dtype)
         copy.copy_from(self)
         return copy
 
 
 def allocate(count: int, dtype: str) -> Flat:
-    """Allocates uninitialized memory, which is freed when nothing refers to it any more.
-
-    A bytearray(n) would be filled with zeros, which takes as long as a copy.
-    """
+    """Allocates uninitialized memory. A bytearray(n) would be filled with zeros, which takes as long as a copy."""
     memory = _new_bytearray(None, count * ITEM_BYTES[dtype])
     return Flat(_address_of(memory), count, dtype, memory)
 

@@ -108,11 +108,7 @@ class GroupMonitor:
             self._thread.start()
 
     def begin(self, name: str, dtype: str = "", op: str = "", root: int = -1, size: int = 0, same: bool = True) -> None:
-        """Registers the collective that this rank calls now.
-
-        Args:
-            name, dtype, op, root, size: As in `diagnostics.describe_collective`.
-            same: Whether `size` must be the same on all ranks.
+        """Registers the collective that this rank calls now. `same`: whether `size` must be the same on all ranks.
 
         Raises:
             CollectiveError: If another rank has ended the group.
@@ -125,7 +121,6 @@ class GroupMonitor:
         self._began = time.monotonic()
 
     def end(self) -> None:
-        """Registers that the collective has ended."""
         self._began = 0.0
 
     def message_tag(self, size: int) -> int:
@@ -136,10 +131,7 @@ class GroupMonitor:
         return _TAG | ((self.call.digest ^ zlib.crc32(size.to_bytes(8, "little"))) & _TAG_BITS)
 
     def explain(self, error: CollectiveError) -> str:
-        """Returns why this rank's collective failed, and ends the group for all ranks.
-
-        Waits for the thread to ask the other ranks. Without an answer in time, the text says that the store is lost.
-        """
+        """Returns why this rank's collective failed, or that the store is lost, and ends the group for all ranks."""
         failure = _FailedCollective(error, time.monotonic() - self._began)
         self._failure = failure
         self._wakeup.set()
@@ -161,10 +153,7 @@ class GroupMonitor:
         return 1.5 * self._poll_seconds + 0.5
 
     def _run_forever(self) -> None:
-        """Thread: checks the store until the monitor is closed. If the store is lost, `_run_without_store` goes on.
-
-        After an abort it checks only when this rank's collective fails.
-        """
+        """Thread: checks the store until `close`; after an abort only when this rank's collective fails."""
         while not self._closed:
             self._wakeup.wait(self._poll_seconds if self._aborted is None else None)  # no requests after an abort
             self._wakeup.clear()
@@ -177,10 +166,7 @@ class GroupMonitor:
                 return
 
     def _run_without_store(self, error: Exception) -> None:
-        """Gives each failure a text about the lost store, or about an abort that was read, until the monitor is closed.
-
-        Mostly the job has ended normally.
-        """
+        """Explains each failure by the lost store, or by an abort that was read, until the monitor is closed."""
         _log.debug("smddp: the store is lost: %s", error)
         while not self._closed:
             failure = self._failure
@@ -197,10 +183,7 @@ class GroupMonitor:
         return f"The job's store {problem}: {first} has ended or stopped, or the launcher that serves it."
 
     def _check_store(self) -> None:
-        """Reads messages, warns of a stall, explains a failure to all ranks and compares clocks.
-
-        The first call connects to the store. Rank 0, which serves it, stays until the others have read an abort.
-        """
+        """Acts on messages, stalls and failures, and compares clocks. Rank 0 stays until others have read an abort."""
         if self._log_store is None:
             self._log_store = StoreLog(self._connect(), f"smddp-monitor/{self._members[0].token}")
             if self._compares_clocks:
@@ -221,11 +204,7 @@ class GroupMonitor:
             self._clocks.compare()
 
     def _read_messages(self, log: StoreLog) -> None:
-        """Reads other ranks' new messages, and acts on each kind.
-
-        Requests get a report with this rank's stack. A host's first rank logs warnings. An abort is noted and
-        confirmed. Rank 0 answers for clocks.
-        """
+        """Acts on new messages: reports its stack, confirms an abort, answers for clocks, logs a host's warnings."""
         for message in log.read("messages", self._read):
             self._read += 1
             if message["rank"] == self._rank:
@@ -248,10 +227,7 @@ class GroupMonitor:
         return hosts.index(mine) == self._rank and mine != hosts[other]
 
     def _request_reports(self, log: StoreLog) -> dict[int, _Report]:
-        """Asks all other ranks for reports, waits for them, and returns those that arrive in time.
-
-        Meanwhile it reads messages and answers other ranks. It notes the silent ranks.
-        """
+        """Returns the other ranks' reports that arrive in time, and notes silent ranks. Meanwhile it answers others."""
         number = log.append("messages", {"kind": "request", "rank": self._rank})
         reports: dict[int, _Report] = {}
         deadline = time.monotonic() + self._answer_seconds
@@ -281,10 +257,7 @@ class GroupMonitor:
         log.append("messages", {"kind": "warning", "rank": self._rank, "text": text})
 
     def _abort_group(self, log: StoreLog, failure: _FailedCollective) -> None:
-        """Ends the group for all ranks. The first rank to fail asks the others, explains it and sends the text.
-
-        The others wait for this explanation and repeat it. If none arrives in time, their error keeps its text.
-        """
+        """Ends the group for all ranks. The first rank to fail explains it. The others wait for its text."""
         if self._aborted is None and not log.read("aborting") and log.append("aborting", self._rank) == 1:
             failure.text = self._explain_failure(log, failure)
             self._aborted = self._rank, failure.text
@@ -299,10 +272,7 @@ class GroupMonitor:
             failure.text = self._describe_abort()
 
     def _explain_failure(self, log: StoreLog, failure: _FailedCollective) -> str:
-        """Says why the collective failed.
-
-        If the error does not say it, asks the other ranks where they are and waits for answers.
-        """
+        """Says why the collective failed. If the error does not, asks the other ranks and waits for answers."""
         if not isinstance(failure.error, UnexplainedError):
             return f"{failure.error}\nThat was in {self.call}."
         reports = self._request_reports(log)
@@ -316,10 +286,7 @@ class GroupMonitor:
         return diagnostics.peer_aborted(self._members[self._rank].number, str(self.call), report)
 
     def _wait_for_readers(self, log: StoreLog) -> None:
-        """Keeps rank 0, for a short time at most, until the ranks that answer have read the reason.
-
-        The store may end with its process. Meanwhile it reads messages and answers them.
-        """
+        """Keeps rank 0 and its store for a short time, until the ranks that answer have read the reason."""
         deadline = time.monotonic() + self._answer_seconds
         readers = len(self._members) - len(self._silent)
         while len(log.read("abort-read")) < readers and time.monotonic() < deadline:  # also when closed: close() waits
@@ -327,10 +294,7 @@ class GroupMonitor:
             self._read_messages(log)
 
     def _describe_wait(self, call: Call, reports: dict[int, _Report], duration: str) -> str:
-        """Says which ranks cause this rank's wait in `call`.
-
-        These are a rank in another collective, or late ones with their stacks. Without any, it suspects the network.
-        """
+        """Names the ranks that cause this rank's wait, with stacks of late ones. If none does, suspects the network."""
         for rank, report in reports.items():
             if report.call.number == call.number and report.call.digest != call.digest:
                 mine, other = self._members[self._rank].number, self._members[rank].number

@@ -30,8 +30,6 @@ class HandshakeError(ConnectionError):
 
 
 class Initiator:
-    """The side that connects."""
-
     def __init__(self, key: bytes, rank: int, to: int) -> None:
         self._key, self._to = key, to
         self.hello = _HELLO.pack(_PROTOCOL, rank, secrets.token_bytes(32))
@@ -39,10 +37,7 @@ class Initiator:
         """The key of the connection; empty until the other side has proved itself."""
 
     def reply(self, answer: bytes) -> bytes:
-        """Returns the last message, given the answer to `hello`, and sets `session`.
-
-        Raises HandshakeError if the answer is wrong.
-        """
+        """Returns the last message, and sets `session`. Raises HandshakeError if the answer is wrong."""
         if len(answer) != _ANSWER.size:
             raise HandshakeError(f"an answer of {len(answer)} bytes: it must have {_ANSWER.size}")
         nonce, proof = _ANSWER.unpack(answer)
@@ -71,10 +66,7 @@ class Responder:
         return (_PROOF_BYTES if self._transcript else _HELLO.size) - len(self._received)
 
     def feed(self, data: bytes) -> bytes:
-        """Takes bytes, and returns the bytes to send now; empty if none. At the end sets `initiator` and `session`.
-
-        Raises HandshakeError if they are wrong or too many.
-        """
+        """Takes bytes and returns those to send. At the end sets `initiator` and `session`. Raises HandshakeError."""
         if len(data) > self.missing_bytes or self.session:
             raise HandshakeError("more bytes than a handshake has")
         self._received += data
@@ -92,7 +84,6 @@ class Responder:
         return b""
 
     def _answer(self, hello: bytes) -> bytes:
-        """Keeps the greeting and returns the answer: a new nonce and the proof that this side has the key."""
         nonce = secrets.token_bytes(32)
         self._hello, self._transcript = hello, hello + nonce + _RANK.pack(self._rank)
         return _ANSWER.pack(nonce, _mac(self._key, b"listener", self._transcript))
@@ -104,8 +95,7 @@ def initiate_handshake(sock: socket.socket, key: bytes, rank: int, to: int, dead
     Args:
         sock: The connection.
         key: The job's key.
-        rank: This rank.
-        to: The rank that must answer.
+        rank, to: This rank, and the one that must answer.
         deadline: When to give up, in seconds of time.monotonic.
 
     Returns:
@@ -113,8 +103,7 @@ def initiate_handshake(sock: socket.socket, key: bytes, rank: int, to: int, dead
 
     Raises:
         HandshakeError: If the other side does not have the job's key.
-        OSError: If the connection fails, or the deadline passes.
-        EOFError: If the other side ends the connection.
+        OSError: If the connection fails, or the deadline passes. EOFError if the other side ends it.
     """
     initiator = Initiator(key, rank, to)
     sock.sendall(initiator.hello)
@@ -123,11 +112,7 @@ def initiate_handshake(sock: socket.socket, key: bytes, rank: int, to: int, dead
 
 
 def answer_handshake(sock: socket.socket, key: bytes, rank: int, deadline: float) -> bytes:
-    """Authenticates both sides of a connection that the other side has made, as rank `rank`; returns its key.
-
-    Raises HandshakeError if the other side does not have the job's key. Raises OSError if the connection fails or
-    `deadline` passes, and EOFError if the other side ends it.
-    """
+    """As `initiate_handshake`, on the side that listens; returns the connection's key. `rank` is this rank."""
     responder = Responder(key, rank)
     while not responder.session:
         sock.sendall(responder.feed(read_some(sock, responder.missing_bytes, deadline)))

@@ -39,8 +39,6 @@ class LaunchError(RuntimeError):
 
 @dataclass(frozen=True)
 class Address:
-    """The address at which rank 0 listens: a host name or IP address, and a TCP port."""
-
     host: str
     port: int
 
@@ -63,7 +61,6 @@ class Launch:
 
     @property
     def is_on_one_host(self) -> bool:
-        """Whether all ranks are on this host, so that they need no address that other hosts reach."""
         return self.local_world_size == self.world_size
 
     @property
@@ -77,10 +74,7 @@ _ALONE = Launch(launched=False, rank=0, world_size=1, local_rank=0, local_world_
 
 
 def read_launch(environ: Mapping[str, str] | None = None) -> Launch:
-    """Reads the launch environment by the rules at the top of this module; without a launcher it is a job of one rank.
-
-    Args:
-        environ: The environment; default: `os.environ`.
+    """Reads the launch environment (default: `os.environ`); without a launcher it is a job of one rank.
 
     Raises:
         LaunchError: If a variable is invalid, one of a pair or the local rank is missing, or the two families
@@ -155,10 +149,7 @@ def set_torch_environment(environ: MutableMapping[str, str]) -> None:
 
 
 def set_local_rank(environ: MutableMapping[str, str]) -> None:
-    """Sets SMDATAPARALLEL_LOCAL_RANK in `environ` if a launcher started this process.
-
-    Raises LaunchError if a launcher's variable is invalid or missing, or they contradict each other.
-    """
+    """Sets SMDATAPARALLEL_LOCAL_RANK in a launcher's process. Raises LaunchError if its variables are wrong."""
     launch = read_launch(environ)
     if launch.launched:
         environ["SMDATAPARALLEL_LOCAL_RANK"] = str(launch.local_rank)
@@ -176,12 +167,10 @@ def is_launched_as_rank(environ: Mapping[str, str]) -> bool:
 
 
 def master_address(launch: Launch) -> Address:
-    """Returns where the ranks meet: the master's address, or a port of this host as in `set_torch_environment`.
-
-    In the second case, ranks other than 0 wait until rank 0 has written the port.
+    """Returns where the ranks meet: the master's address, or a port of this host that rank 0 writes for the others.
 
     Args:
-        launch: This process's rank in its job.
+        launch: This process's rank.
 
     Raises:
         LaunchError: If several ranks have neither an address nor a directory in common.
@@ -192,7 +181,6 @@ def master_address(launch: Launch) -> Address:
 
 
 def no_master_error(launch: Launch) -> LaunchError:
-    """Returns the error for several ranks that have neither an address nor a directory in common."""
     return LaunchError(
         f"This process is rank {launch.rank} of {launch.world_size}, but the address where the ranks meet is missing. "
         "Fix: set MASTER_ADDR to the host of rank 0 and MASTER_PORT to a port that is free there."
@@ -200,11 +188,7 @@ def no_master_error(launch: Launch) -> LaunchError:
 
 
 def _agreed_port(launch: Launch) -> int:
-    """Returns a free port of this host, on which all ranks agree.
-
-    Rank 0 reserves it and writes it to a file, which is removed at exit. The others wait for the file, and raise
-    LaunchError after _PORT_SECONDS. Without a session directory there is no file.
-    """
+    """Returns a free port of this host. Rank 0 writes it to a file. The others raise LaunchError if it is late."""
     if launch.rank == 0 or launch.session_dir is None:
         port = _reserved_port()
     if launch.session_dir is None:
@@ -228,11 +212,9 @@ def _agreed_port(launch: Launch) -> int:
 
 
 def _reserved_port() -> int:
-    """Returns a port on which this process can listen; no other process gets it while this one lives.
-
-    A socket that does not listen binds it, so that a server may share it: all store servers set SO_REUSEADDR.
-    """
+    """Returns a port that no other process gets while this one lives."""
     reservation = socket.socket()
+    # It does not listen, so that a server may share the port: all store servers set SO_REUSEADDR.
     reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     reservation.bind(("", 0))
     atexit.register(reservation.close)  # which keeps the socket until then
@@ -272,10 +254,6 @@ def _read_first_integer(env: Mapping[str, str], names: Iterable[str], lowest: in
 
 
 def _local_rank_names(named: bool, mpi: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Returns the variables of the local rank and the local world size, in order of precedence.
-
-    `named` and `mpi` say whether the first and the second family of variables count.
-    """
     ranks = (_LOCAL_RANK_NAMES if named else ()) + (("OMPI_COMM_WORLD_LOCAL_RANK",) if mpi else ())
     sizes = (("LOCAL_WORLD_SIZE",) if named else ()) + (("OMPI_COMM_WORLD_LOCAL_SIZE",) if mpi else ())
     return ranks, sizes

@@ -19,8 +19,6 @@ from smdistributed.core.store import Store, exchange_texts
 
 @dataclass(frozen=True)
 class Member:
-    """A rank of a group."""
-
     process: Process
     number: int
     """Its rank in the job, which messages show."""
@@ -34,19 +32,15 @@ class Member:
     """The CPUs of its host on which it may run."""
 
     def describe(self, shows_host: bool = True) -> str:
-        """Names the rank and its process, for messages."""
         return f"rank {self.number} (process {self.process.pid}{f' on {self.host}' if shows_host else ''})"
 
 
 def exchange_members(store: Store, rank: int, size: int, number: int | None = None) -> list[Member]:
     """Exchanges the processes and hosts of a group's ranks; every rank calls it and waits for the others.
 
-    The host's name is SMDDP_HOST, or else the name of this machine.
-
     Args:
         store: The group's own.
-        rank: This rank in the group.
-        size: Number of ranks in the group.
+        rank, size: This rank in the group, and the number of ranks.
         number: This rank in the job; None: the same as `rank`.
 
     Returns:

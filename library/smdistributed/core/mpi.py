@@ -36,9 +36,7 @@ def mpi_network(group: RankGroup) -> Network:
 
 
 def open_mpi(group: RankGroup, ranks: Sequence[int]) -> MpiTransport:
-    """Connects `ranks` of a group by MPI, in a communicator of their own; all of them call this.
-
-    They wait for each other, and exchange their MPI ranks through the group's store.
+    """Connects `ranks` of a group in a communicator of their own; all of them call this and wait for each other.
 
     Raises:
         SMDDPError: If mpi4py is missing, or mpirun has not started this process.
@@ -74,8 +72,6 @@ class MpiRequest:
 
 
 class MpiTransport:
-    """Messages between the ranks of an MPI communicator."""
-
     def __init__(self, comm: Any, seconds: float) -> None:
         from mpi4py import MPI
 

@@ -71,14 +71,7 @@ _FUNCTIONS = {
 
 @cache
 def load() -> ctypes.CDLL:
-    """Loads the C engine, once in a process.
-
-    Returns:
-        Its functions, with their argument types set.
-
-    Raises:
-        OSError: If it was not compiled, or not for this machine.
-    """
+    """Returns the C engine's functions, loaded once. Raises OSError if it was not compiled, or not for this machine."""
     if not PATH.exists():
         raise OSError("the C engine is not part of this installation (images and wheels built on Linux have it)")
     library = ctypes.CDLL(str(PATH))
@@ -89,10 +82,7 @@ def load() -> ctypes.CDLL:
 
 
 def engine_problem() -> str:
-    """Says why this machine cannot run the C engine; empty if it can.
-
-    It loads the C engine to find out.
-    """
+    """Loads the C engine, and says why this machine cannot run it; empty if it can."""
     try:
         load()
     except OSError as error:
@@ -101,15 +91,11 @@ def engine_problem() -> str:
 
 
 def supports_reduction(dtype: str, op: str) -> bool:
-    """Whether the C engine reduces `dtype` with `op`; False for unknown names.
-
-    Raises OSError if it was not compiled, or not for this machine.
-    """
+    """Whether the C engine, which must be compiled, reduces `dtype` with `op`; False for unknown names."""
     if dtype not in DTYPE_NUMBERS or op not in OP_NUMBERS:
         return False
     return bool(load().supports_reduction(DTYPE_NUMBERS[dtype], OP_NUMBERS[op]))
 
 
 def pointer_array(addresses: Sequence[int]) -> ctypes.Array[ctypes.c_void_p]:
-    """Returns addresses as the array that the C engine takes."""
     return (ctypes.c_void_p * len(addresses))(*addresses)

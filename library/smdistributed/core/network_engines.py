@@ -21,10 +21,7 @@ MESSAGE_BYTES = 64 << 10  # the least, if many ranks share a piece
 
 
 class _Unexplained:
-    """Turns errors of gloo or MPI into UnexplainedError. A message to a rank that has ended may fail as it is started.
-
-    Written as a class: it is entered for each message, and contextlib's take several times as long.
-    """
+    """Turns errors of gloo or MPI into UnexplainedError. contextlib's managers would take several times as long."""
 
     def __enter__(self) -> None:
         pass
@@ -38,26 +35,15 @@ class NetworkEngine(Engine):
     """Collectives through messages between ranks anywhere. Each rank reduces its own shard, in rank order.
 
     gloo's collectives are not used: they reduce few dtypes, know no average, and add up in the order of a ring. They
-    also end the process if ranks call them with different sizes. Messages with different tags just wait.
-
-    Args:
-        transport: Between these ranks.
-        rank: This rank in the transport.
-        size: Number of ranks.
-        tag: Returns the tag of a message of that many bytes in the collective that runs.
+    also end the process if ranks call them with different sizes. Messages with different tags just wait. `tag` returns
+    the tag of a message of that many bytes in the collective that runs.
     """
 
     def __init__(self, transport: TensorTransport, rank: int, size: int, tag: Callable[[int], int]) -> None:
         self._transport, self._rank, self._size, self._tag = transport, rank, size, tag
 
     def all_reduce(self, flat: Flat, op: str, root: int = -1, source: Flat | None = None) -> None:
-        """Reduces the elements over all ranks, in place; with a root, only on that rank.
-
-        `source` is copied to `flat` first.
-
-        Long tensors go around in pieces (`all_reduce_stages`). Every rank gets short ones whole, and reduces them
-        itself. So it does with the rest of a long tensor that can't be divided by the ranks.
-        """
+        """Reduces in place. Long tensors go around in pieces; every rank gets short ones, and a rest, whole."""
         if source:
             flat.copy_from(source)
         whole = flat.count // self._size * self._size if flat.bytes > SHORT_BYTES else 0
@@ -70,12 +56,7 @@ class NetworkEngine(Engine):
             reduce(parts, result.cut(whole, flat.count), op)
 
     def all_reduce_stages(self, flat: Flat, op: str) -> Iterator[None]:
-        """Combines `flat` over the ranks, in place; yields whenever it waits for messages.
-
-        Args:
-            flat: The number of its elements is a multiple of the number of ranks.
-            op: A name of `native.OPS`.
-        """
+        """Combines `flat`, which the ranks divide evenly, in place; yields whenever it waits for messages."""
         shards = flat.chunk(self._size)
         mine = shards[self._rank]
         parts = allocate(flat.count, flat.dtype).chunk(self._size)
@@ -89,10 +70,7 @@ class NetworkEngine(Engine):
         self._wait(*messages)
 
     def _start_exchange(self, inputs: Flats, outputs: Flats) -> list[Request]:
-        """Starts to send `inputs[r]` to each other rank r and to receive `outputs[r]` from it, unless they are empty.
-
-        Directly from and into their memory: gloo's own all_to_all needs contiguous tensors: two copies more.
-        """
+        """Starts to exchange parts, unless empty. gloo's own all_to_all needs contiguous tensors: two copies more."""
         others = [rank for rank in range(self._size) if rank != self._rank]
         received, sent = ({rank: flats[rank].as_bytes() for rank in others} for flats in (outputs, inputs))
         return [
@@ -121,7 +99,6 @@ class NetworkEngine(Engine):
             having *= 2
 
     def gather(self, flat: Flat, outputs: Flats, root: int = -1) -> None:
-        """Fills `outputs` with each rank's elements: on all ranks without a root, otherwise on the root alone."""
         if root in (-1, self._rank):
             outputs[self._rank].copy_from(flat)
         if root < 0:
@@ -133,7 +110,6 @@ class NetworkEngine(Engine):
             self._wait(self._send(flat.as_bytes(), root))
 
     def scatter(self, inputs: Flats, flat: Flat, root: int) -> None:
-        """Fills `flat` with this rank's part of the root's inputs. Other ranks' inputs are not read."""
         if root != self._rank:
             self._wait(*([self._recv(flat.as_bytes(), root)] if flat.count else []))
             return
@@ -142,13 +118,11 @@ class NetworkEngine(Engine):
         self._wait(*(self._send(inputs[rank].as_bytes(), rank) for rank in others if flat.count))
 
     def reduce_scatter(self, inputs: Flats, flat: Flat, op: str) -> None:
-        """Exchanges the inputs between all ranks, and reduces this rank's parts to `flat`."""
         parts = allocate(self._size * flat.count, flat.dtype).chunk(self._size)
         self.all_to_all(inputs, parts)
         reduce(parts, flat, op)
 
     def all_to_all(self, inputs: Flats, outputs: Flats) -> None:
-        """Sends each rank its input and receives its output, all at once. Sizes may differ."""
         messages = self._start_exchange(inputs, outputs)
         outputs[self._rank].copy_from(inputs[self._rank])
         self._wait(*messages)
@@ -177,14 +151,8 @@ class HierarchicalEngine(Engine):
     """Collectives of several hosts with equally many ranks: shared memory on each host, messages between hosts.
 
     A rank exchanges its shard of its host's data with the ranks of the same local rank on the other hosts. So each byte
-    leaves a host once, and the shards of a host travel in parallel.
-
-    Args:
-        local: For this host's ranks.
-        across: For the ranks with this local rank, one on each host.
-        everybody: For all ranks.
-        grid: The ranks of each host, in the order of their local ranks.
-        rank: This rank in the group.
+    leaves a host once, and the shards of a host travel in parallel. `across` is for those ranks. `grid` has the ranks
+    of each host, in the order of their local ranks.
     """
 
     def __init__(
@@ -197,10 +165,7 @@ class HierarchicalEngine(Engine):
         self._local_rank = grid[self._host].index(rank)
 
     def all_reduce(self, flat: Flat, op: str, root: int = -1, source: Flat | None = None) -> None:
-        """Reduces within each host and across hosts, in place; with a root, only that rank's `flat` changes.
-
-        `source` is copied to `flat` first. The rest of a tensor that can't be divided by the ranks is reduced apart.
-        """
+        """Reduces within each host and across hosts. A rest that can't be divided by the ranks is reduced apart."""
         if source:
             flat.copy_from(source)
         result = flat if root in (-1, self._rank) else flat.clone()
@@ -306,17 +271,13 @@ class MonitoredEngine(Engine):
             self._engine.reduce_scatter(inputs, flat, op)
 
     def all_to_all(self, inputs: Flats, outputs: Flats) -> None:
-        """Runs it as other collectives here, but without comparing sizes: each rank may send other ones.
-
-        A failure ends the group, and says which ranks cause it.
-        """
+        """Does not compare sizes: each rank may send other ones."""
         size = sum(flat.bytes for flat in inputs)
         self.monitor.begin("all_to_all", size=size, same=False)  # each rank may send other sizes
         with _MonitoredCollective(self):
             self._engine.all_to_all(inputs, outputs)
 
     def barrier(self) -> None:
-        """Waits for all ranks. A failure ends the group, and says which ranks cause it."""
         self.monitor.begin("barrier")
         with _MonitoredCollective(self):
             self._engine.barrier()
@@ -338,11 +299,7 @@ class MonitoredEngine(Engine):
 
 
 class _MonitoredCollective(AbstractContextManager):  # type: ignore[type-arg]
-    """A collective that the monitor has registered; the monitor learns of its end.
-
-    If it fails with CollectiveError, the monitor explains it and ends the group, and a CollectiveError with that text
-    is raised.
-    """
+    """A collective that the monitor has registered. Its CollectiveError is explained, which ends the group."""
 
     __slots__ = ("_engine",)
 
@@ -350,11 +307,7 @@ class _MonitoredCollective(AbstractContextManager):  # type: ignore[type-arg]
         self._engine = engine
 
     def __exit__(self, kind: object, error: BaseException | None, at: object) -> None:
-        """Tells the monitor that the collective has ended.
-
-        A CollectiveError is explained first, which ends the group for all ranks. A new CollectiveError has the
-        explanation. Other errors pass.
-        """
+        """Tells the monitor that it ended. A CollectiveError is replaced by an explained one; other errors pass."""
         monitor = self._engine.monitor
         try:
             if isinstance(error, CollectiveError):
@@ -366,19 +319,15 @@ class _MonitoredCollective(AbstractContextManager):  # type: ignore[type-arg]
 
 
 def cut_pieces(flat: Flat, shards: int) -> Sequence[Flat]:
-    """Cuts a tensor into pieces of 4 MiB, or 64 KiB a shard if that is more; the last may be shorter.
-
-    Like the length of the tensor, each piece's length is a multiple of `shards`.
-    """
+    """Cuts a tensor into pieces of 4 MiB, or 64 KiB a shard if more; each a multiple of `shards`, as is the tensor."""
     length = max(PIECE_BYTES // shards, MESSAGE_BYTES) // native.ITEM_BYTES[flat.dtype]
     return flat.split(length * shards)
 
 
 def interleave(collectives: Iterable[Iterator[None]]) -> None:
-    """Runs collectives so that they overlap: in each turn one starts, and those that wait for messages continue.
+    """Runs collectives so that they overlap: the network carries the next pieces while this rank reduces one.
 
-    So the network carries the messages of the next pieces while this rank reduces one. The order is the same on all
-    ranks: the latest first.
+    In each turn one starts, and those that wait for messages continue: the latest first, on all ranks.
     """
     running: deque[Iterator[None]] = deque()
     for collective in collectives:

@@ -29,7 +29,6 @@ def refuse_unknown(function: str, given: Iterable[str], known: Iterable[str]) ->
 
 
 def keyword_names(function: Callable[..., object]) -> list[str]:
-    """Returns the names of a function's keyword arguments, without self."""
     parameters = inspect.signature(function).parameters.values()
     return [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name != "self"]
 

@@ -20,10 +20,7 @@ _SIGNATURE_BYTES = 32
 def job_key(purpose: str, environ: Mapping[str, str] | None = None) -> bytes | None:
     """Returns a key of 32 bytes for a purpose, the same on all ranks; None: the job has no secret.
 
-    The secret is SMDDP_JOB_SECRET, or else SHOAL_JOB_SECRET, in `environ` (default: `os.environ`).
-
-    Raises:
-        LaunchError: If the secret is so short that it can be guessed.
+    The secret is SMDDP_JOB_SECRET, or else SHOAL_JOB_SECRET. Raises LaunchError if it is too short.
     """
     env = os.environ if environ is None else environ
     name = next((name for name in VARIABLES if env.get(name)), None)
@@ -43,19 +40,13 @@ def derive_key(secret: bytes, purpose: str) -> bytes:
 
 
 def sign(data: bytes, purpose: str) -> bytes:
-    """Returns the data after a signature that only ranks can make; without one if the job has no secret.
-
-    Raises LaunchError if the secret is too short.
-    """
+    """Returns the data after a signature that only ranks can make, or unsigned if the job has no secret."""
     key = job_key(purpose)
     return data if key is None else hmac.digest(key, data, "sha256") + data
 
 
 def verify(data: bytes, purpose: str) -> bytes:
-    """Returns the data that another rank signed, without the signature. Raises ValueError if it has changed since.
-
-    If the job has no secret, nothing is checked or removed. Raises LaunchError if the secret is too short.
-    """
+    """Returns signed data without the signature. Raises ValueError if it changed. Without a secret, changes nothing."""
     key = job_key(purpose)
     if key is None:
         return data

@@ -38,7 +38,6 @@ class Process(NamedTuple):
 
 
 def this_process() -> Process:
-    """Returns the calling process."""
     return Process(os.getpid(), _start_time(os.getpid()), _host_identity(), _process_namespace())
 
 
@@ -52,13 +51,9 @@ def free_bytes() -> int:
 
 
 def create(size: int) -> tuple[Path, mmap.mmap]:
-    """Creates and maps a file of `size` bytes, all zero. Removes files that killed jobs left behind.
+    """Creates and maps a file of `size` bytes, all zero, and returns its path too. Removes files of killed jobs.
 
-    Returns:
-        The path, for `attach` in other processes, and the memory.
-
-    Raises:
-        OSError: If no directory has enough space. Accesses to the memory raise nothing.
+    Raises OSError if no directory has enough space, so that accesses to the memory never fail.
     """
     problem: OSError | None = None
     for directory in (_SHARED_MEMORY, Path(tempfile.gettempdir())):
@@ -77,12 +72,9 @@ def create(size: int) -> tuple[Path, mmap.mmap]:
 
 
 def attach(path: Path, size: int) -> mmap.mmap:
-    """Maps a file of `size` bytes that another process of this user has created.
+    """Maps a file that `create` made in another process of this user. Raises OSError for any other file.
 
     The path comes from a store into which strangers may write, so the file's owner, mode, size and name are checked.
-
-    Raises:
-        OSError: If the file is missing or `create` did not make it.
     """
     about = path.lstat()
     mode, owner = about.st_mode, about.st_uid
@@ -103,10 +95,7 @@ def _map_file(path: Path, size: int, flags: int) -> mmap.mmap:
 
 
 def _remove_leftovers(directory: Path) -> None:
-    """Removes this user's files of processes that ended before all processes had mapped them.
-
-    Files of other users, and of processes in another process namespace, stay.
-    """
+    """Removes this user's files of processes in this namespace that ended before all had mapped them."""
     for path in directory.glob(f"{_PREFIX}{_namespace_number(_process_namespace())}-*-*-*"):
         _, pid, started, _ = path.name[len(_PREFIX) :].split("-", 3)
         try:
@@ -126,15 +115,11 @@ def _start_time(pid: int) -> int:
 
 
 def _namespace_number(namespace: str) -> str:
-    """Returns 4026531836 for pid:[4026531836]."""
     return "".join(filter(str.isdigit, namespace)) or "0"
 
 
 def _host_identity() -> str:
-    """Identifies processes that can share memory; SMDDP_HOST separates those that must not.
-
-    Without /dev/shm or the kernel's boot number, it is the host's name.
-    """
+    """Identifies processes that can share memory: by SMDDP_HOST and the kernel's boot number, or the host's name."""
     named = os.environ.get("SMDDP_HOST", "")
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

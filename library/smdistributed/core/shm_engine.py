@@ -34,9 +34,7 @@ _log = logging.getLogger(__name__)
 
 
 class ShmEngine(Engine):
-    """Collectives through shared memory. Two threads must not call it at once.
-
-    Starts a thread that reports to other ranks.
+    """Collectives through shared memory. Two threads must not call it at once. Starts a thread that reports.
 
     Ranks that are late cause a warning after SMDDP_STALL_SECONDS and an error after `seconds`. If the group is
     monitored, a `GroupMonitor` does both: ranks of this host may wait for others elsewhere.
@@ -65,10 +63,6 @@ class ShmEngine(Engine):
         self._reporter.start()
 
     def all_reduce(self, flat: Flat, op: str, root: int = -1, source: Flat | None = None) -> None:
-        """Reduces `source`, or `flat` itself, to `flat` in the C engine; with a root only on that rank.
-
-        If that fails, aborts the group and raises CollectiveError, or the interrupt.
-        """
         address, count, dtype, _ = flat
         given = source.address if source else address
         self._check(
@@ -89,10 +83,6 @@ class ShmEngine(Engine):
         self._check(self._native.engine_scatter(self._open_engine(), given, flat.address, flat.bytes, root))
 
     def reduce_scatter(self, inputs: Flats, flat: Flat, op: str) -> None:
-        """Combines `inputs[r]` over all ranks into rank r's `flat`, in the C engine.
-
-        If that fails, aborts the group and raises CollectiveError, or the interrupt.
-        """
         dtype = DTYPE_NUMBERS[flat.dtype]
         self._check(
             self._native.engine_reduce_scatter(
@@ -101,10 +91,7 @@ class ShmEngine(Engine):
         )
 
     def all_to_all(self, inputs: Flats, outputs: Flats) -> None:
-        """Exchanges parts of any sizes; the ranks compare sizes first.
-
-        If an output and the part that its sender sends differ in size, it aborts the group and raises CollectiveError.
-        """
+        """Exchanges parts of any sizes. Compares them first: if they do not fit, aborts and raises CollectiveError."""
         sent = self._exchange_sizes([flat.bytes for flat in inputs])
         for rank, output in enumerate(outputs):
             if sent[rank][self.rank] != output.bytes:
@@ -144,10 +131,7 @@ class ShmEngine(Engine):
             self._native.engine_abort(self._engine, f"rank {self._me}: {reason}".encode(errors="replace"))
 
     def close(self) -> None:
-        """Ends the reporter's thread and frees the shared memory, once.
-
-        If the thread does not end in time, the memory stays.
-        """
+        """Ends the reporter's thread and frees the shared memory, once. If the thread stays, so does the memory."""
         if not self._closed:
             self._closed, self._ended = True, "the group was closed"
             self._native.engine_request_report(self._engine, self.rank)  # wakes the reporter, which ends
@@ -157,19 +141,13 @@ class ShmEngine(Engine):
                 self._memory.close()
 
     def _open_engine(self) -> int:
-        """Returns the C engine's address.
-
-        If the group has ended, raises CollectiveError (UnexplainedError in a monitored group).
-        """
+        """Returns the C engine's address. Raises CollectiveError, or UnexplainedError if monitored, after an abort."""
         if self._ended:
             raise (UnexplainedError if self._monitored else CollectiveError)(self._ended)
         return self._engine  # type: ignore[no-any-return]
 
     def _check(self, status: int) -> None:
-        """Aborts the group and raises CollectiveError, or the interrupt, if a collective has not returned 0.
-
-        In a monitored group, an abort by another rank or a late one raises UnexplainedError.
-        """
+        """Aborts the group and raises if a status is not 0: the interrupt, CollectiveError or UnexplainedError."""
         if not status:
             return
         if status == native.INTERRUPTED:
@@ -190,10 +168,9 @@ class ShmEngine(Engine):
             self._native.engine_report(self._engine, reported, main_thread_stack().encode(errors="replace"))
 
     def _poll(self, rank: int, waited: float, status: Any) -> None:
-        """Called by the C engine while this rank waits for another; a status other than 0 ends the wait.
+        """Called by the C engine while this rank waits; a status other than 0 ends the wait. `_check` raises errors.
 
-        An exception is kept for `_check`, which raises it. A signal handler may raise before the first line. Then no
-        status is set, and the C engine reports an interrupt.
+        A signal handler may raise before the first line. Then the C engine reports an interrupt.
         """
         try:
             status[0] = self._check_others(rank, waited)
@@ -201,12 +178,7 @@ class ShmEngine(Engine):
             self._raised = error
 
     def _check_others(self, rank: int, waited: float) -> int:
-        """Returns the status of a wait for `rank`: 0 goes on, else ABORTED, _LOST or _LATE.
-
-        Notes the ranks that have ended.
-
-        Logs a stall once, unless the group is monitored.
-        """
+        """Notes ended ranks, logs a stall unless monitored, and returns 0, ABORTED, _LOST or _LATE."""
         self._lost = [other for other in self._others() if not self._members[other].process.is_alive]
         if self._native.engine_abort_reason(self._engine) is not None:  # checked second: a rank aborts before it ends
             return native.ABORTED
@@ -219,10 +191,7 @@ class ShmEngine(Engine):
         return 0
 
     def _explain(self, status: int) -> str:
-        """Says why a collective ended with this status.
-
-        If ranks are late, asks them for their stacks and waits a moment, unless the group is monitored.
-        """
+        """Says why a collective ended so. Unless monitored, asks late ranks for stacks and waits a moment."""
         mine = self._last_collective(self.rank)
         if status == native.ABORTED:
             report = (self._native.engine_abort_reason(self._engine) or b"").decode(errors="replace")
@@ -253,10 +222,7 @@ class ShmEngine(Engine):
         return late or self._others()
 
     def _describe_laggards(self, mine: CollectiveDesc) -> str:
-        """Returns for each late rank its last collective and where its script is.
-
-        Asks these ranks, and waits a moment for their reports.
-        """
+        """Returns where late ranks are. Asks them, and waits a moment for their reports."""
         requests = {rank: self._native.engine_request_report(self._engine, rank) for rank in self._late_ranks(mine)}
         deadline = time.monotonic() + SETTINGS["report_seconds"]
         stacks: dict[int, str] = {}
@@ -293,13 +259,9 @@ class ShmEngine(Engine):
 def open_shm_engine(
     store: Store, rank: int, members: Sequence[Member], seconds: float, monitored: bool = False
 ) -> ShmEngine | str:
-    """Opens the shm engine of the ranks of one host; every one of them calls it and waits for the others.
+    """Opens the shm engine of one host's ranks, or returns why they cannot share memory, the same on all of them.
 
-    Rank 0 creates the shared file, and removes its name when all have tried to map it. An invalid SMDDP_STALL_SECONDS
-    raises CollectiveError.
-
-    Returns:
-        The shm engine, or why these ranks cannot share memory; one of the two on all of them.
+    Every one of them calls it and waits for the others. An invalid SMDDP_STALL_SECONDS raises CollectiveError.
     """
     memory, slot_bytes, problem, made = _map(store, rank, len(members))
     problems = exchange_texts(store, "problem", rank, len(members), problem)
@@ -312,12 +274,7 @@ def open_shm_engine(
 
 
 def choose_slot_bytes(size: int) -> tuple[int, int]:
-    """Chooses the slot size for `size` ranks.
-
-    Returns:
-        The largest slot that fits into half of the free shared memory (or the smallest), and the memory then shared; in
-        bytes.
-    """
+    """Returns the largest slot that fits into half of the free shared memory, and the memory then shared; in bytes."""
     lengths = {slot: _length(size, slot) for slot in SETTINGS["slot_bytes"]}
     slot = next((slot for slot, length in lengths.items() if length <= segment.free_bytes() // 2), min(lengths))
     return slot, lengths[slot]
@@ -344,10 +301,7 @@ def _length(size: int, slot_bytes: int) -> int:
 
 
 def _make(store: Store, size: int) -> tuple[mmap.mmap, int, Path]:
-    """Creates the shared memory and writes its path into the store.
-
-    If it cannot, writes that, so that no rank waits, and raises OSError.
-    """
+    """Creates the shared memory. Writes its path, or its problem, into the store, so that no rank waits."""
     slot_bytes, length = choose_slot_bytes(size)
     try:
         path, memory = segment.create(length)

@@ -15,11 +15,7 @@ _IDLE_SECONDS, _PROBE_SECONDS, _PROBES = 4, 2, 4  # 4 + 4 × 2 s: kernels send a
 
 
 def own_address(towards: str) -> str:
-    """Returns the address of this host that its routes use towards another host.
-
-    Raises:
-        OSError: If the name has no address, or there is no route.
-    """
+    """Returns this host's address on the route to another host. Raises OSError if there is no address or route."""
     problem: OSError | None = None
     for family, kind, protocol, _, address in socket.getaddrinfo(towards, 1, type=socket.SOCK_DGRAM):
         with socket.socket(family, kind, protocol) as probe:
@@ -54,8 +50,7 @@ def listen(address: str, port: int = 0) -> socket.socket:
 def enable_keepalive(sock: socket.socket) -> None:
     """Makes an idle connection end within LOSS_SECONDS if the other host stops answering.
 
-    The kernels answer for their processes, so a process that computes or is stopped does not count as lost. A
-    connection that waits for an acknowledgement is not idle: see `set_user_timeout`.
+    Kernels answer for stopped processes. For data that is not acknowledged, see `set_user_timeout`.
     """
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _IDLE_SECONDS)
@@ -72,11 +67,7 @@ def set_user_timeout(sock: socket.socket, seconds: float) -> None:
 
 
 def read_exactly(sock: socket.socket, size: int, deadline: float | None = None) -> bytes:
-    """Reads the next `size` bytes of a connection.
-
-    `deadline` is by time.monotonic; None: the socket's timeout applies. Raises TimeoutError after it (another OSError
-    before Python 3.10), and EOFError if the connection ends first.
-    """
+    """Reads exactly `size` bytes. Raises EOFError if the connection ends first; else as `read_some`."""
     found = bytearray()
     while len(found) < size:
         found += read_some(sock, size - len(found), deadline)
@@ -86,14 +77,8 @@ def read_exactly(sock: socket.socket, size: int, deadline: float | None = None) 
 def read_some(sock: socket.socket, most: int, deadline: float | None = None) -> bytes:
     """Waits for data on a connection and returns 1 to `most` bytes; EOFError at its end.
 
-    Args:
-        sock: The connection.
-        most: The largest number of bytes.
-        deadline: By time.monotonic; it changes the socket's own timeout. None: that timeout applies.
-
-    Raises:
-        TimeoutError: After the deadline (another OSError before Python 3.10).
-        EOFError: At the end of the connection.
+    `deadline` is by time.monotonic; None: the socket's timeout applies. Raises TimeoutError after it (another OSError
+    before Python 3.10), and EOFError if the connection ends.
     """
     if deadline is not None:
         sock.settimeout(max(deadline - time.monotonic(), 1e-3))

@@ -75,10 +75,7 @@ class Store(Protocol):
 
 
 class JobStore(Store, Protocol):
-    """A store that this process opened. Threads may call it at the same time; each waits for its own answer.
-
-    `get` raises StoreError if no rank sets the value in time.
-    """
+    """A store that this process opened, for any thread. `get` raises StoreError if no rank sets the value in time."""
 
     @abstractmethod
     def close(self) -> None:
@@ -105,15 +102,11 @@ class PrefixedStore:
         return self._store.add(f"{self._name}/{key}", amount)
 
     def prefixed(self, name: str) -> PrefixedStore:
-        """Returns a view of this view."""
         return PrefixedStore(self, name)
 
 
 class StoreLog:
-    """Append-only lists of JSON values in a store.
-
-    Reading does not wait for new entries, only for those that another rank is writing. Raises the store's errors.
-    """
+    """Append-only lists of JSON values in a store. Reading waits only for entries that a rank is writing."""
 
     def __init__(self, store: Store, prefix: str) -> None:
         self._store, self._prefix = store, prefix
@@ -137,11 +130,7 @@ class StoreLog:
 
 
 def exchange_texts(store: Store, name: str, rank: int, size: int, text: str) -> list[str]:
-    """Exchanges a text with all ranks and waits for theirs; each rank calls it once with the same `name`.
-
-    Returns:
-        The texts of all ranks, in rank order.
-    """
+    """Returns the texts of all ranks, in rank order; each rank calls it once with the same `name`, and waits."""
     store.set(f"{name}-{rank}", text)
     return [store.get(f"{name}-{other}").decode() for other in range(size)]
 
@@ -155,13 +144,11 @@ class LocalStore(JobStore):
         self._changed = threading.Condition()
 
     def set(self, key: str, value: str) -> None:
-        """Stores a value, and wakes all that wait for a key."""
         with self._changed:
             self._values[key] = value
             self._changed.notify_all()
 
     def get(self, key: str) -> bytes:
-        """Waits for a value. Raises StoreError if no rank sets it in time."""
         value = self.wait(key, self._seconds)
         if value is None:
             raise StoreError(f"No rank has set {key!r} in the store within {self._seconds:.0f} s.")
@@ -174,7 +161,6 @@ class LocalStore(JobStore):
             return self._values.get(key)
 
     def add(self, key: str, amount: int) -> int:
-        """Adds to a number, 0 if missing, stores and returns the sum, and wakes all that wait for a key."""
         with self._changed:
             total = int(self._values.get(key, "0")) + amount
             self._values[key] = str(total)
@@ -188,13 +174,7 @@ class LocalStore(JobStore):
 class Server:
     """Starts a process that serves a store, until `close` is called or this process ends.
 
-    Args:
-        port: To listen on; 0: a free one.
-        address: To listen at; empty: all addresses of this host.
-        key: The key that clients must have.
-
-    Raises:
-        LaunchError: If the port is taken.
+    Port 0 is a free one, an empty address means all. Clients must have `key`. Raises LaunchError if the port is taken.
     """
 
     def __init__(self, port: int, address: str = _LOOPBACK, key: bytes = _NO_SECRET) -> None:
@@ -224,10 +204,7 @@ class _Service:
         threading.Thread(target=self._accept_forever, daemon=True).start()
 
     def _accept_forever(self) -> None:
-        """Thread: accepts connections, and starts a thread for each. It goes on after errors.
-
-        If too many have not completed the handshake, or no thread can be started, closes the oldest of them.
-        """
+        """Thread: serves each connection in a thread, goes on after errors, and closes the oldest of too many."""
         while True:
             try:
                 connection, _ = self._listener.accept()
@@ -251,10 +228,7 @@ class _Service:
             self._unverified.popleft().shutdown(socket.SHUT_RDWR)
 
     def _serve(self, connection: socket.socket) -> None:
-        """Thread: answers one client until it disconnects, fails the handshake or sends an invalid request.
-
-        Then it disconnects. The handshake has a time limit; later requests have none.
-        """
+        """Thread: answers one client until it disconnects, sends an invalid request or fails the handshake."""
         with connection, contextlib.suppress(OSError, EOFError, ValueError):
             _prepare(connection)
             try:
@@ -289,14 +263,7 @@ def parse_request(message: bytes) -> tuple[str, str, Any]:
 class TcpStore(JobStore):
     """A connection to the store that rank 0 serves; ranks may connect before the server starts.
 
-    Args:
-        address: Of the server.
-        seconds: How long `get` waits for a value.
-        server: This rank's server, if it serves the store; `close` ends it.
-        key: The server's key.
-
-    Raises:
-        StoreError: If no server listens there within CONNECT_SECONDS, or the server has another key.
+    `close` ends `server`. Raises StoreError if no server listens within CONNECT_SECONDS, or it has another key.
     """
 
     def __init__(
@@ -335,10 +302,7 @@ class TcpStore(JobStore):
         return f"{self._address.host}:{self._address.port}"
 
     def _request(self, *request: object) -> Any:
-        """Sends a request and returns its answer.
-
-        Raises StoreError if the connection fails; the request is not repeated.
-        """
+        """Sends a request once and returns its answer. Raises StoreError if the connection fails."""
         try:
             with self._connection() as connection:
                 _send(connection, request)
@@ -350,10 +314,7 @@ class TcpStore(JobStore):
 
     @contextlib.contextmanager
     def _connection(self, timeout: float = 0.0) -> Iterator[socket.socket]:
-        """Lends an idle connection, or a new one (tried for `timeout` seconds); no two callers share one.
-
-        After an error it is closed, because an answer may still arrive.
-        """
+        """Lends an idle or new connection to one caller. After an error it is closed: an answer may still arrive."""
         try:
             connection = self._idle.pop()
         except IndexError:
@@ -366,10 +327,7 @@ class TcpStore(JobStore):
         self._idle.append(connection)
 
     def _connect(self, timeout: float) -> socket.socket:
-        """Connects and authenticates; tries again until `timeout` has passed.
-
-        Raises StoreError then, or at once for another key.
-        """
+        """Connects and authenticates. Raises StoreError when `timeout` has passed, or at once for another key."""
         deadline = time.monotonic() + timeout
         while True:
             try:
@@ -394,10 +352,6 @@ class TcpStore(JobStore):
 def open_store(launch: Launch, seconds: float = WAIT_SECONDS) -> JobStore:
     """Opens the job's store; call it once in each process. Rank 0 serves it; with one rank it is in memory.
 
-    Args:
-        launch: This process's place in its job.
-        seconds: How long `get` waits for a value.
-
     Raises:
         LaunchError: If several ranks have no address to meet at, the port is taken, or the job's secret is too short.
         StoreError: If rank 0 does not start its server in time, or has another secret.
@@ -416,11 +370,7 @@ def open_store(launch: Launch, seconds: float = WAIT_SECONDS) -> JobStore:
 
 
 def _job_address(master: str) -> str:
-    """Returns the address of rank 0's host that other ranks reach as `master`; empty if it is unknown.
-
-    A host may resolve its own name to a loopback address, and other hosts to a real one. Then this is the address of
-    the interface that SM_NETWORK_INTERFACE_NAME names.
-    """
+    """Returns the address of rank 0's host that other ranks reach as `master`; empty if it is unknown."""
     with contextlib.suppress(ValueError):  # a name
         if is_loopback(master):
             return master
@@ -428,6 +378,7 @@ def _job_address(master: str) -> str:
         address = own_address(master)
         if not is_loopback(address) or master == "localhost":
             return address
+    # A host may resolve its own name to a loopback address, and other hosts to a real one.
     with contextlib.suppress(OSError):
         return interface_address(os.environ.get("SM_NETWORK_INTERFACE_NAME", ""))
     return ""
@@ -450,17 +401,13 @@ def _dial(address: Address, key: bytes) -> socket.socket:
 
 
 def _prepare(connection: socket.socket) -> None:
-    """Sends without delay, and detects a lost host."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     enable_keepalive(connection)
     set_user_timeout(connection, LOSS_SECONDS)
 
 
 def _listen(address: str, port: int) -> socket.socket:
-    """Opens a listening socket; address empty: all addresses of this host.
-
-    Raises LaunchError if the port is taken, and OSError for other problems.
-    """
+    """Opens a listening socket; address empty: all. Raises LaunchError if the port is taken, else OSError."""
     try:
         if address:
             return listen(address, port)
@@ -490,14 +437,10 @@ def _receive(connection: socket.socket) -> bytes:
 
 
 def serve(number: int, rank_process: int) -> None:
-    """Main function of the server process: serves the store until the rank that started it ends.
+    """Main function of the server process: serves a listening descriptor until the rank that started it ends.
 
     Standard input starts with the store's key and is closed when that rank ends. It stays open if the rank has forked,
     because the fork holds the other end too; therefore the parent's process number is checked as well.
-
-    Args:
-        number: The file descriptor of the listening socket.
-        rank_process: The process number of the rank.
     """
     key = b""
     while len(key) < len(_NO_SECRET):

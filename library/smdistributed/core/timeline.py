@@ -69,14 +69,8 @@ class TimelineError(RuntimeError):
 class Recorder:
     """Writes the events of one rank into one file, once per second in a thread. Any thread may call every method.
 
-    Args:
-        file: Created or replaced.
-        rank: This rank.
-        world_size: Number of ranks.
-        job: The same on all ranks of a job and different for most jobs; readers detect mixed files by it.
-
-    Raises:
-        OSError: If the file cannot be written.
+    `job` is the same on all ranks of a job and different for most jobs, so that readers detect mixed files. An existing
+    file is replaced. Raises OSError if it cannot be written.
     """
 
     def __init__(self, file: Path, rank: int, world_size: int, job: str) -> None:
@@ -100,10 +94,8 @@ class Recorder:
         """Records a span of time. If very many events have gathered, writes them to the file now.
 
         Args:
-            category: One of CATEGORIES.
             name: See the table at the top of this module.
-            began: By `now()`, in nanoseconds.
-            ended: By `now()`, in nanoseconds; -1 for an instant.
+            began, ended: By `now()`, in nanoseconds; an end of -1 is an instant.
             args: Must not change afterwards.
         """
         self._events.append((category, name, began, ended, args))
@@ -111,7 +103,6 @@ class Recorder:
             self.flush()
 
     def instant(self, category: str, name: str, args: _Args = None) -> None:
-        """Records an instant, now."""
         self.complete(category, name, now(), -1, args)
 
     def set_clock_offset(self, micros: int) -> None:
@@ -137,10 +128,7 @@ class Recorder:
                 self._output = None
 
     def _flush_periodically(self) -> None:
-        """Thread: writes events every `_WRITE_SECONDS` until the recording is closed.
-
-        `close` writes the rest.
-        """
+        """Thread: writes events every `_WRITE_SECONDS` until the recording is closed."""
         while not self._stopping.wait(_WRITE_SECONDS):
             self.flush()
 
@@ -157,15 +145,13 @@ class Recorder:
                 _log.error("The timeline %s ends here; training continues: %s.", self.file, error.strerror)
 
     def _metadata_event(self, offset: int = 0) -> dict[str, Any]:
-        """Returns the metadata event: this rank, its job and host, and when the recording began by rank 0's clock."""
         begin = {"start_time_since_epoch_in_micros": self._started + offset, "clock_offset_in_micros": offset}
         return {"ph": "M", "name": "process_name", "pid": self._rank, "args": {**self._about, **begin}}
 
     def _chrome_events(self, events: Iterable[_Event]) -> Iterator[dict[str, Any]]:
         """Yields events as the trace has them, times in microseconds from the recording's beginning.
 
-        Before the first span of a row comes the event that names the row; an instant names none. Overlapping spans of
-        a category get rows of their own.
+        The event that names a row comes before its first span. Overlapping spans of a category get rows of their own.
         """
         for category, name, began, ended, args in events:
             instant = ended < 0
@@ -184,10 +170,7 @@ class Recorder:
         return {"ph": "M", "name": "thread_name", "pid": self._rank, "tid": tid, "args": {"name": name}}
 
     def _assign_lane(self, category: str, began: int, ended: int) -> tuple[int, bool]:
-        """Returns the first free row for a span, since overlapping spans need several, and whether it is new.
-
-        The row is taken until `ended`.
-        """
+        """Takes the first free row for a span until `ended`, and returns it and whether it is new."""
         ends = self._lanes[category]
         lane = next((lane for lane, end in enumerate(ends) if end <= began), len(ends))
         if lane == len(ends):
@@ -216,21 +199,10 @@ def start(
     append_rank: bool = False,
     job: str = "",
 ) -> Path:
-    """Begins a recording; replaces an existing file and creates directories.
+    """Begins a recording; replaces an existing file and creates directories. Calls what `observe` was given.
 
-    A clock offset that is known already is written. Then it calls the functions of `observe` and `when_started`.
-
-    Args:
-        path: A file if it ends in `.json`, otherwise a directory for a file `default_name`.
-        rank: This rank.
-        world_size: Number of ranks.
-        default_name: Name of the file in a directory.
-        append_rank: Whether rank 0 too has its rank in the file's name (`timeline_0.json`). Other ranks always do:
-            ranks that share a file system would overwrite each other's file.
-        job: See `Recorder`.
-
-    Returns:
-        The file.
+    `path` is a file if it ends in `.json`, otherwise a directory for a file `default_name`. `append_rank` puts rank 0
+    too into the file's name. Other ranks always do: they would overwrite each other's file.
 
     Raises:
         TimelineError: If a recording runs already, or the file cannot be written.
@@ -278,14 +250,7 @@ def observe(begin: Callable[[Recorder], Callable[[], None]]) -> None:
 
 
 def start_if_requested(variable: str, rank: int, world_size: int, *, default_name: str, job: str = "") -> None:
-    """Begins a recording if the environment variable says where and none runs; otherwise does nothing.
-
-    Args:
-        variable: The variable's name. It has a directory, or a file that ends in `.json`.
-        rank: See `start`, as for all others.
-        world_size: Number of ranks.
-        default_name: Name of the file in a directory.
-        job: See `Recorder`.
+    """Begins a recording (see `start`) if an environment variable says where and none runs.
 
     Raises:
         TimelineError: If the file cannot be written.
@@ -341,7 +306,6 @@ class _RecordedSpan(AbstractContextManager):  # type: ignore[type-arg]
 
 
 def _trace_file(path: Path, default_name: str, rank: int | None) -> Path:
-    """Returns the file's path: `default_name` in a directory; with the rank before the suffix unless it is None."""
     file = path if path.suffix == ".json" else path / default_name
     return file if rank is None else file.with_name(f"{file.stem}_{rank}{file.suffix}")
 

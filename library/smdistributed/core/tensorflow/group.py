@@ -31,14 +31,7 @@ class TensorPair(NamedTuple):
 
 
 class Group:
-    """Runs the collectives of this process, in order. Starts a thread. A process may have one group.
-
-    Args:
-        engine: The communication engine.
-        name: Its name, with the reason for choosing it.
-        store: Closed with the group.
-        rank: This process's rank in the group.
-    """
+    """Runs the collectives of this process in order, in a thread. A process may have one. `close` closes `store`."""
 
     def __init__(self, engine: Engine, name: str, store: JobStore, rank: int) -> None:
         self._engine, self.engine, self._store, self._rank = engine, name, store, rank
@@ -48,10 +41,7 @@ class Group:
         threading.Thread(target=serve, args=(self._run_operation,), name="smddp-tensorflow", daemon=True).start()
 
     def _run_operation(self, operation: PendingOperation) -> None:
-        """Runs a collective in the group's thread: long tensors one by one, short ones packed together, empty ones not.
-
-        It is recorded in the timeline.
-        """
+        """Runs and records a collective: long tensors one by one, short ones packed together, empty ones not."""
         kind, dtype = operations.KINDS[operation.kind], operation.dtype_name
         pairs = [
             TensorPair(Flat(given, elements, dtype), Flat(result, elements, dtype))
@@ -64,10 +54,7 @@ class Group:
                 self._run_batch(kind, operation, batch)
 
     def _run_batch(self, kind: str, operation: PendingOperation, batch: list[TensorPair]) -> None:
-        """Runs an all_reduce or broadcast on one tensor directly, or on several that are packed into one.
-
-        The results are then in the memory of the operation's results.
-        """
+        """Runs a collective on one tensor directly, or on several that are packed into one."""
         given, result = batch[0] if len(batch) == 1 else self._pack(batch)
         if kind == "all_reduce":
             source = given if given.address != result.address else None
@@ -80,10 +67,7 @@ class Group:
             self._unpack(batch)
 
     def _pack(self, pairs: Iterable[TensorPair]) -> TensorPair:
-        """Copies tensors of one dtype into the scratch memory, one after the other, and returns them as one.
-
-        There must be at least one, and together at most PACK_BYTES.
-        """
+        """Copies tensors of one dtype, at most PACK_BYTES in all, into the scratch memory, and returns them as one."""
         at = count = 0
         for given, _ in pairs:
             self._scratch.cut(at, at + given.bytes).copy_from(given)
@@ -104,16 +88,10 @@ class Group:
 
 
 def open_group(launch: Launch, store: JobStore | None = None, ranks: Sequence[int] | None = None) -> Group:
-    """Opens the communication engine of a group. All its ranks call this, once. Raises the errors of `open_engine` too.
+    """Opens the communication engine of a group of ranks (default: all). All of them call this, once.
 
-    Args:
-        launch: This process's place in the job.
-        store: The job's store, if it is open already. Otherwise `open_store` opens it, and raises its errors.
-        ranks: The group's ranks in the job. Default: all.
-
-    Raises:
-        SMDDPError: If TensorFlow does not support the communication engine that SMDDP_ENGINE requests, or
-            SMDDP_TIMEOUT_SECONDS is not a number above 0.
+    Raises the errors of `open_engine` and, without a `store`, of `open_store`. Raises SMDDPError if TensorFlow does not
+    support the communication engine that SMDDP_ENGINE requests, or SMDDP_TIMEOUT_SECONDS is not a number above 0.
     """
     wanted = engine_selection.requested_engine(CHOICES)
     try:
@@ -136,10 +114,7 @@ def open_group(launch: Launch, store: JobStore | None = None, ranks: Sequence[in
 
 
 def batch_tensors(pairs: Iterable[TensorPair]) -> Iterator[list[TensorPair]]:
-    """Yields batches that are reduced at once: a long tensor in place, or short ones up to PACK_BYTES in all.
-
-    A long tensor, of DIRECT_BYTES or more, may come before short ones that precede it.
-    """
+    """Yields a long tensor alone, or short ones of up to PACK_BYTES; one of DIRECT_BYTES or more may come earlier."""
     batch: list[TensorPair] = []
     filled = 0
     for pair in pairs:

@@ -52,7 +52,6 @@ class PendingOperation(ctypes.Structure):
 
     @property
     def dtype_name(self) -> str:
-        """The dtype's name in `core.native`."""
         return DTYPES[tf.as_dtype(self.dtype)]
 
     def tensors(self) -> list[tuple[int, int, int]]:
@@ -77,10 +76,7 @@ def all_reduce(tensors: Sequence[Any], reduction: str) -> list[Any]:
 
 
 def broadcast(tensors: Sequence[Any], root: int) -> list[Any]:
-    """Returns the tensors of the rank `root` on every rank: any shapes, one dtype of `DTYPES`.
-
-    Raises SMDDPError in a function that XLA compiles.
-    """
+    """Returns the tensors of rank `root`, of one dtype of `DTYPES`. Raises SMDDPError if XLA compiles the function."""
     return _run_collective(load().module.smddp_broadcast, tensors, root=root)
 
 
@@ -100,16 +96,15 @@ def send(tensor: Any, rank: int, label: str) -> Any:
 
 
 def receive(anchors: Sequence[Any], dtype: Any, rank: int, label: str) -> Any:
-    """Receives a tensor from a rank.
+    """Receives a tensor from a rank. In a graph, its shape is unknown.
 
     Args:
         anchors: Any tensors, which the result then depends on; their gradient is None.
         dtype: Of the tensor.
-        rank: The sender.
-        label: As in `send`.
+        rank, label: The sender, and the label as in `send`.
 
     Returns:
-        The tensor. In a graph, its shape is unknown.
+        The tensor.
     """
     with tf.device("/CPU:0"):
         return load().module.smp_receive(anchors=list(anchors), T=dtype, rank=rank, label=label)
@@ -126,11 +121,9 @@ def allocate_result(operation: PendingOperation, shape: Sequence[int]) -> int:
 
 
 def serve_forever(handle: Callable[[PendingOperation], None], messages: bool = False) -> None:
-    """Runs this process's operations in the order in which TensorFlow starts them. Never returns.
+    """Runs operations in the order in which TensorFlow starts them: collectives, or messages. Never returns.
 
-    Args:
-        handle: Runs an operation; its error becomes the error of the operation.
-        messages: Whether to run messages, instead of collectives.
+    An error of `handle` becomes the error of the operation.
     """
     functions = load().functions
     while True:
@@ -161,10 +154,9 @@ def reject_xla(what: str) -> None:
 
 
 def _run_collective(operation: Callable[..., list[Any]], tensors: Sequence[Any], **attributes: object) -> list[Any]:
-    """Runs one operation for all tensors on the CPU, or adds it to the graph, and returns its results.
+    """Runs one operation for all tensors on the CPU, or adds it to the graph after the previous one of its kind.
 
-    In a graph of version 1 it runs after the previous one of its kind. The name of the first attribute is the kind.
-    Without tensors it returns an empty list. Raises SMDDPError under XLA.
+    The name of the first attribute is the kind. Raises SMDDPError under XLA.
     """
     if not tensors:
         return []
@@ -178,10 +170,7 @@ def _run_collective(operation: Callable[..., list[Any]], tensors: Sequence[Any],
 
 
 def _after_previous(chain: str) -> AbstractContextManager[Any]:
-    """Returns a context: in a graph of version 1, its operations run after the previous collective of the same kind.
-
-    Elsewhere it has no effect.
-    """
+    """Returns a context in which a graph of version 1 runs operations after the previous collective of the kind."""
     if tf.executing_eagerly() or tf.inside_function():
         return nullcontext()
     last = getattr(tf.compat.v1.get_default_graph(), chain, None)
@@ -189,10 +178,7 @@ def _after_previous(chain: str) -> AbstractContextManager[Any]:
 
 
 def _order_resource() -> Any:
-    """Returns the resource: one for eager code and functions, and one for each graph of version 1.
-
-    The first call makes it.
-    """
+    """Returns the resource, made at the first call: one for each graph of version 1, one for all other code."""
     with tf.init_scope(), tf.device("/CPU:0"):
         if tf.executing_eagerly():
             return _eager_resource()
@@ -212,8 +198,6 @@ def _new_resource() -> Any:
 
 
 class _Library(NamedTuple):
-    """The compiled operations: as a module of TensorFlow, and the functions that serve them."""
-
     module: Any
     functions: ctypes.CDLL
 
@@ -250,10 +234,7 @@ def _gradient_of_all_reduce(operation: Any, *gradients: Any) -> list[Any]:
 
 @tf.RegisterGradient("SmddpBroadcast")  # type: ignore[untyped-decorator]
 def _gradient_of_broadcast(operation: Any, *gradients: Any) -> list[Any]:
-    """Returns the sums of all ranks' gradients on the root; zeros elsewhere, because only its input counts.
-
-    All ranks must run it, because the sum is a collective.
-    """
+    """Sums gradients, which all ranks must call, on the root; zeros elsewhere: only its input counts."""
     mine = read_launch().rank == operation.get_attr("root")
     summed = all_reduce(gradients, "sum")
     return [None, *(gradient if mine else tf.zeros_like(gradient) for gradient in summed)]

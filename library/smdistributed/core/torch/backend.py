@@ -48,8 +48,7 @@ def register(on_first_group: Callable[[int, int], None] | None = None) -> None:
     From torch 2.9 it also patches the helper that sets timeouts.
 
     Args:
-        on_first_group: Called with this rank and the number of ranks, before the job's first group is created with this
-            backend. A second registration in the process ignores it.
+        on_first_group: Called with this rank and the number of ranks, before the job's first group is created here.
     """
     if BACKEND in torch.distributed.Backend.backend_list:
         return
@@ -64,13 +63,9 @@ def register(on_first_group: Callable[[int, int], None] | None = None) -> None:
 
 
 def create(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
-    """Creates a group for torch.distributed. Errors of its communication engine pass.
+    """Creates a group for torch.distributed: gloo's backend for CPU tensors if the group is torch's own.
 
-    Returns:
-        A `ProcessGroup`; gloo's backend for CPU tensors if the group is torch's own.
-
-    Raises:
-        SMDDPError: If other backends are requested that cannot be combined with this one.
+    Raises SMDDPError for other requested backends that cannot be combined with this one, and as `open_engine` does.
     """
     group = ProcessGroup(store, rank, size, timeout, other_backends(_creation.requested))
     if not _creation.is_torchs:
@@ -80,13 +75,9 @@ def create(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
 
 
 def other_backends(requested: str) -> dict[str, str]:
-    """Parses a request such as "cpu:gloo,cuda:smddp".
+    """Returns by device type the backends other than `smddp` in a request such as "cpu:gloo,cuda:smddp".
 
-    Returns:
-        The backends other than `smddp`, by device type.
-
-    Raises:
-        SMDDPError: For a backend that cannot be combined with `smddp`.
+    Raises SMDDPError for a backend that cannot be combined with `smddp`.
     """
     others = {device: name for device, name in _by_device_type(requested).items() if name != BACKEND}
     for device, name in others.items():
@@ -106,11 +97,9 @@ def _by_device_type(requested: str) -> dict[str, str]:
 
 
 def _create_per_device(make: Any, on_first_group: Callable[[int, int], None] | None) -> Any:
-    """Wraps torch's helper that creates a group: CUDA tensors use torch's own NCCL if possible.
+    """Wraps torch's helper that creates a group: torch's own NCCL carries CUDA tensors if it can.
 
-    Before the job's first group, it calls `on_first_group` with this rank and the number of ranks.
-
-    A call raises SMDDPNCCLError if NCCL can carry them and does not start.
+    Raises SMDDPNCCLError if it can and does not start. Calls `on_first_group` before the job's first group.
     """
     signature = inspect.signature(make)
 
@@ -142,12 +131,9 @@ def _create_per_device(make: Any, on_first_group: Callable[[int, int], None] | N
 
 
 def _nccl_carries(requested: Mapping[str, str], given: Mapping[str, Any]) -> bool:
-    """Whether NCCL will carry CUDA tensors of the group that torch creates; the same on all its ranks.
+    """Whether NCCL will carry CUDA tensors of a group; the same on all its ranks, which exchange their devices.
 
-    Exchanges devices through the group's store. If this rank cannot use NCCL, it says so there, and does not wait for
-    the others. For the job's first group, also selects this rank's device.
-
-    `requested` has the requested backend by device. `given` has the arguments that torch makes the group with.
+    A rank that cannot use NCCL does not wait. For the job's first group, it also selects this rank's device.
     """
     uses_nccl = requested.get("cuda") in (BACKEND, "nccl")
     if BACKEND not in requested.values() or not uses_nccl or not per_device.is_supported():
@@ -172,10 +158,7 @@ def _is_rehearsal() -> bool:
 
 
 def _finish(group: Any, requested: str, engine: ProcessGroup | None) -> None:
-    """Gives the CPU tensors of torch's own group to `engine`, and gives the group its requested backend name.
-
-    A timeline then records its NCCL collectives.
-    """
+    """Gives the CPU tensors of torch's own group to `engine`. A timeline then records its NCCL collectives."""
     world = distributed_c10d._world
     _, store = world.pg_map[group]
     world.pg_map[group] = torch.distributed.Backend(requested), store
@@ -185,10 +168,7 @@ def _finish(group: Any, requested: str, engine: ProcessGroup | None) -> None:
 
 
 def _set_engine_timeout(set_timeout: Any) -> Any:
-    """Wraps torch's helper, which sets the timeout only of the backends that torch knows.
-
-    The new one also sets the timeout of the group's communication engine, and only that for a `ProcessGroup`.
-    """
+    """Wraps torch's helper: it also sets the timeout of the group's communication engine, which torch lacks."""
 
     @functools.wraps(set_timeout)
     def set_all(timeout: timedelta, group: Any = None) -> None:

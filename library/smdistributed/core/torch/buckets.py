@@ -18,10 +18,9 @@ _known: WeakKeyDictionary[Any, list[tuple[int, str]]] = WeakKeyDictionary()
 
 
 def record_buckets(wrapper: DistributedDataParallel, group: Any) -> None:
-    """Records the model's buckets for a process group once they have formed; registers a forward hook until then.
+    """Registers a forward hook, which records the model's buckets once they have formed and removes itself.
 
-    Before the fourth forward in training mode, the hook records them and removes itself. It records nothing if torch's
-    data about buckets are missing or have another format.
+    It records nothing if they are missing before the fourth forward, or torch's data have another format.
     """
     passes = 0
 

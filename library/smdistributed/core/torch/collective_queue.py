@@ -59,23 +59,11 @@ class CollectiveQueue:
     def run(
         self, owner: QueueOwner, name: str, collective: _Collective, result: _Tensors, is_async: bool | None
     ) -> Work:
-        """Runs a collective in its turn.
+        """Runs a collective in its turn, and returns a handle that ends with `result` or with its error.
 
         A caller that needs a handle never blocks, however short the collective: other ranks may call theirs only after
-        something that this rank does next.
-
-        Args:
-            owner: The process group.
-            name: Of the collective, for the timeline.
-            collective: Does the work.
-            result: The tensors that it writes.
-            is_async: Whether the caller needs a handle. None: it does, and may be torch's C++.
-
-        Returns:
-            A handle that ends with `result` or with the collective's error.
-
-        Raises:
-            SMDDPError: If the group was shut down, or a synchronous collective fails.
+        something that this rank does next. If `is_async` is None, the caller needs one, and may be torch's C++. Raises
+        SMDDPError if the group was shut down, or a synchronous collective fails.
         """
         if timeline.recorder is not None:
             collective = owner.recorded(name, collective, result)
@@ -104,10 +92,7 @@ class CollectiveQueue:
         return self._done if is_async is False else completed(list(result))
 
     def close(self) -> bool:
-        """Ends the thread after the queued collectives, and refuses new ones. False: a running one does not end.
-
-        Handles that only C++ holds are released.
-        """
+        """Ends the thread after queued collectives, and releases handles. False: a running one does not end."""
         with self._lock:
             self._closed = True
         if self._thread is not None:
@@ -121,7 +106,6 @@ class CollectiveQueue:
         return self._running.acquire(timeout=_CLOSE_SECONDS)
 
     def is_this_thread(self) -> bool:
-        """Whether the queue's thread calls this."""
         return threading.current_thread() is self._thread
 
     def is_last(self) -> bool:
@@ -134,10 +118,7 @@ class CollectiveQueue:
             self._thread.start()
 
     def _run_tasks(self) -> None:
-        """Thread: runs queued collectives until the queue is closed.
-
-        Each future gets its result, or the error to raise.
-        """
+        """Thread: runs queued collectives until `close`; their futures get the result or the error."""
         while (task := self._tasks.get()) is not None:
             owner, collective, result, future = task
             error: BaseException | None = None
@@ -162,13 +143,8 @@ class _Handle(Work):
 
     torch's C++ holds only the C++ part of this object. In old versions, and from a kernel (`per_device`), that does not
     keep the Python part alive; the base class's `wait` would then never end. So a handle that C++ may hold is kept from
-    outside, since the garbage collector frees cycles, until C++ has waited or fetched the future. C++ does not tell
+    outside (`kept`) until C++ has waited or fetched the future: the garbage collector frees cycles. C++ does not tell
     when it drops a handle unused: such a handle is kept, with its tensors, as long as its group.
-
-    Args:
-        name: Of the collective, for the timeline.
-        future: Ends with the collective.
-        kept: The set that keeps this handle alive if C++ may hold it; None: C++ does not.
     """
 
     def __init__(self, name: str, future: _Future[list[torch.Tensor]], kept: set[_Handle] | None) -> None:
@@ -180,10 +156,7 @@ class _Handle(Work):
             kept.add(self)
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Blocks until the collective ends, and raises its error; SMDDPError if a timeout is given.
-
-        It also lets this handle be freed.
-        """
+        """Blocks until the collective ends, and raises its error, or SMDDPError for a timeout. Frees this handle."""
         self._release()
         if timeout:
             raise SMDDPError("wait() takes no timeout here. Fix: set the group's, init_process_group(timeout=…).")
@@ -208,7 +181,6 @@ class _Handle(Work):
         return self._future.done() and self.exception() is None
 
     def exception(self) -> BaseException | None:
-        """Returns the collective's error, if it has ended with one; otherwise None."""
         try:
             if self._future.done():
                 self._future.value()
@@ -221,7 +193,6 @@ class _Handle(Work):
 
 
 def completed(result: list[torch.Tensor]) -> Work:
-    """Returns the handle of a collective that has ended with `result`."""
     future: _Future[list[torch.Tensor]] = _Future()
     future.set_result(result)
     work: Work = _create_work_from_future(future)

@@ -31,9 +31,8 @@ _READS_FIRST = ("allreduce", "allreduce_coalesced", "reduce", "broadcast", "send
 
 
 def select_device() -> None:
-    """Makes the CUDA device of the local rank current: its number is the local rank, modulo the number of devices.
+    """Makes a CUDA device current, unless the script has: the local rank modulo the number of visible devices.
 
-    Keeps a device that the script has selected. If the launcher shows each rank only its own device, that is number 0.
     If the launch environment is invalid, it does nothing. `open_cuda` finds out whether ranks share one.
     """
     devices = torch.cuda.device_count()
@@ -48,10 +47,7 @@ def select_device() -> None:
 
 
 def device_of(group: Any) -> torch.device:
-    """Returns the device on which small tensors for a group must be; group None: the default group.
-
-    NCCL takes only tensors on its devices. Otherwise the CPU is best: its tensors wait for no device.
-    """
+    """Returns the device for small tensors of a group: one of NCCL's, otherwise the CPU, which waits for no device."""
     if dist.get_backend(group) in ("nccl", "cuda:nccl"):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
@@ -62,8 +58,7 @@ def open_cuda(store: Store, rank: int, size: int, timeout: timedelta, on_cpu: An
 
     Args:
         store: The group's own.
-        rank: This rank in the group.
-        size: Number of ranks.
+        rank, size: This rank in the group, and the number of ranks.
         timeout: How long ranks wait for each other.
         on_cpu: The process group for copies on the host.
         requested: The setting that requests only NCCL, for example "cuda:nccl"; empty: SMDDP_ENGINE decides.
@@ -104,11 +99,7 @@ def publish_nccl_problem(store: Store, rank: int, problem: str) -> None:
 
 
 def nccl_problem(store: Store, rank: int, size: int) -> str:
-    """Says why NCCL cannot carry the CUDA tensors of these ranks; empty: it can. All ranks call it.
-
-    Returns:
-        The same text on all ranks.
-    """
+    """Says why NCCL cannot carry the CUDA tensors of these ranks, the same on all; empty: it can. All call it."""
     devices = [json.loads(text) for text in exchange_texts(store, "device", rank, size, json.dumps(_device()))]
     problems = [f"rank {other} {problem}" for other, (_, _, problem) in enumerate(devices) if problem]
     if problems:
@@ -117,7 +108,6 @@ def nccl_problem(store: Store, rank: int, size: int) -> str:
 
 
 def nccl_error(problem: str, requested: str = "SMDDP_ENGINE=nccl") -> SMDDPNCCLError:
-    """Returns, and does not raise, the error for a setting that requests NCCL, which can't carry the tensors."""
     return SMDDPNCCLError(
         f"{requested}, but NCCL cannot carry the CUDA tensors of this group: {problem}. "
         "NCCL needs a torch that includes it, and a CUDA device for each rank. Fix: start at most as many ranks on a "
@@ -174,8 +164,6 @@ class HostStaging:
         self._on_cpu = on_cpu
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        """Returns the group's method `name` for such tensors."""
-
         @torch.no_grad()
         def staged(written: Any, *arguments: Any) -> Any:
             pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -198,13 +186,7 @@ class HostStaging:
 
 
 class _StagedMessage(Work):
-    """The handle of a message of copied tensors. gloo's own can be waited for only once.
-
-    Args:
-        work: The handle of the message of the copies.
-        received: Each tensor to receive into, and its copy.
-        copies: Kept until the message has ended.
-    """
+    """The handle of a message of copied tensors; `received` has pairs. gloo's own can be waited for only once."""
 
     def __init__(self, work: Any, received: list[tuple[torch.Tensor, torch.Tensor]], copies: Any) -> None:
         super().__init__()
@@ -234,12 +216,9 @@ def _copy_back(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
 
 
 def _copy_to_host(argument: Any, filled: bool, pairs: list[tuple[torch.Tensor, torch.Tensor]] | None = None) -> Any:
-    """Returns the argument with all its tensors, in nested lists too, on the CPU; in pinned memory if that is faster.
+    """Returns the argument with copies on the CPU of all tensors, in pinned memory if that is faster.
 
-    Args:
-        argument: Of a collective.
-        filled: Whether the copies have the tensors' elements.
-        pairs: Gets each tensor and its copy.
+    `filled`: whether the copies have the tensors' elements. `pairs` gets each tensor and its copy.
     """
     if isinstance(argument, (list, tuple)):
         return [_copy_to_host(each, filled, pairs) for each in argument]

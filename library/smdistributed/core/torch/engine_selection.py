@@ -21,10 +21,7 @@ from smdistributed.core.torch.tensors import tensor_at
 
 
 def open_engine(store: Store, rank: int, size: int, timeout: timedelta, gloo: object) -> tuple[Engine, str]:
-    """Opens the communication engine of a group; SMDDP_ENGINE may request one.
-
-    Returns:
-        The communication engine, and its name with the reason for the choice.
+    """Opens the communication engine of a group, and returns it and its name with the reason for the choice.
 
     Raises:
         SMDDPError: If SMDDP_ENGINE is invalid, or requests shared memory, MPI or NCCL that is unavailable.
@@ -51,8 +48,6 @@ def _connect_gloo(group: RankGroup, store: Store, gloo: Any, ranks: Sequence[int
 
 
 class GlooTransport:
-    """Messages between the ranks of a gloo group of torch's."""
-
     def __init__(self, group: Any) -> None:
         self._group = group
 

@@ -32,16 +32,13 @@ class NativeBackend:
         return _join([self.backend.allreduce([tensor], options) for tensor in tensors])
 
     def allgather_into_tensor_coalesced(self, outputs: _Tensors, inputs: _Tensors) -> Any:
-        """See torch.distributed.all_gather_into_tensor; several at once."""
         return _join([self.backend._allgather_base(*pair) for pair in zip(outputs, inputs)])
 
     def reduce_scatter_tensor_coalesced(self, outputs: _Tensors, inputs: _Tensors, opts: Any) -> Any:
-        """See torch.distributed.reduce_scatter_tensor; several at once."""
         return _join([self.backend._reduce_scatter_base(*pair, opts) for pair in zip(outputs, inputs)])
 
 
 def _join(works: Sequence[Any]) -> Any:
-    """Returns one handle for several collectives."""
     return works[0] if len(works) == 1 else _JoinedWork(works)
 
 
@@ -51,10 +48,7 @@ class _JoinedWork(Work):
         self._works = works
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Waits for one collective after the other.
-
-        An error is raised at once, without waiting for the others. The timeout holds for each of them.
-        """
+        """Waits for one after the other, each with this timeout. An error is raised without waiting for the others."""
         for work in self._works:
             work.wait(timeout) if timeout else work.wait()
         return True

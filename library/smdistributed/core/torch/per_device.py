@@ -77,10 +77,7 @@ def is_supported() -> bool:
 
 
 def attach_engine(group: dist.ProcessGroup, engine: ProcessGroup) -> None:
-    """Lets `engine` carry the CPU tensors of a group of torch's own, for the group's lifetime.
-
-    The first call replaces torch's kernels for CPU tensors in this process.
-    """
+    """Lets `engine` carry a torch group's CPU tensors. The first call replaces torch's kernels in this process."""
     _install_kernels()
     _engines[group] = engine
 
@@ -108,10 +105,7 @@ def _install_kernels() -> None:
 
 
 def _kernel(operator: str, method: str, options: type) -> Callable[..., Any]:
-    """Returns the kernel of an operator: it runs `ProcessGroup`, or for other groups their own backend.
-
-    Arguments that a call leaves out get the operator's defaults. A premultiplied sum raises SMDDPError.
-    """
+    """Returns a kernel that runs `ProcessGroup`, or other groups' own backend. Missing arguments get defaults."""
     schema = torch._C._get_schema(f"c10d::{operator}", "")
     names = [argument.name for argument in schema.arguments]
     defaults = tuple(argument.default_value for argument in schema.arguments)  # None if there is none
@@ -158,8 +152,7 @@ def _torchs_options(options: Any, named: dict[str, Any]) -> Any:
 def _run_on_backend(group: Any, method: str, tensors: Sequence[Any], options: Any) -> Any:
     """Runs a collective on a group's own backend for CPU tensors, as torch's kernel does, and returns its handle.
 
-    The kernel itself (`get_kernel`) would hold the GIL. A thread of gloo waits for the GIL to drop a tensor, with a
-    lock that the kernel needs: the process would hang. The methods of a backend release it.
+    torch's kernel (`get_kernel`) would hold the GIL. A thread of gloo waits for it with a lock that the kernel needs.
     """
     backend = group._get_backend(torch.device("cpu"))
     if hasattr(backend, method):

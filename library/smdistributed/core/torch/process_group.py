@@ -58,13 +58,8 @@ _Base: Any = dist.ProcessGroup  # its methods have overloads; torch calls those 
 class ProcessGroup(_Base):  # type: ignore[misc]
     """The ranks of one torch.distributed group. Creating the first group selects this rank's CUDA device.
 
-    Args:
-        store: The group's own.
-        rank: This rank in the group.
-        size: Number of ranks.
-        timeout: How long ranks wait for each other.
-        others: By device type, the torch backends that carry tensors instead of this library: "gloo", or "nccl" for
-            "cuda". `init_process_group("cpu:gloo,cuda:smddp")` requests them.
+    `others` has, by device type, the torch backends that carry tensors instead of this library: "gloo", or "nccl" for
+    "cuda". `init_process_group("cpu:gloo,cuda:smddp")` requests them.
     """
 
     # Abilities that torch asks a backend for.
@@ -96,7 +91,6 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         return self._torchs["gloo"]
 
     def getBackendName(self) -> str:  # noqa: N802 (torch's name)
-        """Returns the name under which the backend is registered."""
         return "smddp"
 
     @property
@@ -111,23 +105,18 @@ class ProcessGroup(_Base):  # type: ignore[misc]
 
     # torch stores name and description in a group's C++ backends, which this group lacks; device meshes read the name.
     def setGroupName(self, name: str) -> None:  # noqa: N802 (torch's name)
-        """Sets the name that torch gives the group."""
         self._name = name
 
     def getGroupName(self) -> str:  # noqa: N802 (torch's name)
-        """Returns torch.distributed.ProcessGroup.group_name."""
         return self._name
 
     def setGroupDesc(self, description: str) -> None:  # noqa: N802 (torch's name)
-        """Sets the description that torch gives the group."""
         self._description = description
 
     def getGroupDesc(self) -> str:  # noqa: N802 (torch's name)
-        """Returns torch.distributed.ProcessGroup.group_desc."""
         return self._description
 
     def allreduce(self, tensors: _Tensors, opts: Any = None) -> _Work:
-        """See torch.distributed.all_reduce. CUDA tensors are reduced by their carrier, others by the queue."""
         options = opts or dist.AllreduceOptions()
         carrier = self._carrier(tensors)
         if carrier is not None:
@@ -137,7 +126,6 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         )
 
     def allreduce_coalesced(self, tensors: _Tensors, opts: Any = None) -> _Work:
-        """See torch.distributed.all_reduce_coalesced."""
         return self.allreduce(tensors, opts)
 
     def reduce(self, tensors: _Tensors, opts: Any = None) -> _Work:
@@ -151,10 +139,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         )
 
     def _reduce(self, tensors: _Tensors, operation: Any, root: int = -1) -> None:
-        """Reduces each tensor in place, sparse ones too; with a root, only on that rank. The queue runs it in its turn.
-
-        Preparing a tensor in the caller's thread is slower.
-        """
+        """Reduces in place, sparse tensors too. Preparing a tensor in the caller's thread is slower."""
         for tensor in tensors:
             op, factor = _operation(tensor.dtype, operation)
             if tensor.layout is not torch.strided:
@@ -212,7 +197,6 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         )
 
     def _gather(self, outputs: _Tensors, tensor: torch.Tensor, root: int = -1) -> None:
-        """Gathers tensors of one size into `outputs`, on the root or, if that is -1, on all ranks."""
         with ExitStack() as given_back:
             flats = [given_back.enter_context(Flattened(output)) for output in outputs]
             given = read_only(tensor)
@@ -221,7 +205,6 @@ class ProcessGroup(_Base):  # type: ignore[misc]
             self._engine.gather(flat_of(given), list(map(flat_of, flats)), root)
 
     def _gather_uneven(self, outputs: _Tensors, tensor: torch.Tensor) -> None:
-        """Gathers tensors of several sizes on all ranks: each rank broadcasts its own."""
         require_parts("outputs of an all_gather", outputs, tensor.dtype, self.size())
         outputs[self._rank].copy_(tensor)
         for rank, output in enumerate(outputs):
@@ -253,14 +236,10 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         return self._queue.run(self, "all_gather_into_tensor", collective, outputs, _is_async(opts))
 
     def allgather_coalesced(self, outputs: Sequence[_Tensors], inputs: _Tensors, opts: Any = None) -> _Work:
-        """See torch.distributed.all_gather_coalesced: `outputs` has a list for each rank."""
         return self.allgather([list(parts) for parts in zip(*outputs)], inputs, opts)
 
     def gather(self, outputs: Sequence[_Tensors], inputs: _Tensors, opts: Any = None) -> _Work:
-        """See torch.distributed.gather. Only the root's outputs are checked and written.
-
-        Sizes or dtypes that do not fit raise SMDDPError: here, or in `wait` if the caller needs a handle.
-        """
+        """See torch.distributed.gather. Sizes or dtypes that do not fit raise SMDDPError, here or in `wait`."""
         options = opts or dist.GatherOptions()
         carrier = self._carrier(inputs)
         if carrier is not None:
@@ -271,10 +250,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         )
 
     def scatter(self, outputs: _Tensors, inputs: Sequence[_Tensors], opts: Any = None) -> _Work:
-        """See torch.distributed.scatter. Only the root's inputs are checked and read.
-
-        Sizes or dtypes that do not fit raise SMDDPError: here, or in `wait` if the caller needs a handle.
-        """
+        """See torch.distributed.scatter. Errors are as in `gather`. Only the root's inputs are checked and read."""
         options = opts or dist.ScatterOptions()
         carrier = self._carrier(outputs)
         if carrier is not None:
@@ -328,10 +304,6 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         return self.reduce_scatter_tensor_coalesced([output], [tensor], opts)
 
     def reduce_scatter_tensor_coalesced(self, outputs: _Tensors, inputs: _Tensors, opts: Any = None) -> _Work:
-        """See torch.distributed.reduce_scatter_tensor; several at once.
-
-        Each input is cut into equal parts, one for each rank.
-        """
         carrier = self._carrier(outputs)
         if carrier is not None:
             return carrier.reduce_scatter_tensor_coalesced(
@@ -341,10 +313,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         return self.reduce_scatter(outputs, parts, opts)
 
     def alltoall(self, outputs: _Tensors, inputs: _Tensors, opts: Any = None) -> _Work:
-        """See torch.distributed.all_to_all. If any tensor is on a CUDA device, the carrier of CUDA tensors does it.
-
-        Sizes or dtypes that do not fit raise SMDDPError: here, or in `wait` if the caller needs a handle.
-        """
+        """See torch.distributed.all_to_all. Errors are as in `gather`. One CUDA tensor makes all go to its carrier."""
         carrier = self._carrier([*outputs, *inputs])
         if carrier is not None:
             return carrier.alltoall(list(outputs), list(inputs), opts or dist.AllToAllOptions())
@@ -367,10 +336,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         input_sizes: Sequence[int] = (),
         opts: Any = None,
     ) -> _Work:
-        """See torch.distributed.all_to_all_single. Without split sizes, rows are divided equally between the ranks.
-
-        Sizes or dtypes that do not fit raise SMDDPError: here, or in `wait` if the caller needs a handle.
-        """
+        """See torch.distributed.all_to_all_single. Errors are as in `gather`."""
         carrier = self._carrier([output])
         if carrier is not None:
             options = opts or dist.AllToAllOptions()
@@ -397,19 +363,15 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         return [rows] * self.size()
 
     def barrier(self, opts: Any = None) -> _Work:
-        """See torch.distributed.barrier."""
         return self._queue.run(self, "barrier", self._engine.barrier, [], _is_async(opts))
 
     def send(self, tensors: _Tensors, rank: int, tag: int) -> _Work:
-        """See torch.distributed.send."""
         return (self._carrier(tensors) or self._torchs["gloo"]).send(list(tensors), rank, tag)
 
     def recv(self, tensors: _Tensors, rank: int, tag: int) -> _Work:
-        """See torch.distributed.recv."""
         return (self._carrier(tensors) or self._torchs["gloo"]).recv(list(tensors), rank, tag)
 
     def recv_anysource(self, tensors: _Tensors, tag: int) -> _Work:
-        """See torch.distributed.recv without a source."""
         return (self._carrier(tensors) or self._torchs["gloo"]).recv_anysource(list(tensors), tag)
 
     # Their names since torch 2.13.
@@ -418,19 +380,13 @@ class ProcessGroup(_Base):  # type: ignore[misc]
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Sets how long ranks wait for each other, in the communication engine and in gloo.
-
-        A carrier of CUDA tensors that is open already keeps its timeout.
-        """
+        """Sets how long ranks wait for each other, except in a carrier of CUDA tensors that is open already."""
         self._timeout = timeout
         self._torchs["gloo"].set_timeout(timeout)
         self._engine.set_timeout(timeout.total_seconds())
 
     def shutdown(self) -> None:
-        """Closes the communication engine and torch's backends.
-
-        Also happens when the group is no longer used, and when the process ends.
-        """
+        """Closes all backends, as happens when the group is no longer used, or the process ends."""
         self._close()
 
     def explained(self, error: CollectiveError, result: _Tensors) -> SMDDPError:
@@ -439,10 +395,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         return SMDDPError(f"{error}{bucket and f'{chr(10)}The tensor is {bucket}.'}")
 
     def recorded(self, name: str, collective: Callable[[], object], result: _Tensors) -> Callable[[], object]:
-        """Returns a collective so that it records itself in the timeline.
-
-        Its span has `operation`, `bytes`, `engine` and `dtype`, and `group` if it is not the group of all ranks.
-        """
+        """Returns a collective that records a span: `operation`, `bytes`, `engine`, `dtype`, and maybe `group`."""
         about = {
             "operation": name,
             "bytes": sum(size_of(tensor) for tensor in result),
@@ -454,10 +407,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         return record_collective(name, collective, about, self._queue)
 
     def _cuda(self) -> Any:
-        """Returns the carrier of CUDA tensors; the first call opens it, and raises the errors of `open_cuda`.
-
-        Every rank must make the first call, because ranks wait for each other in it.
-        """
+        """Returns the carrier of CUDA tensors. All ranks make the first call, which opens it and raises its errors."""
         if "cuda" not in self._torchs:
             store = PrefixStore("cuda", self._store)
             requested = "cuda:nccl" if self._others.get("cuda") == "nccl" else ""
@@ -466,11 +416,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         return self._torchs["cuda"]
 
     def _carrier(self, tensors: _Tensors) -> Any:
-        """Returns the carrier of these tensors; None: the group's communication engine is.
-
-        It is gloo if the group was requested with it for this type of device. The first CUDA tensor opens the carrier:
-        see `_cuda`.
-        """
+        """Returns the carrier of these tensors (for CUDA see `_cuda`); None: the group's communication engine is."""
         kind = "cuda" if _on_cuda(tensors) else "cpu"
         if self._others.get(kind) == "gloo":
             return NativeBackend(self._torchs["gloo"])
@@ -478,12 +424,10 @@ class ProcessGroup(_Base):  # type: ignore[misc]
 
 
 def _close(queue: CollectiveQueue, engine: Engine, torchs: dict[str, Any], pid: int) -> None:
-    """Frees a group's communication engine, unless a collective that cannot end still uses it.
+    """Frees a group's communication engine, unless a collective that cannot end still uses it, and its torch groups.
 
-    gloo's threads must not outlive the interpreter: freeing a tensor then would abort the process. A forked process
-    does not have these threads, and gloo would wait for them; there gloo is never freed.
-
-    `torchs` has the groups of torch, which the process `pid` has made. It is emptied when they are freed.
+    gloo's threads must not outlive the interpreter: freeing a tensor then would abort the process. A process that `pid`
+    forked does not have these threads, and gloo would wait for them; there gloo is never freed.
     """
     if os.getpid() != pid:
         for group in torchs.values():
@@ -523,10 +467,7 @@ def _find_operation(dtype: torch.dtype, kind: Any) -> str:
 
 
 def _operation(dtype: torch.dtype, operation: Any) -> tuple[str, Any]:
-    """Returns a reduction's name, and the factor of a premultiplied sum or None.
-
-    Raises SMDDPError if the reduction is not supported for the dtype.
-    """
+    """Returns a reduction's name, and a premultiplied sum's factor or None. Raises SMDDPError if the dtype has none."""
     kind = getattr(operation, "op", operation)
     return _find_operation(dtype, kind), premultiplied_by(operation) if kind == dist.ReduceOp.PREMUL_SUM else None
 

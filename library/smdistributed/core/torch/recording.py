@@ -53,9 +53,8 @@ def record_collective(
     In a backward pass the collective is a bucket: it gets a number, and that it is ready is recorded now.
 
     Args:
-        name: Of the collective.
+        name, about: Its name, and the arguments of its span: see `timeline`.
         collective: Does the work.
-        about: The arguments of its span; see `timeline`.
         queue: Runs it.
     """
     backward = _current_backward(queue)
@@ -78,10 +77,7 @@ def record_collective(
 
 
 def _record(name: str, began: int, args: Mapping[str, Any], queue: CollectiveQueue, backward: _Backward | None) -> None:
-    """Records a collective that has ended, and the wait for it: the call's own, or the end of backward's.
-
-    Without a recording it does nothing.
-    """
+    """Records an ended collective and the wait for it: the call's own, or the end of backward's."""
     running, ended = timeline.recorder, timeline.now()
     if running is None:
         return
@@ -111,10 +107,7 @@ def _current_backward(queue: CollectiveQueue) -> _Backward | None:
 
 
 def record_nccl(group: Any) -> None:
-    """Records the collectives of a torch process group with the default backend NCCL, while a timeline runs.
-
-    As torch says of its hooks, such a process must call `destroy_process_group` before it ends.
-    """
+    """Records a torch group's NCCL collectives. torch demands that its process calls `destroy_process_group`."""
     if group not in _recorded_nccl:  # torch accepts one hook
         _recorded_nccl.add(group)
         timeline.when_started(group, _install_nccl_hook)
@@ -132,8 +125,6 @@ def _install_nccl_hook(group: Any) -> None:
 
 
 def _nccl_hook(group: str) -> Callable[[Any], None]:
-    """Returns the hook of a group. `group`: its name, empty for the group of all ranks."""
-
     def record(ended: Any) -> None:
         """Called by torch in a thread of its own; an error there would end the process."""
         running = timeline.recorder
@@ -148,7 +139,6 @@ def _nccl_hook(group: str) -> Callable[[Any], None]:
 
 
 def _record_nccl(running: timeline.Recorder, ended: Any, group: str) -> None:
-    """Records the device's time, until torch saw the end; torch's clock is `timeline.now`."""
     name = _NCCL_NAMES.get(ended.op_type.name, ended.op_type.name.strip("_").lower())
     finished, took = (int(time.total_seconds() * 1e9) for time in (ended.time_finished, ended.active_duration))
     about = {"operation": name, "engine": "nccl", **({"group": group} if group else {})}

@@ -14,10 +14,9 @@ _CONNECT = timedelta(seconds=30)
 
 
 def open_store(launch: Launch) -> Store:
-    """Opens the job's store: in memory for one rank, at the master's address, or in the session directory.
+    """Opens the job's store: in memory, at the master's address, or in the session directory.
 
-    Raises:
-        LaunchError: If several ranks have neither an address nor a directory in common.
+    Raises LaunchError if several ranks have neither an address nor a directory in common.
     """
     if launch.world_size == 1:
         return HashStore()
@@ -37,9 +36,7 @@ def _store_at(master: Address, launch: Launch) -> Store:
 
 
 def connect_again(store: Store) -> Store:
-    """Opens another connection to a TCPStore, without its prefixes, shared by this process's monitors.
-
-    Other stores are returned themselves, without their prefixes.
+    """Opens another connection to a TCPStore, shared by this process's monitors; other stores are returned.
 
     torch allows one call at a time in a connection, however long it waits for a value.
     """

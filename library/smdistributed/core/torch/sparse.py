@@ -12,12 +12,9 @@ from smdistributed.core.torch.tensors import Flattened, flat_of
 
 
 def all_reduce_sparse(engine: Engine, rank: int, size: int, tensor: torch.Tensor, op: str) -> None:
-    """Sums or averages a sparse tensor over the ranks, in place; the result is coalesced and has all ranks' indices.
+    """Sums or averages a sparse tensor in place: coalesced, with all ranks' indices, float16 and bfloat16 in float32.
 
-    float16 and bfloat16 are summed in float32. Averages of integers are rounded towards zero.
-
-    Raises:
-        SMDDPError: If `op` is not "sum" or "avg", or the tensor has another layout.
+    Averages of integers are rounded towards zero. Raises SMDDPError for another `op` than "sum" and "avg", or layout.
     """
     if op not in ("sum", "avg"):
         raise SMDDPError(
@@ -41,7 +38,6 @@ def all_reduce_sparse(engine: Engine, rank: int, size: int, tensor: torch.Tensor
 
 
 def _gathered_counts(engine: Engine, size: int, count: int) -> list[int]:
-    """Returns each rank's number of elements; a collective."""
     counts = torch.zeros(size, dtype=torch.int64)
     engine.gather(flat_of(torch.tensor([count])), [flat_of(one) for one in counts.chunk(size)])
     return [int(one) for one in counts]

@@ -24,10 +24,7 @@ OPS: dict[ReduceOp.RedOpType, str] = {getattr(ReduceOp, name.upper()): name for 
 class Flattened:
     """A tensor of any shape and strides as one contiguous dimension; complex numbers become two real ones.
 
-    Elements written into `flat` are in the tensor after `copy_back`, which a `with` block calls if it raises nothing.
-
-    Raises:
-        SMDDPError: For a sparse tensor.
+    Elements written into `flat` are in the tensor after `copy_back`, or a `with` block. Raises SMDDPError if sparse.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -40,7 +37,6 @@ class Flattened:
         self.flat = self._tensor.reshape(-1).contiguous()  # reshape keeps a single stride
 
     def copy_back(self) -> None:
-        """Copies `flat` into the tensor, if it is not a view of it."""
         if self.flat.numel() and self.flat.data_ptr() != self._tensor.data_ptr():
             self._tensor.copy_(self.flat.view(self._tensor.shape))
 
@@ -53,10 +49,7 @@ class Flattened:
 
 
 def read_only(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the elements, flat: a view if they are contiguous, otherwise a copy.
-
-    Raises SMDDPError for a sparse tensor.
-    """
+    """Returns the elements, flat: a view if possible, otherwise a copy. Raises SMDDPError for a sparse tensor."""
     return Flattened(tensor).flat
 
 
@@ -89,10 +82,7 @@ def size_of(tensor: torch.Tensor) -> int:
 
 
 def require_parts(what: str, flats: Sequence[torch.Tensor], dtype: torch.dtype | None, count: int) -> None:
-    """Raises SMDDPError unless there are `count` tensors of `dtype`: the C engine would access memory beyond them.
-
-    `dtype` is None only if there is no tensor to compare with.
-    """
+    """Raises SMDDPError unless `count` tensors have `dtype`: the C engine would access memory beyond them."""
     if len(flats) != count:
         raise SMDDPError(f"The {what} are {len(flats)} tensors. Fix: pass one for each of the {count} ranks.")
     for flat in flats:

@@ -18,10 +18,7 @@ _Class = TypeVar("_Class", bound=type)
 
 
 def untraced(cls: _Class) -> _Class:
-    """Decorates a class: Dynamo does not trace its public methods and those that override the base class.
-
-    `torch._dynamo.disable` does the same, but imports Dynamo and costs some microseconds in each call.
-    """
+    """Makes Dynamo leave a class's public methods alone. `torch._dynamo.disable` would import Dynamo and be slower."""
     for name, method in list(vars(cls).items()):
         is_called = not name.startswith("_") or (not name.startswith("__") and hasattr(cls.__base__, name))
         if inspect.isfunction(method) and is_called:

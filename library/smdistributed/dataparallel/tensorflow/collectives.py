@@ -67,8 +67,7 @@ def allreduce(
 
     Args:
         tensor: Any shape and any number dtype; tf.IndexedSlices become dense, None stays None.
-        param_index: No effect, and a warning: AWS's library chooses buckets by it; here each tensor is reduced alone.
-        num_params: As `param_index`.
+        param_index, num_params: No effect, and a warning: AWS's library chooses buckets by them. Here it does not.
         compression: A member of `Compression`.
         op: A `ReduceOp`, or its name; AVERAGE by default.
         grad: In place of `tensor`, as published scripts call it.
@@ -170,8 +169,7 @@ def reduce_tensors(
 
     Args:
         tensors: Any shapes and number dtypes; None stays None, tf.IndexedSlices become dense.
-        compression: A member of `Compression`.
-        op: A `ReduceOp`, or its name.
+        compression, op: As in `allreduce`.
         bucket_bytes: The most bytes of a bucket.
 
     Returns:
@@ -196,7 +194,6 @@ def reduce_tensors(
 
 
 def parse_reduce_op(op: ReduceOp | str) -> ReduceOp:
-    """Returns the reduction with a name, in any case. Raises SMDDPError for an unknown name."""
     try:
         return ReduceOp(op.lower() if isinstance(op, str) else op)
     except ValueError:
@@ -222,10 +219,7 @@ def _as_dense(tensor: Any) -> Any:
 
 
 def broadcast_tensors(tensors: Sequence[Any], root_rank: int) -> list[Any]:
-    """Returns the root's tensors on all ranks, in the same order, sent in buckets; the given ones stay as they are.
-
-    Raises SMDDPError before `init` and if there is no such rank; in eager code also if the collective fails.
-    """
+    """Returns the root's tensors, sent in buckets; the given ones stay. Raises SMDDPError as `broadcast` does."""
     if not 0 <= root_rank < require_size():
         raise SMDDPError(f"root_rank={root_rank} is not a rank: there are {require_size()}, from 0.")
     results: list[Any] = [None] * len(tensors)
@@ -273,9 +267,7 @@ class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):  # type: 
         self._broadcast: Any = None
 
     def begin(self) -> None:
-        """Adds the broadcast to the graph."""
         self._broadcast = broadcast_global_variables(self._root_rank)
 
     def after_create_session(self, session: Any, coord: Any) -> None:
-        """Runs the broadcast; all ranks wait for each other."""
         session.run(self._broadcast)

@@ -117,7 +117,6 @@ def join() -> None:
 
 
 def _lengths(given: Any) -> Any:
-    """Returns the length of axis 0 on each rank; a collective."""
     mine = tf.one_hot(rank(), require_size(), tf.shape(given, tf.int64)[0], dtype=tf.int64)
     return oob_allreduce(mine, op=ReduceOp.SUM)
 

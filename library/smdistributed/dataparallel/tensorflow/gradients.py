@@ -17,8 +17,7 @@ class DistributedGradientTape(tf.GradientTape):  # type: ignore[misc]
 
     Args:
         gradtape: The tape. If it is persistent, all ranks must ask it for gradients equally often.
-        device_dense: Only "".
-        device_sparse: Only "".
+        device_dense, device_sparse: Only "".
         compression: A member of `Compression`.
         sparse_as_dense: Only True: tf.IndexedSlices become dense. (AWS's library accepted False until 1.2.1.)
         op: A `ReduceOp`, or its name.
@@ -42,10 +41,7 @@ class DistributedGradientTape(tf.GradientTape):  # type: ignore[misc]
         self._wrapped, self._compression, self._op = gradtape, compression, parse_reduce_op(op)
 
     def gradient(self, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
-        """Returns gradients as `tf.GradientTape.gradient` does, reduced over the ranks.
-
-        None stays None; tf.IndexedSlices become dense.
-        """
+        """Returns reduced gradients. None stays None; tf.IndexedSlices become dense."""
         found = self._wrapped.gradient(target, sources, *args, **kwargs)
         flat = tf.nest.flatten(found)
         return tf.nest.pack_sequence_as(found, reduce_tensors(flat, self._compression, self._op))
@@ -64,7 +60,6 @@ class DistributedGradientTape(tf.GradientTape):  # type: ignore[misc]
 
 
 def reject_unsupported(device_dense: str, device_sparse: str, sparse_as_dense: bool) -> None:
-    """Raises SMDDPError for values of Horovod's and AWS's arguments that are not supported."""
     if device_dense or device_sparse:
         raise SMDDPError("device_dense and device_sparse are not supported. Fix: leave them out.")
     if not sparse_as_dense:

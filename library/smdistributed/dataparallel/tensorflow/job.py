@@ -80,7 +80,6 @@ def engine() -> str:
 
 
 def require_size() -> int:
-    """Returns the number of ranks. Raises SMDDPError before `init`."""
     return _launch().world_size
 
 

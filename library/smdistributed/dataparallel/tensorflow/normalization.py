@@ -20,10 +20,9 @@ class SyncBatchNormalization(tf.keras.layers.BatchNormalization):  # type: ignor
     two are the same. (The name is Horovod's; AWS's library has no such layer.)
 
     Args:
-        args: As for tf.keras.layers.BatchNormalization.
+        args, options: As for tf.keras.layers.BatchNormalization.
         fused: Only False or None.
         synchronized: Only False.
-        options: As `args`.
 
     Raises:
         SMDDPError: For `fused=True` and `synchronized=True`.
@@ -37,11 +36,7 @@ class SyncBatchNormalization(tf.keras.layers.BatchNormalization):  # type: ignor
         super().__init__(*args, fused=False, **options)
 
     def _calculate_mean_and_var(self, inputs: Any, reduction_axes: Any, keep_dims: bool, mask: Any = None) -> Any:
-        """Returns mean and variance over the batches of all ranks, which may differ in size.
-
-        Keras calls it in training. Masked elements do not count. A SavedModel cannot contain collectives, and gets
-        Keras' own method.
-        """
+        """Returns mean and variance of all ranks' unmasked elements. A SavedModel, without collectives, gets Keras'."""
         if in_save_context():
             return super()._calculate_mean_and_var(inputs, reduction_axes, keep_dims, mask)
         weights = tf.ones_like(inputs)

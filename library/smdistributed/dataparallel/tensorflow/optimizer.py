@@ -35,10 +35,8 @@ def DistributedOptimizer(  # noqa: N802 (the published name)
 
     Args:
         optimizer: An optimizer of tf.keras.optimizers, tf.keras.optimizers.legacy or tf.compat.v1.train.
-        name: No effect, and a warning: the optimizer keeps its name.
-        use_locking: No effect, and a warning.
-        device_dense: Only "".
-        device_sparse: Only "".
+        name, use_locking: No effect, and a warning: the optimizer keeps its name.
+        device_dense, device_sparse: Only "".
         compression: A member of `Compression`.
         sparse_as_dense: Only True: sparse gradients become dense.
         op: A `ReduceOp`, or its name.
@@ -84,15 +82,11 @@ def DistributedOptimizer(  # noqa: N802 (the published name)
 
 
 def _pairs(_: Any, grads_and_vars: Any) -> Any:
-    """Stands for a method that returns its pairs of gradients and variables."""
     return grads_and_vars
 
 
 def _combining(real: Any, combined: Any) -> Any:
-    """Returns a method that calls `real` and returns its pairs of gradients and variables, with combined gradients.
-
-    `combined` takes the list of gradients and returns the list of reduced ones.
-    """
+    """Returns a method that combines the gradients in the pairs of `real`. `combined` takes and returns a list."""
 
     def method(self: Any, *args: Any, **kwargs: Any) -> list[Any]:
         pairs = list(real(self, *args, **kwargs))

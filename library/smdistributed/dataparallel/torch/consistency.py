@@ -26,13 +26,10 @@ _Row = tuple[str, str]  # a parameter's name and description
 
 
 def install_model_check(engine_of: Callable[[Any], Any]) -> None:
-    """Patches torch's DistributedDataParallel: it compares the ranks' models first if its group is of this library.
+    """Patches torch's DistributedDataParallel, once: it compares the ranks' models if its group is this library's.
 
     It also installs the periodic check of weights, and records the buckets. With a `device_mesh` it does none of this.
-    A second call does nothing.
-
-    Args:
-        engine_of: Returns this library's process group for a torch process group, or None.
+    `engine_of` returns the process group for a torch group, or None.
     """
     original = DistributedDataParallel.__init__
     if hasattr(original, "__wrapped__"):
@@ -55,11 +52,7 @@ def install_model_check(engine_of: Callable[[Any], Any]) -> None:
 
 
 def compare_models(module: torch.nn.Module, group: Any) -> None:
-    """Raises SMDDPError on all ranks if a rank's parameters differ from rank 0's.
-
-    Compares name, shape, dtype, order and whether they are trained. Parameters that the model tells torch to ignore do
-    not count.
-    """
+    """Raises SMDDPError on all ranks if order, names, shapes, dtypes or requires_grad differ from rank 0's."""
     rows = [
         (name, f"{tuple(parameter.shape)} {str(parameter.dtype).rpartition('.')[2]}{_trained(parameter)}")
         for name, parameter in _reduced_parameters(module)
@@ -75,10 +68,7 @@ def compare_models(module: torch.nn.Module, group: Any) -> None:
 
 
 def compare_weights(module: torch.nn.Module, group: Any) -> None:
-    """Raises SMDDPError on all ranks if a parameter's values differ from rank 0's in any bit.
-
-    Parameters that the model tells torch to ignore do not count.
-    """
+    """Raises SMDDPError on all ranks if a parameter's values differ from rank 0's in any bit."""
     rows = [(name, _hash(parameter)) for name, parameter in _reduced_parameters(module)]
     _compare(
         rows,
@@ -113,10 +103,7 @@ def _compare(rows: Sequence[_Row], group: Any, message: Callable[[int, str], str
 
 
 def _gather_texts(text: str, group: Any) -> list[str]:
-    """Returns the texts of all ranks; every rank calls it.
-
-    torch's `all_gather_object` would unpickle, and so run, the messages of anybody who has joined the group.
-    """
+    """Gathers texts. torch's `all_gather_object` would unpickle, and so run, what anybody in the group sends."""
     data = text.encode()
     size = torch.tensor([len(data)])
     sizes = [torch.empty_like(size) for _ in range(dist.get_world_size(group))]
@@ -129,10 +116,7 @@ def _gather_texts(text: str, group: Any) -> list[str]:
 
 
 def describe_difference(first: Sequence[_Row], other: Sequence[_Row], rank: int) -> str:
-    """Lists the differences between rank 0's rows and the rows of `rank`, one in each line, at most _MAX_LINES.
-
-    Without differing values, it names the first parameter that has another place.
-    """
+    """Lists the differences, at most _MAX_LINES; without any, the first parameter that has another place."""
     ours, theirs = dict(first), dict(other)
     lines = [
         f"  {name}: {ours[name]} on rank 0, {theirs[name]} on rank {rank}"
@@ -149,10 +133,7 @@ def describe_difference(first: Sequence[_Row], other: Sequence[_Row], rank: int)
 
 
 def _check_weights_periodically(wrapper: DistributedDataParallel, group: Any) -> None:
-    """Registers a forward hook that compares weights every SMDDP_CHECK_WEIGHTS training passes, if that is set.
-
-    Raises SMDDPError if the value is not a number above 0.
-    """
+    """Compares weights every SMDDP_CHECK_WEIGHTS training passes. Raises SMDDPError if that is not above 0."""
     text = os.environ.get("SMDDP_CHECK_WEIGHTS")
     if not text:
         return

@@ -35,16 +35,12 @@ from smdistributed.dataparallel.torch import consistency, training_steps
 
 __all__ = ["BACKEND"]
 
+# Not SMDATAPARALLEL_USE_SINGLENODE and SMDATAPARALLEL_USE_HOMOGENEOUS: launchers set them.
 _UNUSED_NAMES = ("SMDATAPARALLEL_OPTIMIZE_SDP",)
 _UNUSED_PREFIXES = ("SMDDP_AG_",)
 
 
 def _warn_of_unused_settings(environ: Mapping[str, str]) -> None:
-    """Warns once of variables that tune AWS's collectives for sharded data parallel training.
-
-    SMDATAPARALLEL_USE_SINGLENODE and SMDATAPARALLEL_USE_HOMOGENEOUS cause no warning: launchers set them, and this
-    library finds out itself which ranks share a host.
-    """
     unused = sorted(name for name in environ if name in _UNUSED_NAMES or name.startswith(_UNUSED_PREFIXES))
     if unused:
         warnings.warn(

@@ -40,12 +40,9 @@ _is_compiling: Callable[[], bool] = getattr(getattr(torch, "compiler", None), "i
 
 
 class StepRecorder:
-    """Records the steps of the thread that creates it. It installs the hooks, until `close`.
+    """Records the steps of the thread that creates it, by hooks, until `close`.
 
     It silences torch's warning that a compiled module calls global hooks twice: the outermost call counts.
-
-    Args:
-        running: The recording.
     """
 
     def __init__(self, running: timeline.Recorder) -> None:
@@ -97,7 +94,6 @@ class StepRecorder:
         self._gap = "loss", self._record("forward", self._module_began)
 
     def _make_backward(self) -> Callable[..., None]:
-        """Returns `torch.autograd.backward` so that the pass is recorded."""
         original = self._backward
 
         def backward(*args: Any, **kwargs: Any) -> None:
@@ -149,7 +145,6 @@ class StepRecorder:
         return now
 
     def _end_gap(self, name: str) -> None:
-        """Records the time since a pass, if the gap after it has this name."""
         what, began = self._gap
         if what == name:
             self._record(name, began)

@@ -47,8 +47,7 @@ __all__ += ["local_rank", "local_size", "rank", "shutdown", "size"]
 def init() -> None:
     """Joins the job, and gives TensorFlow only this rank's GPU, if this process has not joined the job yet.
 
-    Raises SMDDPError after `shutdown`, or if TensorFlow already uses other GPUs. Raises LaunchError if the environment
-    contradicts itself or gives no address to meet at, and StoreError if rank 0 is not reached.
+    Raises the errors of `smdistributed.dataparallel.tensorflow.init`, and SMDDPError after `shutdown`.
     """
     if not is_initialized():
         sdp.init()
@@ -71,12 +70,10 @@ def allreduce(
     Args:
         tensor: Any shape and any number dtype.
         average: True for the mean and False for the sum, in place of `op`.
-        device_dense: Only "".
-        device_sparse: Only "".
+        device_dense, device_sparse: Only "".
         compression: A member of `Compression`.
         op: A `ReduceOp`, or its name.
-        prescale_factor: Multiplies the tensor before the reduction.
-        postscale_factor: Multiplies the result.
+        prescale_factor, postscale_factor: Multiply the tensor before the reduction, and the result.
         name: Of the result in a graph.
 
     Raises:

@@ -59,8 +59,7 @@ def load_model(filepath: Any, custom_objects: Any = None, compression: Any = Com
     """Loads a saved model, and makes its optimizer apply the gradients of all ranks, to continue with `fit`.
 
     Args:
-        filepath: As for tf.keras.models.load_model.
-        custom_objects: As for tf.keras.models.load_model.
+        filepath, custom_objects: As for tf.keras.models.load_model.
         compression: A member of `Compression`.
 
     Returns:

@@ -27,7 +27,6 @@ class BroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):  # type: ig
         self._root_rank, self._done = root_rank, False
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """After the first batch only: sets the variables of model and optimizer to the root's on all ranks."""
         if self._done:
             return
         self._done = True
@@ -72,7 +71,6 @@ class LearningRateWarmupCallback(tf.keras.callbacks.Callback):  # type: ignore[m
         self._epoch = 0
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Raises ValueError if the optimizer has a schedule, which would set the rate again. Changes nothing."""
         optimizer = getattr(self.model.optimizer, "inner_optimizer", self.model.optimizer)
         rate = getattr(optimizer, "_learning_rate", None)
         rate = optimizer.learning_rate if rate is None else rate  # legacy optimizers lack the private one
@@ -86,10 +84,7 @@ class LearningRateWarmupCallback(tf.keras.callbacks.Callback):  # type: ignore[m
         self._epoch = epoch
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Sets the rate: linear from target / ranks to the target, and unchanged after the warm-up.
-
-        Raises ValueError if the number of steps is not known.
-        """
+        """Sets the rate, during the warm-up. Raises ValueError if the number of steps is not known."""
         steps = self._steps or (self.params or {}).get("steps")
         if not steps:
             raise ValueError("LearningRateWarmupCallback: fit does not know its steps. Fix: pass steps_per_epoch.")

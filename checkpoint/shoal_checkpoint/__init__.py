@@ -51,8 +51,6 @@ def directory() -> str | None:
 
 
 class _Stop:
-    """When SIGTERM came, and the handler that was there before."""
-
     installed = False
     received: float | None = None
     before: Callable[[int, Any], Any] | int | None = None

@@ -29,12 +29,7 @@ class CheckpointError(Exception):
 
 
 class SavedSteps:
-    """The checkpoints in a directory.
-
-    Args:
-        path: The directory. `lock` makes it.
-        keep: The number of newest checkpoints that are kept, 1 or more.
-    """
+    """The checkpoints in a directory, which `lock` makes. It keeps the `keep` newest, 1 or more."""
 
     def __init__(self, path: str | os.PathLike[str], keep: int = 2) -> None:
         if keep < 1:
@@ -44,11 +39,7 @@ class SavedSteps:
         self._lock: int | None = None
 
     def lock(self) -> None:
-        """Makes the directory, and locks it until this process ends.
-
-        Raises:
-            CheckpointError: If it cannot be made, or another process holds the lock.
-        """
+        """Makes the directory, and locks it until this process ends. Raises CheckpointError if it cannot."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = open_regular(self.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
@@ -93,7 +84,6 @@ class SavedSteps:
         return sorted(step for step in {int(each[1]) for each in found if each} if self.path_of(step).exists())
 
     def path_of(self, step: int) -> Path:
-        """Returns the path of the complete checkpoint of a step."""
         return self.path / f"step-{step:08}"
 
     def begin(self, step: int) -> Path:
@@ -104,11 +94,7 @@ class SavedSteps:
         return self.path / f"step-{step:08}{PARTIAL}"
 
     def publish(self, step: int) -> None:
-        """Makes a checkpoint that is completely written visible under its name, and removes those that are too old.
-
-        Raises:
-            CheckpointError: If there already is a checkpoint of that step.
-        """
+        """Makes a complete checkpoint visible, and removes old ones. Raises CheckpointError if the step has one."""
         partial = self.path / f"step-{step:08}{PARTIAL}"
         _sync(partial)
         try:
@@ -126,7 +112,6 @@ class SavedSteps:
             _remove(removed)
 
     def advice(self, step: int) -> str:
-        """Returns what to do if the newest checkpoint cannot be used."""
         older = [each for each in self.steps() if each < step]
         aside = f"move {self.path_of(step)} away"
         if older:
@@ -135,10 +120,7 @@ class SavedSteps:
 
 
 def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
-    """Returns a file descriptor. Raises OSError for a pipe, which is not waited for, and for anything but a file.
-
-    Others may have put anything into a directory of checkpoints.
-    """
+    """Opens a file that others may have put there. Raises OSError for a pipe, without waiting, or another thing."""
     descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o660)
     if stat.S_ISREG(os.fstat(descriptor).st_mode):
         return descriptor
@@ -154,7 +136,6 @@ def _hide_from_readers(lock: int) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Removes a directory, or a file or link in its place."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -162,7 +143,6 @@ def _remove(path: Path) -> None:
 
 
 def _sync(path: Path) -> None:
-    """Writes a directory's entries to the disk."""
     opened = os.open(path, os.O_RDONLY)
     try:
         os.fsync(opened)

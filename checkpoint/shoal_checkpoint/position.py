@@ -33,14 +33,8 @@ def batches_to_skip(saved: Mapping[str, Any], unit: int | None, world_size: int,
     A DistributedSampler gives the ranks the samples of one order in turn. So after a number of batches, all ranks
     together have trained the beginning of that order. Its length counts, with any number of ranks.
 
-    Args:
-        saved: The checkpoint's `batches`, `unit`, `world_size` and `epoch`.
-        unit: The number of samples in a batch of all ranks now; None if it is unknown.
-        world_size: The number of ranks now.
-        length: The number of samples in the dataset; None if it is unknown.
-
-    Raises:
-        CheckpointError: If no batch begins there now.
+    `unit` is the number of samples in a batch of all ranks now, or None. Raises CheckpointError if no batch begins
+    there now.
     """
     batches: int = saved["batches"]
     if saved["samples"]:
@@ -92,8 +86,6 @@ class Split:
         first: The number of samples of the epoch that are trained already.
         count: The number of samples of the epoch.
         global_batch: The number of samples in a step of all ranks. The last step of an epoch can have fewer.
-        rank: The rank.
-        world_size: The number of ranks.
         most: The greatest number of samples in a batch of a rank. None: it takes its share of a step at once.
     """
 
@@ -105,10 +97,9 @@ class Split:
     most: int | None = None
 
     def __iter__(self) -> Iterator[Part]:
-        """Yields the batches.
+        """Yields the batches with weights for their mean losses.
 
-        A batch's weight is for its mean loss. The mean over ranks of the sums of weighted gradients is then the mean
-        gradient of the step's samples.
+        The mean over ranks of the sums of weighted gradients is the mean gradient of the step's samples.
         """
         for begin in range(self.first, self.count, self.global_batch):
             samples = min(self.global_batch, self.count - begin)
@@ -128,11 +119,7 @@ def _share(count: int, parts: int, number: int) -> tuple[int, int]:
 
 
 def samples_to_skip(saved: Mapping[str, Any]) -> int:
-    """Returns how many samples of an epoch all ranks have trained, for a constant global batch.
-
-    Raises:
-        CheckpointError: If the training before had another order of samples.
-    """
+    """Returns how many samples all ranks have trained. Raises CheckpointError if they had another order."""
     if saved["batches"] and saved["samples"] is None:
         raise CheckpointError(
             f"the checkpoint is in epoch {saved['epoch']}, which began without global_batch: its order of samples is "
@@ -142,7 +129,6 @@ def samples_to_skip(saved: Mapping[str, Any]) -> int:
 
 
 def warn_if_nothing_is_left(epoch: int, count: int) -> None:
-    """Prints a warning if a training of `count` epochs that goes on at `epoch` has ended before."""
     if 0 < count <= epoch:
         print(
             f"shoal: warning: the checkpoint is after epoch {epoch} of {count}, so nothing is left to train. To train "
@@ -153,7 +139,6 @@ def warn_if_nothing_is_left(epoch: int, count: int) -> None:
 
 
 def check_global_batch(global_batch: int) -> None:
-    """Raises ValueError unless the number of samples of a step is positive."""
     if global_batch < 1:
         raise ValueError(
             f"global_batch={global_batch}: the number of samples in a step of all ranks. Allowed: 1 or more"

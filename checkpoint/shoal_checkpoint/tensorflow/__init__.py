@@ -142,12 +142,7 @@ class Checkpoint:
         return global_batch
 
     def _rest_of(self, dataset: Any, unit: int | None) -> Any:
-        """Returns the batches that are still to be trained, of all batches of an epoch.
-
-        Args:
-            dataset: The batches.
-            unit: The number of samples in a batch of all ranks; None if it is unknown.
-        """
+        """Returns the batches that are still to be trained. `unit`: the samples in a batch of all ranks, if known."""
         self._unit = unit
         resumed, self._resumed = self._resumed, None
         if resumed is None or not resumed["batches"]:

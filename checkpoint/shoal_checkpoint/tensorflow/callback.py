@@ -10,13 +10,7 @@ from shoal_checkpoint.tensorflow import storage
 
 
 class SavingCallback(tf.keras.callbacks.Callback):  # type: ignore[misc]
-    """Counts and saves for a Checkpoint.
-
-    Args:
-        checkpoint: The Checkpoint.
-        skipped: The number of batches of the epoch that are not in the dataset.
-        metrics: The values of the metrics' variables after these.
-    """
+    """Counts and saves for a Checkpoint. `skipped` batches are not in the dataset; `metrics` are after them."""
 
     def __init__(self, checkpoint: Any, skipped: int, metrics: list[Any]) -> None:
         super().__init__()
@@ -41,7 +35,6 @@ class SavingCallback(tf.keras.callbacks.Callback):  # type: ignore[misc]
             self.model._training_state = self
 
     def maybe_load_initial_counters_from_ckpt(self, steps_per_epoch: Any, epoch: int, mode: Any) -> tuple[int, int]:
-        """Returns the epoch and the number of its first batch, for Keras."""
         return epoch, self._skipped
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
@@ -54,10 +47,8 @@ class SavingCallback(tf.keras.callbacks.Callback):  # type: ignore[misc]
         self._checkpoint.save_if_due()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Counts."""
         self._checkpoint.end_step(batch + 1)
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Undoes `on_train_begin`."""
         if self._skipped:
             self.model._training_state = None

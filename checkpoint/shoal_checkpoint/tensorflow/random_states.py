@@ -35,7 +35,6 @@ class RandomStates:
         return [tf.random.get_global_generator(), *(each._generator for each in own)]
 
     def read(self) -> dict[str, Any]:
-        """Returns the states."""
         version, words, gauss = random.getstate()
         name, keys, *rest = np.random.get_state()
         return {
@@ -45,7 +44,6 @@ class RandomStates:
         }
 
     def set(self, states: dict[str, Any]) -> None:
-        """Sets the states."""
         version, words, gauss = states["python"]
         random.setstate((version, tuple(words), gauss))
         check_numpy_state(states["numpy"])
@@ -54,10 +52,7 @@ class RandomStates:
             generator.state.assign(tf.constant(state, dtype=generator.state.dtype))
 
     def derive(self, states: dict[str, Any], rank: int) -> dict[str, Any]:
-        """Returns states for a rank that was not there at the save, from the states of another rank.
-
-        They are the same each time.
-        """
+        """Returns states for a rank that was not there, from another's: the same each time."""
         digest = hashlib.sha256(f"{states['python'][1]} {rank}".encode()).digest()
         before = self.read()
         random.seed(digest)

@@ -11,7 +11,7 @@ from shoal_checkpoint.directories import CheckpointError
 
 
 class Ranks:
-    """The ranks of a module with Horovod's functions. None: this process is the only one."""
+    """The ranks of a module with Horovod's functions. None: only this process. Each method is a collective call."""
 
     def __init__(self, module: Any) -> None:
         self._module = module
@@ -29,7 +29,6 @@ class Ranks:
         return [json.loads(joined[end - length : end]) for end, length in zip(ends, lengths)]
 
     def any(self, value: bool) -> bool:
-        """Returns whether the value is true on any rank. A collective call."""
         if self.size == 1:
             return value
         return bool(tf.reduce_any(self._module.allgather(tf.constant([int(value)])) > 0))
@@ -50,10 +49,8 @@ class Ranks:
         return value
 
     def broadcast_variables(self, variables: Any) -> None:
-        """Sets variables to the values of rank 0. A collective call."""
         if self.size > 1:
             self._module.broadcast_variables(variables, root_rank=0)
 
     def barrier(self) -> None:
-        """Waits for all ranks."""
         self.any(False)

@@ -11,13 +11,7 @@ def share(dataset: Any, global_batch: int, rank: int, size: int) -> Any:
     """Returns a rank's batches, each with the factor for its mean loss.
 
     The mean over ranks of the weighted gradients is the mean gradient of the step's samples. A rank without a sample in
-    the last step of an epoch gets one of another rank, with the factor 0.
-
-    Args:
-        dataset: The samples of the epoch, in the same order on all ranks.
-        global_batch: The number of samples in a step of all ranks.
-        rank: The rank.
-        size: The number of ranks.
+    the last step of an epoch gets one of another rank, with the factor 0. All ranks need the samples in the same order.
     """
 
     def take(*step: Any) -> tuple[Any, Any]:
@@ -34,7 +28,6 @@ def share(dataset: Any, global_batch: int, rank: int, size: int) -> Any:
 
 
 def weigh_samples(batch: Any, weight: Any) -> tuple[Any, Any, Any]:
-    """Returns inputs, targets and sample weights for Keras, of a batch of `share`."""
     inputs, targets, *weights = batch
     factors = tf.fill(tf.shape(tf.nest.flatten(targets)[0])[:1], weight)
     return inputs, targets, factors * tf.cast(weights[0], factors.dtype) if weights else factors

@@ -33,7 +33,6 @@ def _kind(value: Any) -> str:
 
 
 def variables(objects: Mapping[str, Any]) -> Iterator[list[Any]]:
-    """Yields the variables of each object that has some."""
     for each in objects.values():
         if isinstance(each, tf.Variable):
             yield [each]
@@ -52,7 +51,6 @@ def read_metrics(model: Any) -> list[Any]:
 
 
 def set_metrics(model: Any, values: list[Any]) -> None:
-    """Sets the metrics' variables."""
     for each, value in zip([each for metric in model.metrics for each in metric.variables], values):
         each.assign(tf.constant(value, dtype=each.dtype))
 
@@ -69,13 +67,9 @@ def write(objects: Mapping[str, Any], training: dict[str, Any], path: Path) -> N
 
 
 def read(objects: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """Sets the objects to the state of a checkpoint, if it fits.
+    """Sets the objects to the state of a checkpoint, if it fits, and returns `position`, `random` states and `metrics`.
 
-    Returns:
-        The rest of it: `position`, and of each of the `ranks` its `random` states and `metrics`.
-
-    Raises:
-        CheckpointError: If a file is missing, truncated or unreadable, or is of something else. The message has no fix.
+    Raises CheckpointError, without a fix, if a file is missing, truncated or unreadable, or is of something else.
     """
     try:
         with os.fdopen(open_regular(path / _TRAINING), encoding="utf-8") as file:

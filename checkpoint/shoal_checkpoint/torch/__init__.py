@@ -212,10 +212,7 @@ class Checkpoint:
         self._part = None
 
     def _save_between(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yields the batches, and saves if it is due.
-
-        A save waits until there is a next batch, so that no checkpoint is between the last batch and the epoch's end.
-        """
+        """Yields batches. A due save waits for the next, so that none is between the last and the epoch's end."""
         while True:
             before = self._read_random_states() if self._due else None  # loading a batch can draw, too
             try:
@@ -318,7 +315,6 @@ class Checkpoint:
             ) from error
 
     def _take(self, shared: dict[str, Any], path: Path) -> None:
-        """Continues at the position, and with the dicts and random states, of a checkpoint."""
         saved, rank, world_size = shared["ranks"], ranks.rank(), ranks.world_size()
         self.epoch, self.step, self._batches = (shared["position"][name] for name in ("epoch", "step", "batches"))
         self._saved_step = self.step
@@ -337,7 +333,6 @@ class Checkpoint:
 
 
 def _derive(saved: dict[str, Any], rank: int) -> dict[str, Any]:
-    """Returns random states for a rank that was not there when the checkpoint was saved."""
     derived = {}
     for name in ("began", "now"):
         states = saved[name]
@@ -346,7 +341,6 @@ def _derive(saved: dict[str, Any], rank: int) -> dict[str, Any]:
 
 
 def _write(directory: SavedSteps, step: int, tensors: dict[str, torch.Tensor]) -> None:
-    """Writes a checkpoint completely, and then makes it visible."""
     try:
         storage.write(tensors, directory.begin(step))
         directory.publish(step)

@@ -19,13 +19,7 @@ from shoal_checkpoint.torch.random_states import read_random_states, seed_all, s
 
 
 class SeededIndices(list):  # type: ignore[type-arg]
-    """The indices of a batch. Seeds the random number generators of a worker when it begins to load them.
-
-    Args:
-        indices: The indices.
-        seed: The seed.
-        each: Seed them for each sample, with a number that is greater by one.
-    """
+    """The indices of a batch. Seeds a worker's generators when it begins to load them, or `each` with its own seed."""
 
     def __init__(self, indices: Any, seed: int, each: bool) -> None:
         super().__init__(indices)
@@ -43,8 +37,6 @@ class _Share(list):  # type: ignore[type-arg]
 
 
 class Shares:
-    """A rank's batches of a sampler's order, which is the same on all ranks."""
-
     def __init__(self, sampler: Any, split: Split) -> None:
         self._sampler, self._split = sampler, split
 
@@ -116,11 +108,7 @@ class BatchIndices:
 
 
 class ExactLoader:
-    """Iterates over a DataLoader from any batch on, as if the batches before it had been loaded.
-
-    Raises:
-        TypeError: If it is another loader.
-    """
+    """Iterates over a DataLoader from any batch on, as if those before were loaded. Raises TypeError for others."""
 
     def __init__(self, loader: Any) -> None:
         if getattr(type(loader), "__iter__", None) is not DataLoader.__iter__:
@@ -134,14 +122,12 @@ class ExactLoader:
         self.is_iterable = isinstance(loader.dataset, torch.utils.data.IterableDataset)
 
     def set_epoch(self, epoch: int) -> None:
-        """Sets the epoch of all samplers that have one, such as DistributedSampler."""
         for sampler in self._samplers():
             if hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(epoch)
 
     @property
     def length(self) -> int | None:
-        """The number of samples of the dataset, if it is known."""
         return len(self.loader.dataset) if hasattr(self.loader.dataset, "__len__") else None
 
     def samples_per_batch(self, world_size: int) -> int | None:
@@ -149,11 +135,7 @@ class ExactLoader:
         return None if self.loader.batch_size is None else self.loader.batch_size * world_size
 
     def split(self, first: int, global_batch: int) -> Split:
-        """Returns this rank's batches, of which all ranks together have a global batch in each step.
-
-        Raises:
-            TypeError: If the loader's samples cannot be shared by the ranks.
-        """
+        """Returns this rank's shares of global batches. Raises TypeError if samples cannot be shared."""
         check_global_batch(global_batch)
         sampler, size = self.loader.sampler, self.loader.batch_size
         if self.is_iterable or size is None or hasattr(sampler, "num_replicas"):
@@ -168,11 +150,9 @@ class ExactLoader:
         return Split(first, count, global_batch, ranks.rank(), ranks.world_size(), size)
 
     def read_generators(self) -> list[torch.Tensor]:
-        """Returns the states of the random number generators that the loader and its samplers have for themselves."""
         return [each.get_state() for each in self._generators()]
 
     def set_generators(self, states: list[torch.Tensor]) -> None:
-        """Sets the states of these generators."""
         for generator, state in zip(self._generators(), states):
             generator.set_state(state)
 
@@ -188,9 +168,9 @@ class ExactLoader:
     def start(self, skip: int, split: Split | None = None) -> Iterator[Any]:
         """Returns an iterator over an epoch's batches without the first `skip`, or over the batches of a split.
 
-        Draws one seed from torch's generator and each of the loader's, however many the loader draws. The samples of
-        the skipped batches are not loaded, unless the dataset is an IterableDataset. With a split, it is a collective
-        call, in which all ranks get the seeds of rank 0.
+        Draws one seed from torch's generator and each of the loader's, however many the loader draws. Skipped samples
+        are not loaded, unless the dataset is an IterableDataset. With a split, it is a collective call: all ranks get
+        the seeds of rank 0.
         """
         drawn = [_draw(each) for each in (None, *self._generators())]
         seed, *own = drawn if split is None else ranks.from_first_rank(lambda: drawn)

@@ -20,9 +20,7 @@ _MOST_DIFFERENCES = 3
 def check(parts: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the objects without the wrappers of data parallelism and torch.compile, so that both load each other's.
 
-    Raises:
-        TypeError: If one has no state.
-        ValueError: If a name is reserved.
+    Raises TypeError if one has no state, and ValueError if a name is reserved.
     """
     for name, part in parts.items():
         if name in RESERVED:
@@ -53,7 +51,6 @@ def read_shared(parts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_dicts(parts: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Returns the dicts of this rank."""
     return {name: dict(part) for name, part in parts.items() if isinstance(part, dict)}
 
 
@@ -65,15 +62,9 @@ def kinds(parts: Mapping[str, Any]) -> dict[str, str]:
 
 
 def load(parts: Mapping[str, Any], saved: Mapping[str, Any], saved_kinds: Mapping[str, str]) -> None:
-    """Sets the state of each object but dicts, if all of it fits; else nothing is changed.
+    """Sets the state of each object but dicts to the result of `read_shared`, if all of it fits; else nothing changes.
 
-    Args:
-        parts: The objects.
-        saved: The result of `read_shared`.
-        saved_kinds: The result of `kinds`.
-
-    Raises:
-        CheckpointError: If it does not. The message says what differs, and has no fix yet.
+    Raises CheckpointError, which says what differs, and has no fix yet.
     """
     if set(parts) != set(saved_kinds):
         raise CheckpointError(f"it has {_names(saved_kinds)}, and this script saves {_names(parts)}.")

@@ -24,7 +24,6 @@ def read_random_states() -> dict[str, Any]:
 
 
 def set_random_states(states: Mapping[str, Any]) -> None:
-    """Sets the states of this process."""
     random.setstate(states["python"])
     torch.set_rng_state(states["torch"])
     if "numpy" in states:
@@ -37,7 +36,6 @@ def set_random_states(states: Mapping[str, Any]) -> None:
 
 
 def seed_all(seed: int) -> None:
-    """Seeds Python's, NumPy's and torch's generators, also of CUDA devices."""
     random.seed(seed)
     torch.manual_seed(seed)  # also of CUDA devices
     if numpy := sys.modules.get("numpy"):

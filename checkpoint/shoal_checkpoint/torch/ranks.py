@@ -24,32 +24,22 @@ def _joined() -> bool:
 
 
 def rank() -> int:
-    """Returns the rank of this process."""
     return dist.get_rank() if _joined() else 0
 
 
 def world_size() -> int:
-    """Returns the number of ranks."""
     return dist.get_world_size() if _joined() else 1
 
 
 def gather(value: T) -> list[T]:
-    """Returns the values of all ranks, in the order of ranks. A collective call.
-
-    Raises:
-        CheckpointError: If a value was not sent by a rank of this job. It is not unpickled then.
-    """
+    """Gathers values in rank order. Raises CheckpointError, without unpickling, if a rank of another job sent one."""
     if world_size() == 1:
         return [value]
     return [_unpack(data) for data in _gather_bytes(_pack(value))]
 
 
 def from_first_rank(function: Callable[[], T]) -> T:
-    """Returns on each rank what a function returns on rank 0. A collective call.
-
-    Raises:
-        CheckpointError: On all ranks, if the function raises one on rank 0. Also as in `gather`.
-    """
+    """Returns rank 0's result of a function on each rank. A CheckpointError there is raised on all ranks."""
     if world_size() == 1:
         return function()
     answer: tuple[Any, str | None] = (None, None)
@@ -91,7 +81,6 @@ def _unpack(data: bytes) -> Any:
 
 
 def _gather_bytes(data: bytes) -> list[bytes]:
-    """Returns the bytes of all ranks. A collective call."""
     device = _device()
     size = torch.tensor([len(data)], device=device)
     sizes = [torch.zeros_like(size) for _ in range(world_size())]

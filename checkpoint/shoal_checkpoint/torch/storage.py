@@ -37,8 +37,7 @@ class _Name(NamedTuple):
 def flatten(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Returns the tensors of nested dicts, lists and tuples by their names, and the rest as `structure`.
 
-    Raises:
-        CheckpointError: If a tensor is sharded over ranks.
+    Raises CheckpointError if a tensor is sharded over ranks.
     """
     tensors: dict[str, torch.Tensor] = {}
     structure = _take_tensors(dict(state), "", tensors)
@@ -74,15 +73,7 @@ def _take_tensors(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> An
 
 
 def unflatten(tensors: Mapping[str, torch.Tensor], weights_only: bool | None = None) -> dict[str, Any]:
-    """Returns the state of which `flatten` made these tensors.
-
-    Args:
-        tensors: The tensors.
-        weights_only: See `pickles.load`.
-
-    Raises:
-        CheckpointError: If it cannot be read, or has an object that is not data, unless that is trusted.
-    """
+    """Returns the state of which `flatten` made these tensors. Raises CheckpointError if it is not readable data."""
     try:
         saved = pickles.load(io.BytesIO(tensors[STRUCTURE].numpy().tobytes()), weights_only)
     except CheckpointError:
@@ -110,21 +101,14 @@ def _to_tensor(value: Any) -> torch.Tensor:
 
 
 def write(tensors: dict[str, torch.Tensor], path: Path) -> None:
-    """Writes tensors into a new directory, and waits until they are on the disk.
-
-    Raises:
-        OSError: If they cannot be written.
-    """
+    """Writes tensors into a new directory, and waits until they are on the disk. Raises OSError if it cannot."""
     _save(tensors, path)
 
 
 def read(path: Path) -> dict[str, torch.Tensor]:
-    """Returns all tensors of a checkpoint, on the CPU. Nothing in its files is run.
+    """Returns all tensors of a checkpoint, on the CPU. Nothing in its files is run: torch's own reader would.
 
-    torch's own reader loads pickles of any object, in torch 2.0 also for tensors.
-
-    Raises:
-        CheckpointError: If a file is missing, truncated or unreadable. The message has no fix yet.
+    Raises CheckpointError, without a fix, if a file is missing, truncated or unreadable.
     """
     metadata_path = path / ".metadata"
     try:
@@ -162,7 +146,6 @@ def _file_in(path: Path, name: str) -> Path:
 
 
 def _read_tensor(file: Path, offset: int, length: int) -> torch.Tensor:
-    """Returns the tensor that torch.save has written into a part of a file."""
     with os.fdopen(open_regular(file), "rb") as source:
         source.seek(offset)
         tensor = torch.load(io.BytesIO(source.read(length)), map_location="cpu", weights_only=True)
@@ -172,14 +155,10 @@ def _read_tensor(file: Path, offset: int, length: int) -> torch.Tensor:
 
 
 def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:
-    """Calls torch.distributed.checkpoint for this process alone. Before torch 2.2 its function has another name.
-
-    Raises:
-        Exception: The first one that torch wraps into its CheckpointException.
-    """
+    """Calls torch.distributed.checkpoint for this process alone, and raises the first exception that it wraps."""
     warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
     try:
-        getattr(dcp, "save" if hasattr(dcp, "save") else "save_state_dict")(
+        getattr(dcp, "save" if hasattr(dcp, "save") else "save_state_dict")(  # the latter before torch 2.2
             tensors, no_dist=True, storage_writer=FileSystemWriter(path)
         )
     except CheckpointException as error:
@@ -204,10 +183,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 class BackgroundWriter:
-    """Calls a function with tensors that do not change while it runs.
-
-    In the background, it uses its own copies on the CPU. Their memory is used again for the next ones.
-    """
+    """Calls a function with tensors that do not change: in the background with its own reused copies on the CPU."""
 
     def __init__(self, in_background: bool) -> None:
         self._thread = ThreadPoolExecutor(1, "shoal-checkpoint") if in_background else None
@@ -215,11 +191,7 @@ class BackgroundWriter:
         self._copies: Tensors = {}
 
     def write(self, tensors: Tensors, function: Callable[[Tensors], None]) -> None:
-        """Calls the function; in the background, returns when the tensors are copied. Waits for the call before.
-
-        Raises:
-            Exception: The error of this call, or of the one before in the background.
-        """
+        """Waits for the call before, and raises its error. Copies the tensors, then calls the function."""
         self.wait()
         if self._thread is None:
             function(tensors)
@@ -236,11 +208,7 @@ class BackgroundWriter:
         return copy.copy_(tensor, non_blocking=True)
 
     def wait(self) -> None:
-        """Waits until nothing is written.
-
-        Raises:
-            Exception: The error of the call in the background.
-        """
+        """Waits until nothing is written. Raises the error of the call in the background."""
         running, self._running = self._running, None
         if running is not None:
             running.result()

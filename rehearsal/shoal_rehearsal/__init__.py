@@ -35,7 +35,6 @@ def activate() -> None:
 
 
 def _with_torch() -> None:
-    """Patches torch, if the rehearsal is enabled. Raises RehearsalError for invalid variables."""
     if is_enabled():
         from shoal_rehearsal.torch import emulate_gpus
 
@@ -43,7 +42,6 @@ def _with_torch() -> None:
 
 
 def _with_tensorflow() -> None:
-    """Patches TensorFlow, if the rehearsal is enabled. Raises RehearsalError for invalid variables."""
     if is_enabled():
         from shoal_rehearsal.tensorflow import emulate_gpus
 

@@ -33,7 +33,6 @@ class _WatchedImport:
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Finds the module by the other finders, and extends its loader; None for other modules."""
         if name != self._name:
             return None
         others = (
@@ -47,10 +46,7 @@ class _WatchedImport:
         return spec
 
     def _extend(self, loader: object) -> None:
-        """Replaces the loader's `exec_module`: after the module's code, the function is called, once.
-
-        This finder is then no longer in sys.meta_path.
-        """
+        """Replaces `exec_module`: after the module's code, it calls the function and leaves sys.meta_path."""
         execute: Callable[[ModuleType], None] = loader.exec_module  # type: ignore[attr-defined]
 
         def exec_module(module: ModuleType) -> None:

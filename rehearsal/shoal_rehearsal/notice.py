@@ -16,13 +16,9 @@ _launched = False
 
 
 def prepare(settings: RehearsalSettings, real: int) -> None:
-    """Prepares the notice, which `print_notice` prints, and notes whether a launcher started this process.
+    """Prepares the notice, unless another process prints it, and notes whether a launcher started this process.
 
-    Prepares nothing if another process prints it.
-
-    Args:
-        settings: Of this process.
-        real: The number of GPUs that this host has.
+    `real` is the number of GPUs that this host has.
     """
     global _launched
     _launched = settings.launched

@@ -28,20 +28,14 @@ class ReplacementFinder(Loader):
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Returns a spec if the rehearsal is enabled and a package declares a replacement; otherwise None.
-
-        For a module of a declared package, it raises RehearsalError if SHOAL_REHEARSE is invalid.
-        """
+        """Returns a spec for a declared replacement. Raises RehearsalError if SHOAL_REHEARSE is invalid."""
         top = name.partition(".")[0]
         if top not in _declared() or not is_enabled() or (name != top and _find_replacement(name) is None):
             return None
         return spec_from_loader(name, self, is_package=True)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Makes attributes come from the replacement. Prints, on rank 0, that the module is not installed.
-
-        The top-level package itself stays empty if it has no replacement.
-        """
+        """Makes attributes come from the replacement, if any. Rank 0 prints that the module is not installed."""
         name = module.__name__
         replacement = _find_replacement(name)
         if replacement is None:  # the top-level package
@@ -53,10 +47,7 @@ class ReplacementFinder(Loader):
 
 
 def _look_up(module: str) -> Callable[[str], Any]:
-    """Returns a module's `__getattr__`: it chooses the replacement when the script uses a name, after its imports.
-
-    It raises AttributeError for a name that the replacement lacks.
-    """
+    """Returns a module's `__getattr__`: it chooses the replacement when the script uses a name, after its imports."""
 
     def get_attribute(name: str) -> Any:
         replacement = None if name.startswith("__") else _find_replacement(module)
@@ -74,13 +65,11 @@ def _look_up(module: str) -> Callable[[str], Any]:
 
 
 def _find_replacement(module: str) -> str | None:
-    """Asks the package that declares a replacement for the module's name; None: it has none."""
     find: Callable[[str], str | None] = _declared()[module.partition(".")[0]].load()
     return find(module)
 
 
 @functools.cache
 def _declared() -> dict[str, EntryPoint]:
-    """Returns the entry points of all installed packages in this group, by name."""
     points = (point for installed in distributions() for point in installed.entry_points if point.group == GROUP)
     return {point.name: point for point in points}

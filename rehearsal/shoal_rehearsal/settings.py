@@ -24,8 +24,6 @@ class RehearsalError(RuntimeError):
 
 @dataclass(frozen=True)
 class RehearsalSettings:
-    """The settings of a process."""
-
     gpus: int
     """The number of emulated GPUs of this host."""
     prints_notice: bool
@@ -35,11 +33,7 @@ class RehearsalSettings:
 
 
 def is_enabled(environ: Mapping[str, str] | None = None) -> bool:
-    """Whether SHOAL_REHEARSE is true. Raises RehearsalError if it is neither true nor false.
-
-    Args:
-        environ: Default: os.environ.
-    """
+    """Whether SHOAL_REHEARSE is true. Raises RehearsalError if it is neither true nor false."""
     text = (os.environ if environ is None else environ).get(SWITCH, "")
     if text.lower() in _TRUE:
         return True
@@ -54,11 +48,7 @@ def is_enabled(environ: Mapping[str, str] | None = None) -> bool:
 def read_settings(environ: Mapping[str, str] | None = None) -> RehearsalSettings:
     """Reads the other settings. Without SHOAL_REHEARSE_GPUS a host has one GPU for each of its ranks.
 
-    Args:
-        environ: Default: os.environ.
-
-    Raises:
-        RehearsalError: If SHOAL_REHEARSE_GPUS is not a whole number from 1 to 128.
+    Raises RehearsalError if SHOAL_REHEARSE_GPUS is not a whole number from 1 to 128.
     """
     env = os.environ if environ is None else environ
     ranks, local_ranks, sizes = (_numbers(env, names) for names in (_RANKS, _LOCAL_RANKS, _LOCAL_SIZES))
@@ -72,7 +62,6 @@ def _numbers(env: Mapping[str, str], names: Iterable[str]) -> list[int]:
 
 
 def _parse_gpus(text: str) -> int:
-    """Returns a number of GPUs. Raises RehearsalError if it is not a whole number from 1 to 128."""
     if not text.isdecimal() or not 1 <= int(text) <= MOST_GPUS:
         raise RehearsalError(
             f"{GPUS}={text!r} in the environment: it must be a whole number from 1 to {MOST_GPUS}, the emulated GPUs "

@@ -24,8 +24,6 @@ _MEMORY = {"current": 0, "peak": 0}
 
 
 class EmulatedGpus:
-    """The emulated GPUs of this host, and their configuration."""
-
     def __init__(self, count: int) -> None:
         self.physical = [tf.config.PhysicalDevice(f"/physical_device:{_GPU}:{i}", _GPU) for i in range(count)]
         self.visible = list(self.physical)
@@ -39,11 +37,9 @@ class EmulatedGpus:
 
 
 def emulate_gpus(settings: RehearsalSettings) -> None:
-    """Patches TensorFlow's tf.config, tf.test and strategies, in this process, and hides its real GPUs.
+    """Patches tf.config, tf.test and strategies for good, and hides real GPUs. Prepares the notice.
 
-    It cannot be undone.
-
-    Operations on GPUs run on the CPU, by soft placement, which it turns on. It prepares the notice.
+    Operations on GPUs run on the CPU, by soft placement, which it turns on.
     """
     real = tf.config.list_physical_devices(_GPU)
     notice.prepare(settings, len(real))
@@ -68,8 +64,6 @@ def _patch_strategies(gpus: EmulatedGpus) -> None:
 
 
 def _warning(construct: Callable[..., None], name: str, gpus: EmulatedGpus) -> Callable[..., None]:
-    """Wraps a strategy's constructor, which then warns if it has fewer replicas than there are visible GPUs."""
-
     @functools.wraps(construct)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         construct(self, *args, **kwargs)
@@ -87,16 +81,14 @@ def _warning(construct: Callable[..., None], name: str, gpus: EmulatedGpus) -> C
 
 
 def _replace(module: Any, name: str, stand_in: Callable[[Any], Any]) -> None:
-    """Replaces a function, if there is one, by the result of `stand_in(real function)`."""
     if hasattr(module, name):
         setattr(module, name, stand_in(getattr(module, name)))
 
 
 def _list_functions(gpus: EmulatedGpus) -> dict[str, Callable[[Any], Any]]:
-    """Returns makers of stand-ins for the functions of tf.config that take a device type, by name.
+    """Returns makers of stand-ins for the functions of tf.config that take a device type (None: all), by name.
 
-    Each maker gets the real function, which answers for other types. Type None means all types. Listing devices prints
-    the notice. Making unknown GPUs visible raises ValueError.
+    A maker gets the real function, for other types. Listing devices prints the notice.
     """
 
     def listing(found: Callable[[], list[Any]]) -> Callable[[Any], Any]:
@@ -137,8 +129,7 @@ def _list_functions(gpus: EmulatedGpus) -> dict[str, Callable[[Any], Any]]:
 def _device_functions(gpus: EmulatedGpus) -> dict[str, Callable[[Any], Any]]:
     """Returns makers of stand-ins for the functions of tf.config that take a device, by name.
 
-    Each maker gets the real function, which is called for devices that are not emulated. Emulated GPUs use no memory,
-    and ignore a configuration of logical devices.
+    A maker gets the real function, for other devices. Emulated GPUs use no memory, and ignore logical devices.
     """
 
     def of_gpu(answer: Callable[..., Any]) -> Callable[[Any], Any]:
@@ -167,12 +158,10 @@ def _device_functions(gpus: EmulatedGpus) -> dict[str, Callable[[Any], Any]]:
 
 
 def _is_gpu(gpus: EmulatedGpus, device: Any) -> bool:
-    """Whether a device is an emulated GPU, or a name with GPU in it."""
     return gpus.has(device) or (isinstance(device, str) and re.search(r"\bGPU\b", device, re.IGNORECASE) is not None)
 
 
 def _require_known(gpus: EmulatedGpus, devices: list[Any]) -> None:
-    """Raises ValueError, as TensorFlow does, for a device that is not an emulated GPU."""
     for device in devices:
         if not gpus.has(device):
             raise ValueError(f"Unrecognized device: {getattr(device, 'name', device)!r}: there are {gpus.physical}.")

@@ -17,8 +17,7 @@ from shoal_rehearsal.torch.overrides import OVERRIDES
 def patch(_: int) -> None:
     """Patches autocast for "cuda" to use the CPU's, with bfloat16 if float16 can't be computed.
 
-    torch.is_autocast_enabled("cuda") then reports the CPU's. GradScaler gets kernels if torch has none for the CPU
-    (before 2.3).
+    GradScaler gets kernels if torch has none for the CPU (before 2.3).
     """
     autocast: Any = autocast_mode.autocast
     initialise = autocast.__init__
@@ -73,10 +72,7 @@ def _check_and_unscale(grads: list[torch.Tensor], found_inf: torch.Tensor, inv_s
 def _update_scale(
     scale: torch.Tensor, tracker: torch.Tensor, found_inf: torch.Tensor, growth: float, backoff: float, interval: int
 ) -> torch.Tensor:
-    """Reduces the scale after a skipped step, raises it after `interval` steps without one, and returns it.
-
-    Changes the scale in place, and counts the steps since its last change in `tracker`.
-    """
+    """Updates the scale in place, counts the steps since its last change in `tracker`, and returns the scale."""
     steps = 0 if bool(found_inf) else int(tracker) + 1
     if bool(found_inf):
         scale.mul_(backoff)

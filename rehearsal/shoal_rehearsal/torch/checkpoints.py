@@ -17,8 +17,7 @@ _BEFORE_TORCHS_OWN = 5  # torch's restorers have 10 and more
 def patch(_: int) -> None:
     """Lets torch load storages of CUDA tensors, and activation checkpointing ignore emulated devices.
 
-    Activation checkpointing compares saved with recomputed tensors. It sees the saved ones without the mode, while
-    torch handles a function, and the recomputed ones with it, so their devices would differ.
+    It compares saved tensors, seen without the mode, with recomputed ones, seen with it: their devices would differ.
     """
     torch.serialization.register_package(_BEFORE_TORCHS_OWN, lambda storage: None, _restore)
     checks: dict[str, Callable[[torch.Tensor], Any]] = getattr(checkpoint, "_allowed_determinism_checks_to_fns", {})
@@ -27,8 +26,6 @@ def patch(_: int) -> None:
 
 
 def _without_devices(function: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
-    """Wraps a function so that it sees the real tensors, all on the CPU."""
-
     @functools.wraps(function)
     def describe(tensor: torch.Tensor) -> Any:
         with torch._C.DisableTorchFunction():

@@ -33,8 +33,6 @@ class Properties:
 
 
 class Device:
-    """Replaces torch.cuda.device: a device is current inside."""
-
     def __init__(self, device: Any) -> None:
         self.idx = -1 if device is None else devices.index_of(device)
         self.prev_idx = -1
@@ -47,8 +45,6 @@ class Device:
 
 
 class DeviceOf(Device):
-    """Replaces torch.cuda.device_of: the device of a tensor is current inside, if it is on CUDA."""
-
     def __init__(self, tensor: Any) -> None:
         super().__init__(tensor.get_device() if is_on_cuda(tensor) else None)
 
@@ -84,7 +80,6 @@ def patch(count: int) -> None:
 
 
 def _replace(module: Any, names: dict[str, Any]) -> None:
-    """Replaces names of a module, if this version of torch has them."""
     for name, value in names.items():
         if hasattr(module, name):
             setattr(module, name, value)
@@ -114,12 +109,10 @@ def get_device_properties(device: DeviceLike = None) -> Properties:
 
 
 def get_device_name(device: DeviceLike = None) -> str:
-    """Returns the emulated name of a device. Raises as get_device_properties does."""
     return get_device_properties(device).name
 
 
 def get_device_capability(device: DeviceLike = None) -> tuple[int, int]:
-    """Returns the emulated compute capability of a device. Raises as get_device_properties does."""
     found = get_device_properties(device)
     return found.major, found.minor
 
@@ -136,26 +129,20 @@ def mem_get_info(device: DeviceLike = None) -> tuple[int, int]:
 
 
 def get_rng_state(device: DeviceLike = "cuda") -> torch.Tensor:
-    """Returns a device's stored state, uint8; zeros if none was stored.
-
-    Nothing uses it: random numbers come from the CPU's generator.
-    """
+    """Returns a device's stored state; zeros if none. Random numbers come from the CPU's generator."""
     state = _rng_states.get(_ordinal(device))
     return torch.zeros(16, dtype=torch.uint8) if state is None else state.clone()
 
 
 def set_rng_state(new_state: torch.Tensor, device: DeviceLike = "cuda") -> None:
-    """Stores a device's state, for `get_rng_state` only: random numbers come from the CPU's generator."""
     _rng_states[_ordinal(device)] = new_state.clone()
 
 
 def get_rng_state_all() -> list[torch.Tensor]:
-    """Returns the stored states of all devices."""
     return [get_rng_state(ordinal) for ordinal in range(devices.count())]
 
 
 def set_rng_state_all(new_states: list[torch.Tensor]) -> None:
-    """Stores the states of all devices."""
     for ordinal, state in enumerate(new_states):
         set_rng_state(state, ordinal)
 

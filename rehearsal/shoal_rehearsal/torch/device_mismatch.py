@@ -36,10 +36,9 @@ _NEED_ONE_DEVICE = {
 
 
 def require_same_device(func: Any, tensors: Sequence[torch.Tensor]) -> None:
-    """Raises RuntimeError, with CUDA's text, if a function needs tensors on one device and they are not.
+    """Raises RuntimeError, with CUDA's text, if a layer, loss or arithmetic has tensors on different devices.
 
-    Only layers, losses and arithmetic are checked. Unknown placements don't count. Scalar tensors may be on the CPU, as
-    with CUDA.
+    Unknown placements don't count. Scalar tensors may be on the CPU, as with CUDA.
     """
     if len(tensors) < 2 or func not in _NEED_ONE_DEVICE:
         return

@@ -23,8 +23,6 @@ _queued: list[Callable[[], object]] = []
 
 @runtime_checkable
 class DeviceContext(Protocol):
-    """A torch.cuda.device object."""
-
     idx: int
 
 
@@ -36,7 +34,6 @@ _thread = _Thread()
 
 
 def set_count(count: int) -> None:
-    """Sets the number of emulated devices."""
     global _count
     _count = count
 
@@ -89,10 +86,7 @@ def is_cuda(device: object) -> bool:
 
 
 def resolve(device: DeviceLike = None) -> torch.device:
-    """Returns a CUDA device with its ordinal. A negative ordinal is the current device.
-
-    Args:
-        device: As torch takes it. None and "cuda" are the current device; a torch.cuda.device stands for its ordinal.
+    """Returns a CUDA device with its ordinal. None, "cuda" and a negative ordinal are the current device.
 
     Raises:
         ValueError: For a device of another type.

@@ -51,10 +51,7 @@ def patch(_: int) -> None:
 
 
 def _placing_with_parameters(method: Any) -> Any:
-    """Wraps a method of GradBucket: its tensors get the placement of the bucket's parameters.
-
-    DistributedDataParallel creates them in C++, where the mode does not see them.
-    """
+    """Wraps a method of GradBucket: DistributedDataParallel creates its tensors in C++, unseen by the mode."""
 
     @functools.wraps(method)
     def tensors(bucket: Any) -> Any:
@@ -76,14 +73,12 @@ def _moving_booleans(function: Any) -> Any:
 
 
 def _as_bytes(value: Any) -> Any:
-    """Returns booleans, also in a list, as bytes in the same memory; other values unchanged."""
     if isinstance(value, list):
         return [_as_bytes(each) for each in value]
     return value.view(torch.uint8) if isinstance(value, torch.Tensor) and value.dtype == torch.bool else value
 
 
 def _replace(name: str, wrap: Any) -> None:
-    """Replaces a function of torch.distributed, if this version has it, by `wrap(original)`."""
     original = getattr(dist, name, None)
     if original is None:  # a name of another version
         return
@@ -141,10 +136,7 @@ def _checking_device_ids(function: Any) -> Any:
 
 
 def _reducing_as_nccl(function: Any) -> Any:
-    """Wraps `all_reduce`: on gloo it averages, and sums booleans to their maximum, as NCCL does; gloo does neither.
-
-    An average has ended at the return, also with `async_op`.
-    """
+    """Wraps `all_reduce`: on gloo it averages, at once even with `async_op`, and sums booleans to their maximum."""
 
     @functools.wraps(function)
     def all_reduce(tensor: Any, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
@@ -162,8 +154,7 @@ def _reducing_as_nccl(function: Any) -> Any:
 def _gathering_as_nccl(function: Any) -> Any:
     """Wraps a gather into one tensor: on gloo, only numbers of elements must fit, as with NCCL.
 
-    Gloo compares shapes, and lacks the collective in torch 2.0. Tensors that don't fit or are not contiguous go to gloo
-    unchanged.
+    Gloo compares shapes, and lacks it in torch 2.0. Tensors that don't fit or are not contiguous go to gloo unchanged.
     """
 
     @functools.wraps(function)
@@ -179,11 +170,7 @@ def _gathering_as_nccl(function: Any) -> Any:
 
 
 def _scattering_as_nccl(function: Any) -> Any:
-    """Wraps a reduce-scatter of one tensor: on gloo, only numbers of elements must fit, and it averages, as with NCCL.
-
-    Tensors that don't fit or are not contiguous go to gloo unchanged. An average has ended at the return, also with
-    `async_op`.
-    """
+    """Wraps a reduce-scatter as `_gathering_as_nccl` does. On gloo it averages, at once even with `async_op`."""
 
     @functools.wraps(function)
     def scatter(
@@ -226,10 +213,7 @@ class _Done:
 
 
 def _creating_unseen(create: Any) -> Any:
-    """Wraps the constructor of a backend that is written in Python: all its code sees the real tensors, in CPU memory.
-
-    For that it replaces the methods of the object's class.
-    """
+    """Wraps the constructor of a Python backend: its class's methods see the real tensors, in CPU memory."""
 
     @functools.wraps(create)
     def create_without_mode(*args: Any, **kwargs: Any) -> Any:
@@ -243,8 +227,6 @@ def _creating_unseen(create: Any) -> Any:
 
 
 def _without_mode(function: Any) -> Any:
-    """Wraps a function so that it sees the real tensors: the mode is off inside."""
-
     @functools.wraps(function)
     def without_mode(*args: Any, **kwargs: Any) -> Any:
         with torch._C.DisableTorchFunction():

@@ -30,15 +30,10 @@ from shoal_rehearsal.torch.placement import (
 
 
 class EmulationMode(TorchFunctionMode):
-    """The mode."""
-
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Calls a function for the script: on the CPU, or its override. Records the results' placement.
-
-        Raises RuntimeError if its tensors are on different devices.
-        """
+        """Calls a function or its override, and records placements. Raises RuntimeError if devices differ."""
         override = OVERRIDES.get(func)
         if override is not None:
             return override(self, *args, **(kwargs or {}))
@@ -67,10 +62,9 @@ def _replace_devices(args: list[Any], kwargs: dict[str, Any]) -> Placement:
 
 
 def _default_placement(func: Any, tensors: list[torch.Tensor], kwargs: dict[str, Any]) -> Placement:
-    """Returns the placement of a new tensor without a requested device, by torch.set_default_device.
+    """Returns a new tensor's placement by torch.set_default_device; for CUDA, sets `kwargs["device"]` to the CPU.
 
-    If the default is CUDA, this sets `kwargs["device"]` to the CPU. If there is no default, it is the CPU, or None if
-    an argument is a tensor. It is None for another default, and if the function creates no tensor or has a device.
+    Without a default, it is the CPU, or None if an argument is a tensor, no tensor is created, or a device is given.
     """
     if func not in _device._device_constructors() or kwargs.get("device") is not None:
         return None
@@ -113,7 +107,6 @@ class _AutogradEngine:
         return getattr(self._engine, name)
 
     def run_backward(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs a backward pass with the mode active. Arguments: see torch.autograd.backward."""
         with contextlib.nullcontext() if _is_entered() else self._mode:
             return self._engine.run_backward(*args, **kwargs)
 
@@ -124,8 +117,6 @@ def _is_entered() -> bool:
 
 
 def _with_mode(mode: TorchFunctionMode, run: Callable[[], None]) -> Callable[[], None]:
-    """Wraps a thread's function so that the mode is active while it runs."""
-
     def run_with_mode() -> None:
         with mode:
             run()

@@ -29,15 +29,11 @@ def patch(_: int) -> None:
 
 
 def _compile_nothing(model: Any = None, **_: Any) -> Any:
-    """Returns its argument; without one, a decorator that does so."""
     return (lambda decorated: decorated) if model is None else model
 
 
 def _synchronized_forward(self: nn.SyncBatchNorm, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 (torch's name)
-    """Computes SyncBatchNorm's forward pass over all ranks, and updates its running statistics.
-
-    Gradients go through the statistics of all ranks. In evaluation, or with one rank, it is plain batch norm.
-    """
+    """SyncBatchNorm's forward over all ranks, with gradients through their statistics. Updates running ones."""
     plain: Any = nn.modules.batchnorm._BatchNorm.forward
     group = self.process_group or (dist.group.WORLD if dist.is_available() and dist.is_initialized() else None)
     if not self.training or group is None or dist.get_world_size(group) == 1:
@@ -67,7 +63,6 @@ def _update_running_statistics(norm: nn.SyncBatchNorm, mean: torch.Tensor, varia
 
 
 def _sum_over_ranks(tensor: torch.Tensor, group: Any) -> torch.Tensor:
-    """Returns the sum over the ranks, with gradients through it."""
     from torch.distributed.nn.functional import all_reduce  # imports much, and few scripts need it
 
     found: torch.Tensor = all_reduce(tensor, group=group)  # type: ignore[no-untyped-call]
@@ -75,10 +70,7 @@ def _sum_over_ranks(tensor: torch.Tensor, group: Any) -> torch.Tensor:
 
 
 def _patch_data_parallel() -> None:
-    """Patches DataParallel: it moves the batch to the first device and runs the module there, once.
-
-    Without devices it runs as before.
-    """
+    """Patches DataParallel: with devices, it moves the batch to the first and runs the module there, once."""
     wrapper: Any = nn.DataParallel
     forward = wrapper.forward
 
@@ -93,7 +85,6 @@ def _patch_data_parallel() -> None:
 
 
 def _move_all(value: Any, placement: torch.device) -> Any:
-    """Moves the tensors in nested dicts, lists and tuples to an emulated device; other values stay as they are."""
     if isinstance(value, torch.Tensor):
         return move(value, placement)
     if isinstance(value, dict):

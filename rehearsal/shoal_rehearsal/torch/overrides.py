@@ -21,11 +21,7 @@ _pinned: Any = WeakTensorKeyDictionary()
 
 
 def translate_device(device: Any) -> tuple[Placement, Any]:
-    """Translates a device argument of the script.
-
-    Returns:
-        The placement of the result (None if it is neither on CUDA nor on the CPU), and the device for torch.
-    """
+    """Returns a device argument's placement (None if neither on CUDA nor on the CPU), and the device for torch."""
     if type(device) is int or devices.is_cuda(device):
         return devices.resolve(device), CPU
     if device is UNKNOWN:
@@ -56,10 +52,9 @@ def _to(_: object, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def _destination(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Placement, tuple[Any, ...]]:
-    """Returns the device that Tensor.to is called with, and the other arguments; None if it names no device.
+    """Returns the device that Tensor.to is called with (by position, name or tensor), and other arguments.
 
-    The device may be given by position, by name, or by a tensor; it is UNKNOWN if that tensor's placement is unknown.
-    The real device replaces it, in `kwargs` in place.
+    It is None if none is named, UNKNOWN if a tensor's placement is. The real one replaces it in `kwargs`.
     """
     if kwargs.get("device") is not None:
         requested, kwargs["device"] = translate_device(kwargs["device"])
@@ -100,16 +95,12 @@ def _get_device(_: object, tensor: Tensor) -> int:
 
 
 def _set_data(_: object, tensor: Tensor, data: Tensor) -> None:
-    """Replaces the assignment of `tensor.data`: the tensor takes over the placement too."""
     tensor.data = data
     set_placement(tensor, placement_of(data))
 
 
 def _pin_memory(_: object, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Replaces Tensor.pin_memory: returns a copy that counts as pinned, or a pinned tensor itself.
-
-    Raises RuntimeError for a CUDA tensor.
-    """
+    """Replaces Tensor.pin_memory by a copy that counts as pinned. Raises RuntimeError for a CUDA tensor."""
     if is_on_cuda(tensor):
         raise RuntimeError(f"cannot pin '{_type_name(tensor)}' only dense CPU tensors can be pinned")
     if tensor in _pinned:
@@ -125,7 +116,6 @@ def _is_pinned(_: object, tensor: Tensor, *args: Any, **kwargs: Any) -> bool:
 
 
 def _numpy(_: object, tensor: Tensor, *, force: bool = False) -> Any:
-    """Replaces Tensor.numpy: raises TypeError for a tensor of an emulated GPU, as torch does, unless `force`."""
     if not force:
         _require_cpu(tensor)
     return tensor.numpy(force=force)
@@ -137,7 +127,6 @@ def _array(_: object, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
 
 
 def _require_cpu(tensor: Tensor) -> None:
-    """Raises TypeError, as torch does, if a tensor is on an emulated CUDA device."""
     if is_on_cuda(tensor):
         raise TypeError(
             f"can't convert {placement_of(tensor)} device type tensor to numpy. Use Tensor.cpu() to copy the tensor to "
@@ -180,7 +169,6 @@ def _pack_padded_sequence(_: object, tensor: Tensor, *args: Any, **kwargs: Any) 
 
 
 def is_on_cuda(tensor: Tensor) -> bool:
-    """Whether a tensor is known to be on an emulated CUDA device."""
     placement = placement_of(tensor)
     return placement is not None and placement.type == "cuda"
 

@@ -21,7 +21,6 @@ _placements: Any = WeakTensorKeyDictionary()
 
 
 def placement_of(tensor: torch.Tensor) -> Placement:
-    """Returns the placement of a tensor; None if it is unknown."""
     placement: Placement = _placements.get(tensor)
     return placement
 
@@ -36,7 +35,6 @@ def set_placement(value: object, placement: Placement) -> None:
 
 
 def set_unknown_placement(value: object, placement: Placement) -> None:
-    """Sets the placement as `set_placement`, but only of tensors with an unknown placement."""
     if placement is not None:
         for tensor in tensors_in((value,)):
             if tensor not in _placements:
@@ -44,10 +42,7 @@ def set_unknown_placement(value: object, placement: Placement) -> None:
 
 
 def common_placement(tensors: Iterable[torch.Tensor]) -> Placement:
-    """Returns the placement of an operation's result: CUDA if an input is there, the CPU if all are there.
-
-    Otherwise None, as without inputs.
-    """
+    """Returns CUDA if an input is there, the CPU if all are there, otherwise None."""
     found = [placement_of(tensor) for tensor in tensors]
     for placement in found:
         if placement is not None and placement.type == "cuda":
@@ -56,7 +51,6 @@ def common_placement(tensors: Iterable[torch.Tensor]) -> Placement:
 
 
 def tensors_in(values: Iterable[object]) -> Iterator[torch.Tensor]:
-    """Yields the tensors among values, also in lists and tuples."""
     for value in values:
         if isinstance(value, torch.Tensor):
             yield value

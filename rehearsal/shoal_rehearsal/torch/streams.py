@@ -12,8 +12,6 @@ from shoal_rehearsal.torch.devices import DeviceLike
 
 
 class Stream:
-    """Replaces torch.cuda.Stream."""
-
     def __init__(self, device: DeviceLike = None, priority: int = 0, **_: Any) -> None:
         self.device = devices.resolve(device)
         self.priority = priority
@@ -39,7 +37,6 @@ class Stream:
         return False
 
     def record_event(self, event: Event | None = None) -> Event:
-        """Records an event, a new one by default, on this stream and returns it."""
         recorded = Event() if event is None else event
         recorded.record(self)
         return recorded
@@ -62,10 +59,7 @@ class Event:
         self._recorded = time.perf_counter()
 
     def elapsed_time(self, end_event: Event) -> float:
-        """Returns the milliseconds between two recorded events with timing; otherwise raises ValueError, as torch.
-
-        In torch 2.0 that is a RuntimeError.
-        """
+        """Returns milliseconds between recorded events with timing. Raises ValueError, or RuntimeError in torch 2.0."""
         error = RuntimeError if torch.__version__.startswith("2.0.") else ValueError
         if not (self.enable_timing and end_event.enable_timing):
             raise error("Both events must be created with argument 'enable_timing=True'.")
@@ -84,8 +78,6 @@ class Event:
 
 
 class StreamContext:
-    """Replaces torch.cuda.stream(…)."""
-
     def __init__(self, stream: Stream | None) -> None:
         self.stream = stream
 
@@ -102,10 +94,7 @@ def current_stream(device: DeviceLike = None) -> Stream:
 
 
 def patch(_: int) -> None:
-    """Replaces streams and events in torch.cuda and torch.accelerator: they do nothing, or measure the CPU's time.
-
-    Tensor.record_stream does nothing from then on.
-    """
+    """Replaces streams, events and Tensor.record_stream: they do nothing, or measure the CPU's time."""
     replaced: dict[str, Any] = {
         "Stream": Stream,
         "ExternalStream": Stream,

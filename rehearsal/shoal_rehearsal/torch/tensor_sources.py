@@ -20,11 +20,7 @@ from shoal_rehearsal.torch.placement import (
 
 
 def patch(_: int) -> None:
-    """Patches functions that create tensors: results get the placement of inputs, the default device or the CPU.
-
-    These are nn.Parameter, autograd.Function.apply, from_numpy, swap_tensors, the default device, and tensors from
-    other processes; indexing too in torch 2.0.
-    """
+    """Patches functions that create tensors: results get the placement of inputs, the default device or the CPU."""
     _patch_parameters()
     tensor: Any = torch.Tensor
     function: Any = torch.autograd.Function
@@ -42,8 +38,6 @@ def patch(_: int) -> None:
 
 
 def _placing_on_cpu(function: Any) -> Any:
-    """Wraps a function: the tensors that it returns are placed on the CPU."""
-
     @functools.wraps(function)
     def make(*args: Any, **kwargs: Any) -> Any:
         made = function(*args, **kwargs)
@@ -54,14 +48,10 @@ def _placing_on_cpu(function: Any) -> Any:
 
 
 def _swapping_placements(swap: Any) -> Any:
-    """Wraps `swap_tensors`: placements are swapped too.
-
-    torch cannot swap a tensor with weak references, as `placement` has.
-    """
-
     @functools.wraps(swap)
     def swap_tensors(t1: torch.Tensor, t2: torch.Tensor) -> None:
         before = placement_of(t1), placement_of(t2)
+        # torch cannot swap a tensor with weak references, as `placement` has.
         set_placement((t1, t2), None)
         swap(t1, t2)
         set_placement(t1, before[1])
@@ -71,8 +61,6 @@ def _swapping_placements(swap: Any) -> Any:
 
 
 def _placing_with_arguments(function: Any) -> Any:
-    """Wraps a function: tensors that it returns without a placement get its arguments' placement."""
-
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         result = function(*args, **kwargs)
@@ -83,7 +71,6 @@ def _placing_with_arguments(function: Any) -> Any:
 
 
 def _patch_parameters() -> None:
-    """Patches nn.Parameter: a parameter has the placement of its tensor."""
     parameters: Any = torch.nn.Parameter
     make = parameters.__new__
 
@@ -98,15 +85,12 @@ def _patch_parameters() -> None:
 
 
 def _patch_default_device() -> None:
-    """Patches torch's mode for a default device: if that is CUDA, it changes nothing while our mode is inactive.
-
-    It is below ours, and would request CUDA then.
-    """
     context: Any = _device.DeviceContext
     handle = context.__torch_function__
 
     @functools.wraps(handle)
     def handle_on_cpu(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # This mode is below ours, and would request CUDA while ours is inactive.
         if self.device.type == "cuda" and not torch._C._len_torch_function_stack():
             return func(*args, **(kwargs or {}))
         return handle(self, func, types, args, kwargs)

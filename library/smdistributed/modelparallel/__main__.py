@@ -54,11 +54,7 @@ class Estimate:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Plans: estimates configurations for a model and prints them, or why the model cannot be planned.
-
-    Returns 0 if one fits, 1 if none does, 2 if the model cannot be planned or its batch is empty. A wrong command line
-    ends the process with 2. The command line is described at the top.
-    """
+    """Prints the estimates. Returns 0 if one fits, 1 if none does, 2 without a plan or with an empty batch."""
     options = _parsed(arguments)
     planning: Any = importlib.import_module("smdistributed.modelparallel.torch.plan.planning")
     memory = None if options.memory is None else int(options.memory * _GIB)
@@ -157,7 +153,6 @@ def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _object(text: str) -> dict[str, Any]:
-    """Returns a JSON object (argparse type). Raises ArgumentTypeError for anything else."""
     try:
         found = json.loads(text)
     except ValueError as error:
@@ -168,7 +163,6 @@ def _object(text: str) -> dict[str, Any]:
 
 
 def _positive(text: str) -> int:
-    """Returns a whole number from 1 (argparse type). Raises ArgumentTypeError for anything else."""
     if not text.isdecimal() or not int(text):
         raise argparse.ArgumentTypeError(f"expected 1 or more, found {text}")
     return int(text)

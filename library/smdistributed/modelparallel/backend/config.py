@@ -121,20 +121,10 @@ _REFUSED: dict[str, tuple[Any, str]] = {
 
 
 def read_config(argument: Mapping[str, Any] | None, environ: Mapping[str, str]) -> Config:
-    """Reads the configuration of this job. It warns of keys that have no effect here.
+    """Returns the configuration, with defaults. SM_HP_MP_PARAMETERS wins. Warns of keys that have no effect here.
 
-    Raises SMPConfigError also if SM_HP_MP_PARAMETERS is not JSON.
-
-    Args:
-        argument: `mp_parameters` of the script.
-        environ: The environment; SM_HP_MP_PARAMETERS has the keys of the launch, which win.
-
-    Returns:
-        The configuration, with defaults.
-
-    Raises:
-        SMPConfigError: If `partitions` is missing, a key is unknown, or values are wrong or contradict each other.
-        SMPUnsupportedError: If a key is not implemented.
+    Raises SMPConfigError if `partitions` is missing, a key is unknown, or values are wrong or contradict each other.
+    Raises SMPUnsupportedError for keys that are not implemented.
     """
     launched: Any = {}
     text = environ.get(LAUNCH_VARIABLE)
@@ -160,14 +150,7 @@ def _resolve_aliases(given: Any) -> dict[str, Any]:
 
 
 def read_verify_steps(environ: Mapping[str, str]) -> int:
-    """Reads from SMP_VERIFY_STEPS how many steps to run again without stages.
-
-    Returns:
-        The number; 0 if the variable is not set.
-
-    Raises:
-        SMPConfigError: If the value is not a number.
-    """
+    """Returns how many steps to run again without stages; default: 0. Raises SMPConfigError if it is not a number."""
     text = environ.get(VERIFY_VARIABLE) or "0"
     if not text.isdecimal():
         raise SMPConfigError(f"{VERIFY_VARIABLE} is {text!r}. Allowed: 0 or more, the number of steps to verify.")
@@ -175,11 +158,7 @@ def read_verify_steps(environ: Mapping[str, str]) -> int:
 
 
 def check(given: dict[str, Any]) -> Config:
-    """Checks `mp_parameters` and fills in defaults. It warns of keys that have no effect here.
-
-    Raises SMPConfigError if `partitions` is missing or a key or value is wrong, SMPUnsupportedError for a key that is
-    not implemented.
-    """
+    """Checks `mp_parameters` and fills in defaults. Warns and raises as `read_config` does."""
     given = _resolve_aliases(given)
     _check_names(given)
     known = {name: value for name, value in given.items() if name in _KEYS}
@@ -205,10 +184,7 @@ def _check_names(given: Mapping[str, Any]) -> None:
 
 
 def _typed(name: str, value: Any) -> Any:
-    """Returns the value of a key in its type. Raises SMPConfigError for another type, range or choice.
-
-    For booleans, the texts true and false count too; other types are not converted from text.
-    """
+    """Raises SMPConfigError for another type, range or choice. Texts count for booleans only: true and false."""
     default = _KEYS[name].default  # type: ignore[union-attr]
     kind = int if default is None else type(default)
     if kind is bool:
@@ -239,11 +215,7 @@ def _boolean(name: str, value: Any) -> bool:
 
 
 def _check_together(values: Mapping[str, Any]) -> None:
-    """Raises SMPConfigError if values contradict each other, and SMPUnsupportedError for refused keys.
-
-    Contradictions: `default_partition` is missing without `auto_partition`, or too high. `ddp_port` is set without
-    `ddp`. `ddp` is set with `horovod`, or `fp16` with `bf16`.
-    """
+    """Raises SMPConfigError if values contradict each other, and SMPUnsupportedError for refused keys."""
     stages = values["pipeline_parallel_degree"]
     if not values.get("auto_partition", True) and "default_partition" not in values:
         raise SMPConfigError("default_partition must be supplied if auto_partition is set to False!")
@@ -267,12 +239,5 @@ def _check_together(values: Mapping[str, Any]) -> None:
 
 
 def timeout_seconds() -> float:
-    """Reads the limit of each wait from SMP_TIMEOUT_SECONDS.
-
-    Returns:
-        Seconds; 1800 if the variable is not set.
-
-    Raises:
-        CollectiveError: If the value is not a number above 0.
-    """
+    """Returns SMP_TIMEOUT_SECONDS, the limit of each wait; default: 1800. Raises CollectiveError if not above 0."""
     return read_seconds(TIMEOUT_VARIABLE, _DEFAULT_SECONDS)

@@ -37,17 +37,9 @@ class Context:
         self.initialized = False
 
     def configure(self, argument: Mapping[str, Any] | None) -> Launch:
-        """Reads the configuration and the launch environment; sets `cfg`, `rank`, `local_rank` and `local_size`.
+        """Sets `cfg`, `rank`, `local_rank` and `local_size`; the latter is the world size if the launcher does not say.
 
-        If the launcher does not say how many ranks this host has, `local_size` is the number of all ranks.
-
-        Returns:
-            The launch environment.
-
-        Raises:
-            SMPConfigError: If the configuration is not allowed, or smdistributed.dataparallel is imported.
-            SMPUnsupportedError: If a key is not implemented.
-            LaunchError: If the environment does not say which rank this is.
+        Raises SMPConfigError, SMPUnsupportedError, or LaunchError if the environment does not say which rank this is.
         """
         if "smdistributed.dataparallel" in sys.modules:
             raise SMPConfigError(
@@ -67,17 +59,7 @@ class Context:
         _current = self
 
     def group(self, name: str) -> tuple[int, ...]:
-        """Lists the ranks of this rank's group.
-
-        Args:
-            name: A key of `backend.ranks.GROUPS`.
-
-        Returns:
-            Ranks of the job, ascending.
-
-        Raises:
-            StepUsageError: Before `smp.init`.
-        """
+        """Returns this rank's group, as ascending ranks of the job. `name` is a key of `backend.ranks.GROUPS`."""
         self.require()
         return self.grid.group(name, self.rank)
 
@@ -96,12 +78,8 @@ def current_context() -> Context:
 
 
 def start_timeline(rank: int, world_size: int) -> None:
-    """Starts to record a timeline, if the environment variable SMP_TIMELINE names where; otherwise does nothing.
+    """Records a timeline of each rank if SMP_TIMELINE names a directory or a `.json` file.
 
-    It names a directory, or a file that ends in `.json`. Every rank writes a file there; `shoal timeline` merges
-    them into one page.
-
-    Raises:
-        TimelineError: If the file cannot be written.
+    `shoal timeline` merges the files into one page. Raises TimelineError if the file cannot be written.
     """
     timeline.start_if_requested(_TIMELINE_VARIABLE, rank, world_size, default_name=_TIMELINE_FILE)

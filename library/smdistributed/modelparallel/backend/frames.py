@@ -40,10 +40,7 @@ class FrameWriter:
         self._key, self._count = key, 0
 
     def frame(self, head: bytes, bodies: Sequence[memoryview]) -> bytes:
-        """Returns the bytes that go before the bodies: sizes, tag and head.
-
-        Counts the message: the tag covers its number.
-        """
+        """Returns the bytes that go before the bodies. Counts the message: the tag covers its number."""
         sizes = struct.pack(f"!{len(bodies)}Q", *[body.nbytes for body in bodies])
         rest = sizes + head
         tag = _tag(self._key, self._count, len(head), len(bodies), rest)
@@ -71,7 +68,6 @@ class FrameReader:
         return len(self._part) - self._filled
 
     def buffer(self) -> memoryview:
-        """Returns the buffer to read the next bytes into."""
         return memoryview(self._part)[self._filled :] if self.missing >= _READ_BYTES else self._ahead
 
     def advance(self, count: int) -> None:
@@ -86,10 +82,7 @@ class FrameReader:
             self._finish_parts(self._part, ahead[taken:count])
 
     def _finish_parts(self, part: bytearray, ahead: memoryview) -> None:
-        """Hands a complete part to the parser, and goes on with the bytes that were read ahead.
-
-        These may complete several parts. Raises FrameError if a tag is wrong, or there is no memory for the next part.
-        """
+        """Raises FrameError if a tag is wrong, or there is no memory for the next part."""
         at = 0
         while True:
             size = self._parts.send(part)
@@ -104,15 +97,11 @@ class FrameReader:
         self._part[: self._filled] = ahead[at:]
 
     def take(self) -> list[Frame]:
-        """Returns the messages that were completed since the last call."""
         complete, self._complete = self._complete, []
         return complete
 
     def _read_messages(self) -> Generator[int, bytearray, None]:
-        """Yields the size of each part that it needs next, and is sent the part. Adds messages to `_complete`.
-
-        Raises FrameError if a tag is wrong: the message was changed, or is not the next one.
-        """
+        """Yields the size of the next part that it needs, and is sent the part. Raises FrameError for a wrong tag."""
         while True:
             head_bytes, bodies, tag = _PRELUDE.unpack((yield _PRELUDE.size))
             size = 8 * bodies + head_bytes

@@ -21,11 +21,7 @@ _LOST = object()
 class ObjectExchange:
     """Sends and receives Python objects. There is one inbox for each sender and channel.
 
-    Args:
-        rank: This process's rank in the job.
-        send: Sends an object to a rank, on a channel. Raises OSError if the rank is lost.
-        read: Decodes a message given to `deliver`.
-        seconds: How long `receive` waits.
+    `send` raises OSError if the rank is lost. `read` decodes a message given to `deliver`. `receive` waits `seconds`.
     """
 
     def __init__(
@@ -37,16 +33,7 @@ class ObjectExchange:
         self._lost: set[int] = set()
 
     def send(self, obj: object, to: int, channel: str = "") -> None:
-        """Sends an object that can be pickled.
-
-        Args:
-            obj: The object.
-            to: The receiver's rank in the job.
-            channel: The receiver must name the same one.
-
-        Raises:
-            SMPRuntimeError: If `to` is this rank, or its connection is lost.
-        """
+        """Raises SMPRuntimeError if `to` is this rank, or is lost. The receiver must name the same channel."""
         if to == self._rank:
             raise SMPRuntimeError(f"Rank {to} sends to itself. Fix: name another rank.")
         try:
@@ -55,17 +42,9 @@ class ObjectExchange:
             raise _connection_lost(to, f" ({error})") from error
 
     def receive(self, source: int, channel: str = "") -> Any:
-        """Waits for the next object from a rank.
+        """Waits for the next object of a channel, in the order of sending.
 
-        Args:
-            source: The sender's rank in the job.
-            channel: The one that the sender named.
-
-        Returns:
-            The object. Objects of one channel arrive in the order in which they were sent.
-
-        Raises:
-            SMPRuntimeError: If `source` is this rank, its connection is lost, or nothing arrives within the limit.
+        Raises SMPRuntimeError if `source` is this rank, its connection is lost, or nothing arrives within the limit.
         """
         if source == self._rank:
             raise SMPRuntimeError(f"Rank {source} waits for itself. Fix: name another rank.")
@@ -85,35 +64,20 @@ class ObjectExchange:
         return self._read(message)
 
     def gather(self, obj: object, ranks: Sequence[int]) -> list[Any]:
-        """Exchanges one object between all ranks of a group; each of them calls this.
-
-        Returns:
-            Every rank's object, in the order of `ranks`.
-
-        Raises:
-            SMPRuntimeError: If a connection is lost, or an object does not arrive within the limit.
-        """
+        """Exchanges an object between `ranks`, which all call this. Returns their objects in this order."""
         for rank in ranks:
             if rank != self._rank:
                 self.send(obj, rank, "gather")
         return [obj if rank == self._rank else self.receive(rank, "gather") for rank in ranks]
 
     def gather_to_first(self, obj: object, ranks: Sequence[int], channel: str) -> list[Any]:
-        """Sends every rank's object to the first rank of a group; each of them calls this.
-
-        Returns:
-            On the first rank, every rank's object in the order of `ranks`; an empty list elsewhere.
-
-        Raises:
-            SMPRuntimeError: If a connection is lost, or an object does not arrive within the limit.
-        """
+        """Sends each rank's object to the first of `ranks`, which gets them in this order. Others get an empty list."""
         if self._rank != ranks[0]:
             self.send(obj, ranks[0], channel)
             return []
         return [obj, *(self.receive(rank, channel) for rank in ranks[1:])]
 
     def deliver(self, source: int, channel: str, message: Any) -> None:
-        """Puts a message that has arrived into its inbox."""
         with self._lock:
             self._inboxes[source, channel].put(message)
 

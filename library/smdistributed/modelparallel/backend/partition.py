@@ -59,27 +59,14 @@ def _is_in(name: str, container: str) -> bool:
 
 
 def relative_costs(memory: Sequence[float], operations: Sequence[float], memory_weight: float) -> list[float]:
-    """Weighs each layer's share of the model's memory and of its operations.
-
-    Args:
-        memory: Bytes of each layer.
-        operations: Floating point operations of each layer; all 0 if unknown, and then only memory counts.
-        memory_weight: From 0 to 1: how much memory counts; operations count the rest.
-
-    Returns:
-        The cost of each layer.
-    """
+    """Weighs each layer's share of memory and operations. If operations are all 0, only memory counts."""
     weight = memory_weight if any(operations) else 1.0
     total_memory, total_operations = sum(memory) or 1, sum(operations) or 1
     return [weight * m / total_memory + (1 - weight) * o / total_operations for m, o in zip(memory, operations)]
 
 
 def group_overlapping(sets: Sequence[AbstractSet[Hashable]]) -> list[list[int]]:
-    """Groups sets that have elements in common, directly or through other sets.
-
-    Returns:
-        The places of each group's sets, ascending. Sets that overlap no other are left out.
-    """
+    """Groups the places of sets that overlap, also through other sets. Sets that overlap no other are left out."""
     group_of: dict[Hashable, set[int]] = {}
     for place, elements in enumerate(sets):
         joined = {place}.union(*(group_of[element] for element in elements if element in group_of))
@@ -90,15 +77,7 @@ def group_overlapping(sets: Sequence[AbstractSet[Hashable]]) -> list[list[int]]:
 
 
 def assign_owners(sizes: Sequence[int], replicas: int) -> list[int]:
-    """Divides parameters between replicas: the largest first, each to the replica with the fewest elements so far.
-
-    Args:
-        sizes: The elements of each parameter.
-        replicas: How many there are.
-
-    Returns:
-        The replica of each parameter, from 0.
-    """
+    """Returns the replica of each parameter: the largest first, each to the replica with the fewest elements so far."""
     owners, loads = [0] * len(sizes), [0] * replicas
     for place in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
         owners[place] = loads.index(min(loads))
@@ -116,20 +95,10 @@ class Cut:
 
 
 def cut(costs: Sequence[float], names: Sequence[str], together: Sequence[Sequence[int]], stages: int) -> Cut:
-    """Assigns items to stages, in the order of their execution.
+    """Assigns items to stages, in the order of execution. Raises SMPConfigError for fewer items than stages.
 
-    Args:
-        costs: The cost of each item.
-        names: The dotted name of each item, as modules have them.
-        together: Groups of places of items that must be on one stage. A group counts at its first or at its last
-            item, depending on the better balance.
-        stages: The number of stages.
-
-    Returns:
-        The cut.
-
-    Raises:
-        SMPConfigError: If there are fewer items, or groups, than stages.
+    `together` has groups of places that must be on one stage. A group counts at its first or at its last item,
+    depending on the better balance.
     """
     cuts = [_cut_anchored(costs, names, groups, stages) for groups in anchored(together)]
     best = min(cuts, key=lambda found: found.largest)

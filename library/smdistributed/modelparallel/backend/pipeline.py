@@ -20,11 +20,8 @@ _LATENCY = 0.01
 class StageEvent(NamedTuple):
     """An action of a stage for one microbatch.
 
-    Attributes:
-        microbatch: Its number.
-        is_backward: Whether it belongs to the backward.
-        kind: "send", "receive", or "begin" of a forward or backward that needs no message.
-        label: Names a message, the same on both ends.
+    `kind`: "send", "receive", or "begin" of a forward or backward that needs no message. `label`: the same on both
+    ends.
     """
 
     microbatch: int
@@ -45,18 +42,11 @@ class _Work(NamedTuple):
 
 
 def order(programs: Sequence[Sequence[StageEvent]], active: int, simple: bool) -> list[list[int]]:
-    """Orders the events of each stage.
+    """Returns, for each stage, the places of its events in its program, in the order to execute.
 
-    Args:
-        programs: The events of each stage. Events of one microbatch keep their order.
-        active: How many microbatches may be in flight at the first stage; one less at each later one.
-        simple: Whether all forwards come before the first backward.
-
-    Returns:
-        For each stage, the places of its events in its program, in the order to execute.
-
-    Raises:
-        SMPRuntimeError: If stages would wait forever, for each other or for a message that no stage sends.
+    `active`: how many microbatches may be in flight at the first stage; one less at each later one. `simple`: all
+    forwards come before the first backward. Raises SMPRuntimeError if stages would wait forever, for each other or for
+    a message that no stage sends.
     """
     stages = [_SimulatedStage(program, max(1, active - index), simple) for index, program in enumerate(programs)]
     arrivals: dict[str, float] = {}
@@ -96,10 +86,7 @@ class _SimulatedStage:
         return ", ".join(f"{rest[0].turn}: {rest[0].waits_for}" for rest in self._rest.values() if rest)
 
     def advance(self, now: float, arrivals: dict[str, float]) -> None:
-        """Simulates the next work, if the stage is free and some work is ready.
-
-        Notes in `arrivals` when its messages arrive, by their labels.
-        """
+        """Simulates the next work, if some is ready. Notes in `arrivals` when its messages arrive, by label."""
         if self.free_at > now:
             return
         ready = [rest[0] for rest in self._rest.values() if rest and self._is_ready(rest[0], now, arrivals)]

@@ -14,13 +14,9 @@ GROUPS = {"WORLD": "", "MP_GROUP": "D", "DP_GROUP": "P", "PP_GROUP": "DT", "TP_G
 
 @dataclass(frozen=True)
 class Grid:
-    """All ranks of a job.
+    """All ranks of a job: `size` is stages × tensors × replicas.
 
-    Attributes:
-        size: The number of ranks: stages × tensors × replicas.
-        stages: The number of pipeline stages.
-        tensors: The number of tensor-parallel ranks.
-        order: The coordinates D, P and T; the rightmost one varies fastest with the rank.
+    `order`: the coordinates D, P and T; the rightmost one varies fastest with the rank.
     """
 
     size: int
@@ -30,12 +26,7 @@ class Grid:
 
     @classmethod
     def of(cls, config: Config, size: int) -> Grid:
-        """Makes the grid of a job.
-
-        Raises:
-            SMPConfigError: If the ranks are not a multiple of one replica's, or are several replicas without `ddp` or
-                `horovod`.
-        """
+        """Raises SMPConfigError for part of a replica, or for several replicas without `ddp` or `horovod`."""
         stages, tensors = config.pipeline_parallel_degree, config.tensor_parallel_degree
         if size % (stages * tensors):
             raise SMPConfigError(
@@ -68,5 +59,4 @@ class Grid:
         return tuple(r for r in everybody if [self.coordinates[r][letter] for letter in shared] == mine)
 
     def groups(self, name: str) -> tuple[tuple[int, ...], ...]:
-        """Lists all groups of that name, in the order of their first ranks."""
         return tuple(dict.fromkeys(self.group(name, rank) for rank in range(self.size)))

@@ -29,23 +29,11 @@ _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 def connect_ranks(
     store: Store, rank: int, size: int, master: str, is_on_one_host: bool, open_transport: Callable[[Access], Transport]
 ) -> Transport:
-    """Opens this rank's transport and tells it the addresses of all other ranks.
+    """Opens this rank's transport and sets the addresses of all other ranks. Every rank calls this, and waits for all.
 
-    Every rank calls this, and waits for all. At the end rank 0 removes the file with the key, if there is one.
-
-    Args:
-        store: A key-value store with a prefix that only this function uses.
-        rank: This process's rank in the job.
-        size: The number of ranks of the job.
-        master: The host name or address of rank 0, as the others reach it.
-        is_on_one_host: Whether all ranks are on one host. They then listen on the loopback address only.
-        open_transport: Makes the transport. Messages of other ranks may arrive as soon as it has returned.
-
-    Returns:
-        The transport that `open_transport` made.
-
-    Raises:
-        LaunchError: If ranks have been given different secrets, or cannot share a key.
+    `store` has a prefix that only this function uses. `master` is the host name or address of rank 0, as the others
+    reach it. If all ranks are on one host, they listen on the loopback address only. Messages may arrive as soon as
+    `open_transport` has returned. Raises LaunchError if ranks have been given different secrets, or cannot share a key.
     """
     with ExitStack() as undo:
         address = _LOOPBACK if is_on_one_host else _address_for_peers(store, rank, size, master)
@@ -58,10 +46,7 @@ def connect_ranks(
 
 
 def _agree_on_key(store: Store, rank: int, is_on_one_host: bool, undo: ExitStack) -> bytes:
-    """Returns the key of this job, from the job's secret, or from rank 0 by a file on one host or else by the store.
-
-    On rank 0, `undo` gets the removal of the file. Raises LaunchError if ranks disagree.
-    """
+    """Returns the job's key: from its secret, a file or the store. Raises LaunchError if ranks disagree."""
     own = job_key("transport")
     if rank == 0 and own:
         store.set("key", f"{_FROM_SECRET} ")
@@ -103,10 +88,7 @@ def _write_key(undo: ExitStack) -> str:
 
 
 def _read_key(path: str, rank: int) -> bytes:
-    """Reads the key from a file. Raises LaunchError if another user owns it or may read it, or it has no key.
-
-    Anybody may write a path into a store.
-    """
+    """Raises LaunchError if another user owns or may read the file, or it has no key: anybody may write to a store."""
     problem = "it belongs to another user, others may read it, or it is not a key"
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -125,10 +107,7 @@ def _read_key(path: str, rank: int) -> bytes:
 
 
 def _address_for_peers(store: Store, rank: int, size: int, master: str) -> str:
-    """Returns the address at which the other hosts reach this one, and writes this rank's own to the store.
-
-    If its own is the loopback address, it waits for the others' addresses and takes the route to one.
-    """
+    """Returns the address at which the other hosts reach this one, and writes this rank's own to the store."""
     own = own_address(master)
     store.set(f"address {rank}", own)
     if not is_loopback(own):

@@ -22,8 +22,6 @@ from smdistributed.modelparallel.backend.transport import Waiter
 
 
 class TurnKind(enum.Enum):
-    """The kinds of work that a thread computes in a turn."""
-
     RESUME = "resume"  # a forward, after a remote call
     INTERRUPTED = "interrupted"  # a forward that made way for a RESUME
     FORWARD = "forward"
@@ -44,10 +42,8 @@ class Turn:
 class Schedule:
     """Decides the order of turns on one stage, for one step.
 
-    Args:
-        window: A microbatch may begin here while fewer than this many earlier ones are unfinished. At least 1 is used.
-        in_order: Whether backwards run in the order of the microbatches, so that gradients add up to the same sums in
-            every run.
+    `window`: a microbatch may begin here while fewer than this many earlier ones are unfinished; at least 1.
+    `in_order`: backwards run in the order of the microbatches, so that gradients add up to the same sums in every run.
     """
 
     def __init__(self, window: int, in_order: bool = False) -> None:
@@ -57,11 +53,7 @@ class Schedule:
         self._finished: set[int] = set()
 
     def choose(self, waiting: Sequence[Turn]) -> int | None:
-        """Chooses the next turn and notes that it has begun.
-
-        Returns:
-            An index into `waiting`, or None if none of them may begin yet.
-        """
+        """Returns the index of the next turn, and notes that it has begun; None if none may begin yet."""
         best = min(
             (index for index, turn in enumerate(waiting) if self._may_begin(turn)),
             key=lambda index: self._rank_turn(waiting[index]),
@@ -75,14 +67,10 @@ class Schedule:
         return best
 
     def finish(self, microbatch: int) -> None:
-        """Notes that a microbatch needs no more turns at this stage."""
         self._finished.add(microbatch)
 
     def _may_begin(self, turn: Turn) -> bool:
-        """Whether a turn may begin now: the window allows its microbatch.
-
-        Ordered backwards wait for earlier microbatches.
-        """
+        """Ordered backwards wait for earlier microbatches. For other turns the window counts."""
         if self._in_order and turn.kind is TurnKind.BACKWARD:
             return self._finished.issuperset(range(turn.microbatch))
         if turn.microbatch in self._begun:
@@ -122,26 +110,22 @@ class Slot:
         """Whether a forward that resumes is waiting. Read without the lock: it may lag by a moment."""
 
     def request(self, request: TurnRequest) -> TurnRequest | None:
-        """Asks for a turn. Returns the request that is granted now, this or another; None if none is."""
         with self._lock:
             self._waiting.append(request)
             return self._grant_next()
 
     def release(self) -> TurnRequest | None:
-        """Gives up the turn. Returns the request that is granted next; None if none is."""
         with self._lock:
             self._taken = False
             return self._grant_next()
 
     def exchange(self, request: TurnRequest) -> TurnRequest | None:
-        """Gives up the turn and asks for another one. Returns the request that is granted next; None if none is."""
         with self._lock:
             self._taken = False
             self._waiting.append(request)
             return self._grant_next()
 
     def finish(self, microbatch: int) -> TurnRequest | None:
-        """Notes that a microbatch needs no more turns here. Returns the request that is granted now, or None."""
         with self._lock:
             self._schedule.finish(microbatch)
             return self._grant_next()
@@ -165,11 +149,7 @@ class Slot:
 
 
 class WorkerThreads:
-    """Daemon threads that run functions; one more is started if none is idle. They end with the process.
-
-    Args:
-        prepare: Called once on each new thread.
-    """
+    """Daemon threads; one more is started if none is idle. `prepare` is called once on each new one."""
 
     def __init__(self, prepare: Callable[[], None] = lambda: None) -> None:
         self._prepare = prepare

@@ -13,14 +13,8 @@ from smdistributed.modelparallel.backend.exceptions import MicrobatchError
 class ArgumentSplitter(ABC):
     """Splits the arguments of one function into microbatches. A subclass handles the framework's tensors.
 
-    Args:
-        function: Its signature gives arguments their names.
-        whole: The names of arguments that every microbatch gets unsplit.
-        axes: The axis along which an argument is split, by its name; default: 0.
-        uneven: Whether parts may differ in size by one.
-
-    Raises:
-        MicrobatchError: If `whole` or `axes` names an argument that the function does not have.
+    `whole`: the names of arguments that every microbatch gets unsplit. `axes`: by name; default: 0. `uneven`: parts may
+    differ in size by one. Raises MicrobatchError if a name is not an argument's.
     """
 
     may_be_uneven = True
@@ -54,14 +48,7 @@ class ArgumentSplitter(ABC):
     def split(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], count: int
     ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
-        """Splits the arguments of a call.
-
-        Returns:
-            The positional and named arguments of each microbatch.
-
-        Raises:
-            MicrobatchError: If an axis does not divide by `count` (with `uneven`: is smaller), or a tensor lacks it.
-        """
+        """Returns the arguments of each microbatch. Raises MicrobatchError if a tensor cannot be split by `count`."""
         names = self._names(len(args))
         positional = [self._parts(name, value, count) for name, value in zip(names, args)]
         named = {name: self._parts(name, value, count) for name, value in kwargs.items()}
@@ -87,17 +74,12 @@ class ArgumentSplitter(ABC):
         return names
 
     def _parts(self, name: str, value: Any, count: int) -> list[Any]:
-        """Returns a value's parts, one for each microbatch: the value itself for arguments that are not split."""
         if name in self._whole:
             return [value] * count
         return self._split(name, value, count, self._axes.get(name, 0))
 
     def _split(self, name: str, value: Any, count: int, axis: int) -> list[Any]:
-        """Returns the parts of a value.
-
-        Containers are split item by item, and objects with `smp_slice` by that method. Other values go whole into each
-        part.
-        """
+        """Containers are split by item, and objects with `smp_slice` by that. Other values go whole into each part."""
         if self.is_tensor(value):
             return self._split_tensor(name, value, count, axis)
         if hasattr(value, "smp_slice"):
@@ -111,11 +93,7 @@ class ArgumentSplitter(ABC):
         return [value] * count
 
     def _split_tensor(self, name: str, value: Any, count: int, axis: int) -> list[Any]:
-        """Returns the parts of a tensor; a scalar goes whole into each.
-
-        Raises MicrobatchError if it lacks the axis or is shorter than `count` there, or, without `uneven`, if its size
-        does not divide by `count`.
-        """
+        """Raises MicrobatchError if a tensor lacks the axis or does not divide. Scalars go whole into each part."""
         shape = self.shape(value)
         if not shape:
             return [value] * count
@@ -137,10 +115,7 @@ class ArgumentSplitter(ABC):
 
 
 def like(value: Any, items: Any) -> Any:
-    """Makes a container of the same type as `value` from other items.
-
-    If its constructor does not take them, makes a dict or list.
-    """
+    """Makes a container of the same type from other items; a dict or list if its constructor does not take them."""
     if hasattr(value, "_fields"):
         return type(value)(*items)
     try:
@@ -150,16 +125,7 @@ def like(value: Any, items: Any) -> Any:
 
 
 def merge(results: Sequence[Any], is_tensor: Callable[[Any], bool], output: Callable[[Sequence[Any]], Any]) -> Any:
-    """Merges the results of microbatches.
-
-    Args:
-        results: The result of each microbatch, in order.
-        is_tensor: Whether a value is a tensor.
-        output: Makes one object, the framework's StepOutput, from the tensors of all microbatches.
-
-    Returns:
-        The structure of one result, with outputs in place of tensors and lists in place of other values.
-    """
+    """Merges results of microbatches: one `output` in place of tensors, lists in place of other values."""
     first = results[0]
     if is_tensor(first):
         return output(results)

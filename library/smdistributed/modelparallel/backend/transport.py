@@ -71,12 +71,8 @@ class Waiter:
 class Transport:
     """This rank's connections to all others. Starts a thread.
 
-    Args:
-        rank: This rank.
-        access: The address to listen at, and the job's key.
-        deliver: Called as `deliver(source, head, bodies)` for each message, on any thread, one at a time.
-        lost: Called as `lost(source)` when the connection from a rank has ended.
-        seconds: How long a message waits for a rank that takes none.
+    `deliver(source, head, bodies)` is called for each message, on any thread, one at a time. `lost(source)` is called
+    when the connection from a rank has ended. A message waits `seconds` for a rank that takes none.
     """
 
     def __init__(self, rank: int, access: Access, deliver: Deliver, lost: Lost, seconds: float = SEND_SECONDS) -> None:
@@ -104,21 +100,17 @@ class Transport:
         threading.Thread(target=self._receive_when_idle, name="smp-transport", daemon=True).start()
 
     def set_peers(self, peers: dict[int, tuple[str, int]]) -> None:
-        """Sets where the other ranks listen: a host name or address, and a port.
-
-        Threads connect back to ranks that have connected already; `send` connects to others.
-        """
+        """Sets hosts and ports of the other ranks. Threads connect back to ranks that have connected already."""
         self._connect_locks.update({rank: threading.Lock() for rank in peers})
         self._peers.update(peers)
         for incoming in list(self._in.values()):
             self._connect_back(incoming.source)
 
     def send(self, to: int, head: bytes, bodies: Sequence[Any] = ()) -> None:
-        """Sends a message to a rank. Returns when the kernel has taken it all. After an error, no more can be sent.
+        """Returns when the kernel has taken all of the message. After an error, no more can be sent.
 
-        Raises:
-            ConnectionError: If the rank cannot be reached, or does not have the job's key.
-            TimeoutError: If it takes nothing for too long.
+        Raises ConnectionError if the rank cannot be reached, or does not have the job's key. Raises TimeoutError if it
+        takes nothing for too long.
         """
         out = self._connection(to)
         views = [memoryview(body) for body in bodies]
@@ -133,10 +125,7 @@ class Transport:
                 raise
 
     def wait(self, waiter: Waiter) -> None:
-        """Waits until `wake` is called with this waiter.
-
-        If the waiter may receive, this thread receives messages for all threads meanwhile, if no other one does.
-        """
+        """Waits for `wake`. If the waiter may receive, this thread receives for all threads, if no other does."""
         if not waiter.receives:
             waiter.lock.acquire()
         while not waiter.is_ready:
@@ -152,10 +141,7 @@ class Transport:
             waiter.lock.acquire()
 
     def wake(self, waiter: Waiter) -> None:
-        """Wakes the thread that waits with this, also if it receives messages.
-
-        If the thread does not wait yet, it will not block.
-        """
+        """Wakes the thread that waits with this, also if it receives messages. If it does not wait yet, it won't."""
         waiter.is_ready = True
         self._woken += 1
         with suppress(RuntimeError):  # it has been woken to receive
@@ -204,10 +190,7 @@ class Transport:
             time.sleep(_IDLE_SECONDS)
 
     def _poll(self) -> None:
-        """Waits for the next event: accepts a connection, or reads from connections and delivers complete messages.
-
-        `_interrupt_poll` makes it return without either.
-        """
+        """Waits for the next event: a connection, messages to deliver, or `_interrupt_poll`."""
         for descriptor, _ in self._epoll.poll():
             if descriptor == self._listener.fileno():
                 self._accept()
@@ -218,10 +201,7 @@ class Transport:
                 self._read_from(self._in[descriptor])
 
     def _accept(self) -> None:
-        """Accepts a connection, to be authenticated. Of too many such connections, the oldest is closed.
-
-        An error is ignored; if files are used up, the oldest is closed too.
-        """
+        """Accepts a connection, to be authenticated. Of too many, or if files are used up, the oldest is closed."""
         try:
             sock, _ = self._listener.accept()
             sock.setblocking(False)
@@ -243,10 +223,7 @@ class Transport:
             self._close_incoming(oldest)
 
     def _read_from(self, incoming: _Incoming) -> None:
-        """Delivers the messages that have arrived on a connection, or continues its handshake; does not wait for more.
-
-        If the connection has ended, it then calls `_connection_ended`.
-        """
+        """Delivers the messages that have arrived, or continues the handshake. Does not wait for more."""
         reader, ended = incoming.reader, None
         try:
             if reader is None:
@@ -263,10 +240,7 @@ class Transport:
             self._connection_ended(incoming, ended)
 
     def _connection_ended(self, incoming: _Incoming, error: Exception) -> None:
-        """Closes a connection that has ended. If it was authenticated, reports its rank as lost and ends sending to it.
-
-        A damaged message is logged. After `close`, nothing is reported.
-        """
+        """Reports its rank as lost, if it was authenticated and before `close`. Logs a damaged message."""
         if isinstance(error, FrameError):
             _log.error("smp: rank %d ends its connection from rank %d: %s", self._rank, incoming.source, error)
         self._close_incoming(incoming)
@@ -277,12 +251,7 @@ class Transport:
             self._lost(incoming.source)
 
     def _continue_handshake(self, incoming: _Incoming) -> None:
-        """Takes the next bytes of a handshake, and answers.
-
-        At its end, the connection gets a reader, and is connected back.
-
-        Raises EOFError, OSError or HandshakeError.
-        """
+        """Raises EOFError, OSError or HandshakeError. At its end, the connection gets a reader."""
         data = incoming.sock.recv(incoming.handshake.missing_bytes)
         if not data:
             raise EOFError
@@ -313,7 +282,6 @@ class Transport:
             self._connection(to)
 
     def _close_incoming(self, incoming: _Incoming) -> None:
-        """Forgets and closes a connection; reports nothing."""
         descriptor = incoming.sock.fileno()
         self._in.pop(descriptor, None)
         self._unauthenticated.pop(descriptor, None)
@@ -326,10 +294,7 @@ class Transport:
             os.write(self._wakeup_writer, b"!")
 
     def _connection(self, to: int) -> _Outgoing:
-        """Returns the connection to a rank. Connects if there is none.
-
-        Raises OSError if that fails; it is a HandshakeError if the rank has another key.
-        """
+        """Connects if there is no connection. Raises OSError if that fails; HandshakeError for another key."""
         found = self._out.get(to)
         if found is None:
             with self._connect_locks[to]:
@@ -343,10 +308,7 @@ class Transport:
         return found
 
     def _connect(self, to: int) -> _Outgoing:
-        """Connects to a rank, and authenticates; tries again for _CONNECT_SECONDS if the rank ends the connection.
-
-        Raises OSError: ConnectionError or TimeoutError, or HandshakeError at once for another key.
-        """
+        """Tries again for _CONNECT_SECONDS if the rank ends the connection. Raises OSError; HandshakeError at once."""
         deadline = time.monotonic() + _CONNECT_SECONDS
         while True:
             sock = socket.create_connection(self._peers[to], LOSS_SECONDS)  # answered by the kernel there
@@ -369,12 +331,9 @@ class Transport:
             time.sleep(_RETRY_SECONDS)
 
     def _authenticate(self, sock: socket.socket, to: int, deadline: float) -> _Outgoing:
-        """Does the handshake, sets the limit for sending, and returns the connection. Does not close it after an error.
-
-        Until the other rank connects back, data that its host does not acknowledge ends the connection. Raises
-        HandshakeError, OSError or EOFError.
-        """
+        """Does the handshake, and sets the limit for sending. After an error, the caller closes `sock`."""
         _prepare(sock)
+        # Until the other rank connects back, data that its host does not acknowledge ends the connection.
         set_user_timeout(sock, LOSS_SECONDS)
         session = initiate_handshake(sock, self._key, self._rank, to, deadline)
         sock.settimeout(None)
@@ -388,8 +347,6 @@ class Transport:
 
 
 class _Outgoing:
-    """A connection that this rank has made."""
-
     def __init__(self, sock: socket.socket, writer: FrameWriter) -> None:
         self.sock, self.writer, self.lock = sock, writer, threading.Lock()
 
@@ -413,13 +370,7 @@ class _Incoming:
         self._low_water_bytes = 1
 
     def receive(self, reader: FrameReader) -> None:
-        """Gives the reader the bytes that have arrived.
-
-        Raises:
-            BlockingIOError: If none have.
-            EOFError: At the end of the connection.
-            FrameError: If they are not the next message of the other side.
-        """
+        """Raises BlockingIOError if no bytes have arrived, EOFError at the end of the connection, and FrameError."""
         count = self.sock.recv_into(reader.buffer())
         if not count:
             raise EOFError

@@ -20,8 +20,6 @@ _construct: Callable[..., None] = _Layer.__init__
 
 
 class CallObserver(Protocol):
-    """Handles calls of layers in `observe_calls`."""
-
     def call(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Called in place of a layer's call, with its arguments. Returns the outputs; `call_layer` can compute them."""
 
@@ -68,18 +66,14 @@ def requested_stage_of(layer: Any) -> int | None:
 
 
 def call_layer(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Calls a layer as Keras does, and returns its outputs."""
     return _call(layer, *args, **kwargs)
 
 
 def intercept_calls(outermost: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any], kind: type) -> None:
     """Patches tf.keras.layers.Layer, so that calls go to the current observer, and new layers note `partition`.
 
-    While Keras builds a functional model, calls are Keras' own.
-
-    Args:
-        outermost: Handles calls of layers of class `kind` if there is no observer.
-        kind: A subclass of tf.keras.layers.Layer.
+    Without an observer, `outermost` handles calls of layers of class `kind`. While Keras builds a functional model,
+    calls are Keras' own.
     """
 
     @functools.wraps(_call)  # with its module, by which autograph knows that it is Keras' own
@@ -122,12 +116,9 @@ def masked_tensors(structure: Any) -> list[bool]:
 
 
 def replace_tensors(structure: Any, tensors: Sequence[Any], masked: Sequence[bool] | None = None) -> Any:
-    """Returns a copy of a nested structure with other tensors, and sets the masks on these tensors.
+    """Returns a copy of a nested structure with other tensors and masks, in the order of `tensors_of`.
 
-    Args:
-        structure: As `tensors_of` takes it.
-        tensors: The new tensors and masks, in the order of `tensors_of`.
-        masked: `masked_tensors(structure)` when `tensors_of` was called: Keras may add masks later. Default: now.
+    `masked`: `masked_tensors(structure)` when `tensors_of` was called: Keras may add masks later. Default: now.
     """
     flat = tf.nest.flatten(structure, expand_composites=True)
     places = [place for place, item in enumerate(flat) if tf.is_tensor(item)]

@@ -131,15 +131,10 @@ def call_model(model: DistributedModel, args: tuple[Any, ...], kwargs: dict[str,
 
 
 def plan_call(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TransferPlan:
-    """Plans the transfers of a model's call. Layers that are called for the first time are assigned to stages.
+    """Plans the transfers of a call. Layers that are called for the first time are assigned to stages.
 
-    Then rank 0 prints the partition, variables get their values, and the post-partition hooks run.
-    Raises SMPConfigError or SMPUnsupportedError if the model cannot be split.
-
-    Args:
-        model: A `DistributedModel`.
-        args: The arguments of the call.
-        kwargs: As `args`.
+    Then rank 0 prints the partition, variables get their values, and the post-partition hooks run. Raises
+    SMPConfigError or SMPUnsupportedError if the model cannot be split.
     """
     saving.note_dtypes(model, args)
     trace = trace_model(model, args, kwargs, is_split=state.cfg.partitions > 1)
@@ -178,10 +173,7 @@ def _place_variables(model: DistributedModel, trace: ModelTrace, stages: StageAs
 
 
 def _losses_of_this_stage(model: Any) -> list[Any]:
-    """Returns the losses that layers of this stage have computed, and the losses of this stage's weights.
-
-    In a graph, losses of other graphs are left out.
-    """
+    """Returns the losses of this stage's layers and weights; in a graph, without the losses of other graphs."""
     graph = tf.compat.v1.get_default_graph()
     found = []
     for layer in model._flatten_layers():

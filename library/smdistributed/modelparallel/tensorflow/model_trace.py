@@ -26,8 +26,6 @@ from smdistributed.modelparallel.tensorflow.stage_variables import StageVariable
 
 @dataclass(eq=False)
 class LayerCall:
-    """One call of a layer."""
-
     layer: Any
     name: str
     """The layer's name after the names of the layers that called it, with dots."""
@@ -46,8 +44,6 @@ class LayerCall:
 
 @dataclass(frozen=True)
 class ModelTrace:
-    """One call of a model."""
-
     model: Any
     graph: FuncGraph
     calls: list[LayerCall]
@@ -57,7 +53,6 @@ class ModelTrace:
     """The variables that were created during the trace."""
 
     def captured_variables(self, call: LayerCall) -> list[Any]:
-        """Returns the variables that a call uses."""
         outer = {id(inner): handle for handle, inner in self.graph.captures}
         inputs = [tensor for operation in self._operations(call) for tensor in operation.inputs]
         return variables_of(outer[id(tensor)] for tensor in inputs if id(tensor) in outer)
@@ -67,10 +62,7 @@ class ModelTrace:
         return sum(self._flops(operation) for operation in self._operations(call))
 
     def activation_bytes(self, call: LayerCall) -> float:
-        """Returns the bytes of the float outputs of a call's operations: the most that it keeps for backward.
-
-        Unknown shapes count 0.
-        """
+        """Returns the bytes of the float outputs: the most that is kept for backward. Unknown shapes count 0."""
         outputs = [tensor for operation in self._operations(call) for tensor in operation.outputs]
         floats = [tensor for tensor in outputs if tensor.dtype.is_floating]
         return float(sum((tensor.shape.num_elements() or 0) * tensor.dtype.size for tensor in floats))
@@ -80,7 +72,6 @@ class ModelTrace:
         return found
 
     def _flops(self, operation: Any) -> float:
-        """Returns TensorFlow's count of floating-point operations; 0 if it has none or the shape is unknown."""
         try:
             with silence():  # TensorFlow's own functions for it are deprecated ones
                 found: float | None = ops.get_stats_for_node_def(self.graph, operation.node_def, "flops").value
@@ -90,16 +81,9 @@ class ModelTrace:
 
 
 def trace_model(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], is_split: bool) -> ModelTrace:
-    """Calls a model in a graph of its own. The variables that it creates get no value yet.
+    """Calls a model in a graph of its own, with placeholders. The variables that it creates get no value yet.
 
-    Args:
-        model: A `DistributedModel`.
-        args: The arguments of the call; placeholders of the same dtypes and shapes replace their tensors.
-        kwargs: As `args`.
-        is_split: Whether the model has several stages.
-
-    Raises:
-        SMPUnsupportedError: If the model is split, and calls layers in loops or branches.
+    Raises SMPUnsupportedError if the model is split, and calls layers in loops or branches.
     """
     created: list[StageVariable] = []
     with tf.init_scope(), create_stage_variables(created):
@@ -137,12 +121,10 @@ class _CallRecorder:
         self._open = [self.root]
 
     def call(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Calls a layer and records it below the layer that calls it.
+        """Records a call below the layer that makes it. Its outputs are copied, so each tensor has one producer.
 
-        Its outputs are copied, so each tensor has one producer.
-
-        In another graph, such as a loop's body, it records nothing and marks the open calls as indivisible. There it
-        raises SMPUnsupportedError if the model itself would be split.
+        In another graph, such as a loop's body, it marks the open calls as indivisible instead. There it raises
+        SMPUnsupportedError if the model itself would be split.
         """
         if tf.compat.v1.get_default_graph() is not self._graph:
             if len(self._open) == 1 and self._is_split:

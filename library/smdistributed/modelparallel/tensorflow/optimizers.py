@@ -50,8 +50,6 @@ def patch_optimizers() -> None:
 
 
 def _warn_of_local_norm(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps a function of gradients, to warn: its norm covers only this stage's gradients."""
-
     @functools.wraps(function)
     def warns(*args: Any, **kwargs: Any) -> Any:
         warnings.warn(
@@ -65,8 +63,6 @@ def _warn_of_local_norm(name: str, function: Callable[..., Any]) -> Callable[...
 
 
 def _combine_before(apply: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps `apply_gradients`: it applies the gradients that `_combine_gradients` returns."""
-
     def apply_gradients(self: Any, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
         return apply(self, _combine_gradients(self, grads_and_vars), *args, **kwargs)
 
@@ -74,10 +70,7 @@ def _combine_before(apply: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _combine_if_empty(apply: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps `apply_gradients`: without gradients it calls `_combine_gradients` before Keras, which then does nothing.
-
-    Other stages wait for this one there.
-    """
+    """Without gradients, calls `_combine_gradients`, where other stages wait for this one: Keras then does not."""
 
     @functools.wraps(apply)
     def apply_gradients(self: Any, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
@@ -100,10 +93,7 @@ def _mark_inner_optimizer(apply: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _get_gradients(self: Any, loss: Any, params: Sequence[Any]) -> list[Any]:
-    """Returns the gradients of a symbolic tensor with respect to variables (Keras 2.3 API).
-
-    With a loss scale, the loss is scaled and the gradients are unscaled.
-    """
+    """With a loss scale, the loss is scaled and the gradients are unscaled (Keras 2.3 API)."""
     has_scale = hasattr(self, "get_scaled_loss")
     variables = list(params)
     found = tf.gradients(self.get_scaled_loss(loss) if has_scale else loss, [*variables, *_anchors()])[: len(variables)]
@@ -134,10 +124,9 @@ def _compute_gradients_of_tensors(self: Any, loss: Any, var_list: Any, tape: Any
 
 
 def _combine_gradients(self: Any, grads_and_vars: Any) -> list[tuple[Any, Any]]:
-    """Returns gradients to apply: means over replicas, clipped by the norm over stages if there is a `global_clipnorm`.
+    """Returns means over replicas, clipped by the norm over stages if there is a `global_clipnorm`; all ranks call it.
 
-    With that or a loss scale, all are NaN if one of any stage is not finite, so that all stages skip the step. All
-    ranks call it. Gradients of another model are returned as they are.
+    With that or a loss scale, all are NaN if one of any stage is not finite, so that all stages skip the step.
     """
     pairs = list(grads_and_vars)
     mine = [place for place, (g, variable) in enumerate(pairs) if g is not None and is_of_distributed_model(variable)]
@@ -162,10 +151,7 @@ def _average_over_replicas(gradients: dict[int, Any]) -> dict[int, Any]:
 
 
 def _clip_over_stages(gradients: dict[int, Any], limit: float | None) -> dict[int, Any]:
-    """Returns gradients scaled to a norm over all stages of at most `limit` (None: any); NaN if any are not finite.
-
-    All stages call it.
-    """
+    """Scales to a norm over all stages of at most `limit`; NaN if any are not finite. All stages call it."""
     squares = [tf.reduce_sum(tf.square(tf.cast(tensor, tf.float32))) for tensor in gradients.values()]
     norm = tf.sqrt(_sum_over_stages(tf.add_n(squares) if squares else tf.zeros([])))
     factor = tf.ones([]) if limit is None else limit / tf.maximum(norm, limit)
@@ -174,11 +160,7 @@ def _clip_over_stages(gradients: dict[int, Any], limit: float | None) -> dict[in
 
 
 def _sum_over_stages(scalar: Any) -> Any:
-    """Sums a scalar over the stages, by messages between all of them.
-
-    All stages of a pipeline call this, in the same order. Its messages come after the messages of earlier steps, and
-    before the messages of later steps.
-    """
+    """All stages of a pipeline call this, in the same order: its messages come between two steps."""
     state.sums += 1
     label = f"sum/{state.sums}"
     others = [rank for rank in state.group("PP_GROUP") if rank != state.rank]

@@ -56,8 +56,6 @@ class _WholeLayer:
 
 
 class StageAssignment:
-    """The stage of every layer of a model that has been traced."""
-
     def __init__(self, config: Config) -> None:
         self._config = config
         self._stages: dict[int, int] = {}
@@ -75,14 +73,10 @@ class StageAssignment:
         return self._variables.get(id(unwrap(variable)), stage) == stage
 
     def assign(self, trace: ModelTrace) -> Partition | None:
-        """Assigns the layers of a trace that have no stage yet.
+        """Assigns the traced layers that have no stage yet. Returns their partition; None if all layers have a stage.
 
-        Returns:
-            Their partition; None if all layers have a stage.
-
-        Raises:
-            SMPConfigError: If the script requests a stage that does not exist, or layers with common variables are on
-                different stages. Also if the model has fewer layers than stages.
+        Raises SMPConfigError for a stage that does not exist, for layers with common variables on different stages, and
+        for fewer layers than stages.
         """
         layers = [layer for layer in _whole_layers(trace) if id(layer.layer) not in self._stages]
         if not layers:
@@ -94,10 +88,7 @@ class StageAssignment:
         return partition
 
     def _assign_first(self, layers: Sequence[_WholeLayer], trace: ModelTrace) -> Partition:
-        """Returns the partition of all layers of the first trace; `assign` stores it and names the errors.
-
-        Requested stages count. Other layers are cut by cost, or are on `default_partition` without `auto_partition`.
-        """
+        """Requested stages count. Others are cut by cost, or are on `default_partition` without `auto_partition`."""
         count, config = self._config.partitions, self._config
         names, costs = [layer.name for layer in layers], _costs(layers, trace, config)
         groups = group_overlapping([layer.variables for layer in layers])
@@ -114,11 +105,7 @@ class StageAssignment:
         return Partition(_add_containers(dict(zip(names, stages))), shares(costs, stages, count), gap)
 
     def _assign_later(self, layers: Sequence[_WholeLayer]) -> Partition:
-        """Returns the partition of layers that the first trace did not call; `assign` stores it.
-
-        They join the layers that own the variables they use. Otherwise they join the last stage, where the model ends.
-        Raises SMPConfigError if the script requests a stage that does not exist.
-        """
+        """Layers join those that own the variables they use, otherwise the last stage, where the model ends."""
         count, stages = self._config.partitions, {}
         for layer in layers:
             known = (self._variables[variable] for variable in layer.variables if variable in self._variables)
@@ -147,10 +134,7 @@ def _requested_stages(call: LayerCall) -> Iterator[int | None]:
 
 
 def _whole_layers(trace: ModelTrace) -> list[_WholeLayer]:
-    """Returns the layers that cannot be split, in the order of their first calls, each with its calls and variables.
-
-    Names that several layers have get a number.
-    """
+    """Returns the layers that cannot be split, by first call. Names that several layers have get a number."""
     found: dict[int, _WholeLayer] = {}
     for call in _whole_calls(trace.calls):
         layer = found.setdefault(id(call.layer), _WholeLayer(call.layer, call.name, call.requested_stage))

@@ -13,11 +13,7 @@ from smdistributed.modelparallel.tensorflow.state_mod import state
 
 
 def save_model(model: Any, path: str) -> None:
-    """Writes the whole model: see `DistributedModel.save_model`. Every rank calls it, and waits for the others.
-
-    The first replica's first stage receives the other stages' weights, writes the model and frees them. Raises
-    StepUsageError before the first step.
-    """
+    """Every rank calls it, and waits for the others. Raises StepUsageError before the first step."""
     state.require()
     if not model.built:
         raise StepUsageError("save_model() is called before the first step: the model has no weights yet.")
@@ -39,10 +35,7 @@ def save_model(model: Any, path: str) -> None:
 
 
 def _receive_weights(model: Any, others: tuple[int, ...]) -> list[StageVariable]:
-    """Sets the weights of other stages to the values that their ranks send.
-
-    Returns the variables to free afterwards.
-    """
+    """Sets the weights of other stages. Returns the variables to free afterwards."""
     weights, received = model.all_weights, []
     for rank in others:
         for place in state.objects.receive(rank, "save"):

@@ -73,10 +73,7 @@ class StageVariable(UninitializedVariable):  # type: ignore[misc]
 
 
 def own_variable(value: Any, name: str, trainable: bool = True) -> Any:
-    """Creates a variable of this package, hidden from a tf.function that is being traced.
-
-    TensorFlow traces functions that create variables twice.
-    """
+    """Creates a variable, hidden from tf.function: TensorFlow traces functions that create variables twice."""
     with tf.init_scope():
         return ResourceVariable(value, name=name, trainable=trainable)
 
@@ -95,16 +92,12 @@ def is_on_this_stage(variable: Any) -> bool:
 
 
 def is_of_distributed_model(variable: Any) -> bool:
-    """Whether a variable belongs to a `DistributedModel`."""
     return isinstance(unwrap(variable), StageVariable) or hasattr(unwrap(variable), "_smp_on_other_stage")
 
 
 @contextmanager
 def create_stage_variables(created: list[StageVariable]) -> Iterator[None]:
-    """Makes variables that are created inside this context StageVariables, and appends them to `created`.
-
-    They get no value yet. If shape or dtype is missing, the initializer runs in a graph that is thrown away.
-    """
+    """Makes variables that are created inside StageVariables, without a value, and appends them to `created`."""
 
     def create(_: Callable[..., Any], **attributes: Any) -> StageVariable:
         given = attributes["initial_value"]

@@ -32,8 +32,6 @@ _UNSUPPORTED = (
 
 
 class TensorFlowState(Context):
-    """The job of this process. Before `init`, only `initialized` may be read."""
-
     tensors: TensorExchange
     replicas: Group | None = None
     """The ranks with the same stage as this rank; None if it is the only one."""
@@ -46,25 +44,10 @@ class TensorFlowState(Context):
 
     @property
     def stage(self) -> int:
-        """This rank's stage."""
         return self.group("PP_GROUP").index(self.rank)
 
     def init(self, argument: Mapping[str, Any] | None) -> None:
-        """Reads the configuration, connects to the other ranks, and gives TensorFlow only this rank's GPU.
-
-        With SMP_TIMELINE it starts a recording. Calling it again does nothing.
-
-        Args:
-            argument: `mp_parameters` of the script.
-
-        Raises:
-            SMPConfigError: If a key or value is not allowed.
-            SMPUnsupportedError: If a key is not supported for TensorFlow.
-            LaunchError: If the environment does not say which rank this is, or gives no address to meet at.
-            SMDDPError: If TensorFlow already uses other GPUs.
-            StoreError: If rank 0 is not reached.
-            TimelineError: If the file of SMP_TIMELINE cannot be written.
-        """
+        """Connects this rank: see `tensorflow.api.init`, which lists the errors."""
         if self.initialized:
             return
         launch = self.configure(argument)
@@ -107,7 +90,6 @@ class TensorFlowState(Context):
 
 
 def _reject_unsupported(config: Config) -> None:
-    """Raises SMPUnsupportedError for keys that only PyTorch has; warns of those without effect."""
     for name in _UNSUPPORTED:
         if getattr(config, name):
             raise SMPUnsupportedError(

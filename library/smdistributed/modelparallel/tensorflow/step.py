@@ -72,10 +72,9 @@ def _reject_options(options: Mapping[str, Any]) -> None:
 def _decorate(
     function: Callable[..., Any], whole: Sequence[str], axes: Mapping[str, int], options: Mapping[str, Any]
 ) -> Callable[..., Any]:
-    """Makes a tf.function that traces all microbatches, and returns a function that calls it and merges the results.
+    """Makes a tf.function that traces all microbatches. While tracing, the stages exchange lists of their messages.
 
-    While tracing, the stages exchange lists of their messages. A call raises SMDDPError under XLA, and
-    StepUsageError before `smp.init`.
+    A call raises SMDDPError under XLA, and StepUsageError before `smp.init`.
     """
     splitter = TensorFlowSplitter(function, whole, axes)
     body = _convert_with_autograph(function)
@@ -119,10 +118,7 @@ def _stage_context() -> StageContext:
 
 
 def _convert_with_autograph(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Converts Python branches and loops over tensors into TensorFlow's.
-
-    Returns the function itself if autograph cannot.
-    """
+    """Returns the function itself if autograph cannot convert it."""
     try:
         converted: Callable[..., Any] = tf.autograph.to_graph(function)
     except Exception:  # any reason: the function is traced unchanged

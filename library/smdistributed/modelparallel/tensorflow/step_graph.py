@@ -75,9 +75,7 @@ class _Marked(NamedTuple):
 class StepGraph:
     """The graph of one step. Made inside the function that is traced: it takes and seeds the default graph.
 
-    Args:
-        context: This stage.
-        number: Counts the traced steps of the job, equally on all stages.
+    `number` counts the traced steps of the job, as on all stages.
     """
 
     def __init__(self, context: StageContext, number: int) -> None:
@@ -96,18 +94,13 @@ class StepGraph:
 
     @property
     def anchors(self) -> list[Any]:
-        """Values that received tensors depend on, so that TensorFlow asks for their gradients.
-
-        They are this stage's variables, and one that `optimizers` adds to the sources of every gradient.
-        """
+        """Values that received tensors depend on, so that TensorFlow asks for their gradients."""
+        # The context's anchor is the one that `optimizers` adds to the sources of every gradient.
         return [variable.read_value() for variable in (self.context.anchor, *self._variables)]
 
     @contextmanager
     def microbatch(self, number: int) -> Iterator[None]:
-        """Traces one microbatch inside this context, in which this is the current step. Counts of calls begin at 0.
-
-        Raises StepUsageError inside another step.
-        """
+        """Makes this the current step, for one microbatch. Raises StepUsageError inside another step."""
         global _current
         if _current is not None:
             raise StepUsageError("A function under smp.step is called inside a step: steps cannot be nested.")
@@ -124,7 +117,6 @@ class StepGraph:
     def call_model(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs this stage's part of the model, and returns the model's outputs on every stage.
 
-        The first call of a position in the step plans the transfers. With one stage, the model then runs unchanged.
         Raises SMPRuntimeError if the model does other than when it was traced. Raises SMPUnsupportedError in another
         graph than the step's, or if inputs depend on a model's outputs.
         """
@@ -150,14 +142,10 @@ class StepGraph:
         return replace_tensors(outputs, tensors)
 
     def forward_key(self, call: int, number: int) -> MessageKey:
-        """Returns the key of a transfer in the forward pass of this microbatch."""
         return MessageKey(self._microbatch, call, 0, number)
 
     def _share_outputs(self, mine: Sequence[Any], plan: TransferPlan, stage_call: _StageCall) -> list[Any]:
-        """Returns the model's outputs. Their stage sends them to the others, which get them as constants.
-
-        Raises SMPRuntimeError if the model gave another number of tensors than when it was traced.
-        """
+        """Other stages get constants. Raises SMPRuntimeError for another number of tensors than when it was traced."""
         known = tensors_of(plan.outputs)
         if len(mine) != len(known):
             raise SMPRuntimeError(f"The model gave {len(mine)} tensors, and {len(known)} when it was traced.")
@@ -196,10 +184,7 @@ class StepGraph:
         return [next(tied) if tensor.dtype.is_floating else tensor for tensor in tensors]
 
     def _mark_begin(self, key: MessageKey, tensors: Sequence[Any]) -> list[Any]:
-        """Returns the same tensors, with their Keras masks, once the schedule lets this pass begin.
-
-        Notes that for `finish`.
-        """
+        """Returns the same tensors, with their Keras masks, once the schedule lets this pass begin."""
         found: list[Any] = tf.identity_n(list(map(tf.convert_to_tensor, tensors)))
         self._mark(TensorMessage(key, "begin", None), found[0].op)
         for tensor, given in zip(found, tensors):
@@ -216,16 +201,7 @@ class StepGraph:
         return token
 
     def receive(self, anchors: Sequence[Any], like: Any, key: MessageKey, transfer: Transfer) -> Any:
-        """Receives a tensor from the other end of a transfer.
-
-        Notes that for `finish`, and names the message for errors.
-
-        Args:
-            anchors: Tensors that the result depends on; see the property `anchors`.
-            like: A tensor of the same dtype and shape.
-            key: Of the message.
-            transfer: Of the message.
-        """
+        """Receives a tensor like `like` that depends on `anchors`. Notes that for `finish`, and for errors."""
         source = self.context.ranks[transfer.other(self.context.stage)]
         found = operations.receive(anchors, like.dtype, source, self._label(key))
         what = f"the gradient of {transfer.what}" if key.backward else transfer.what
@@ -235,17 +211,14 @@ class StepGraph:
         return found
 
     def send_gradient(self, label: str, gradient: Any) -> None:
-        """Sends the gradient of a received tensor, by its label, to its sender."""
         key, transfer = self._gradient_message(label)
         self.send(tf.convert_to_tensor(gradient), key, transfer)
 
     def receive_gradient(self, label: str, token: Any, like: Any) -> Any:
-        """Receives the gradient of a sent tensor, by its label."""
         key, transfer = self._gradient_message(label)
         return self.receive([token], like, key, transfer)
 
     def _gradient_message(self, label: str) -> tuple[MessageKey, Transfer]:
-        """Returns the key and the transfer of a gradient, by the label of its tensor's message."""
         key = MessageKey(*map(int, label.split("/")[1:]))
         return key._replace(backward=self._passes[key.microbatch, key.call]), self._transfers[key]
 
@@ -269,8 +242,7 @@ class StepGraph:
         """Orders the messages by the pipeline's schedule, by control dependencies, after the previous step.
 
         All stages call this, exchange their lists of messages, and add missing ones. TensorFlow's own order of messages
-        is removed. One stage alone has nothing to do. Raises SMPRuntimeError if the messages of the stages do not
-        match.
+        is removed. Raises SMPRuntimeError if the messages do not match.
         """
         if len(self.context.ranks) == 1:
             return
@@ -293,10 +265,7 @@ class StepGraph:
         self._remove_implicit_order()
 
     def _gather_messages(self) -> list[list[TensorMessage]]:
-        """Returns the messages of every stage; all stages call it.
-
-        Raises SMPRuntimeError if they trace different steps.
-        """
+        """All stages call it. Raises SMPRuntimeError if they trace different steps."""
         gathered = self.context.gather((self._number, [marked.message for marked in self._marked]))
         if len({number for number, _ in gathered}) > 1:
             numbers = ", ".join(f"{number}." for number, _ in gathered)
@@ -312,10 +281,7 @@ class StepGraph:
             return operations.send(tf.zeros([]), self.context.ranks[self.context.stage], NEW_RUN).op
 
     def _remove_implicit_order(self) -> None:
-        """Removes the order that TensorFlow gives to stateful operations that use no resource.
-
-        It is the order of the trace, in which a microbatch comes after the whole previous one.
-        """
+        """In TensorFlow's order of stateful operations, a microbatch comes after the whole previous one."""
         for operation in self.graph.get_operations():
             has_effects = operation.op_def is not None and operation.op_def.is_stateful
             if has_effects and all(given.dtype != tf.resource for given in operation.inputs):
@@ -335,15 +301,11 @@ class StepGraph:
     # --- unsupported calls
 
     def require_own_graph(self, what: str) -> None:
-        """Raises SMPUnsupportedError if the default graph is not the graph of the step."""
         if tf.compat.v1.get_default_graph() is not self.graph:
             raise nested_call_error(what)
 
     def _reject_own_outputs(self, tensors: Sequence[Any]) -> None:
-        """Raises SMPUnsupportedError for inputs that depend on a model's outputs.
-
-        Their gradient would have to pass through outputs that are constants on other stages.
-        """
+        """Raises SMPUnsupportedError: gradients would have to pass through constants of other stages."""
         rest, seen = [tensor.op for tensor in tensors], set()
         while rest:
             operation = rest.pop()
@@ -359,10 +321,7 @@ class StepGraph:
     # --- losses that layers add
 
     def share_losses(self, mine: Sequence[Any]) -> list[Any]:
-        """Returns the losses of this stage's layers, and the losses of each other stage as one constant.
-
-        With one stage, or before the model's call in the microbatch, only this stage's.
-        """
+        """Other stages' losses are one constant each; none before the model's call in the microbatch."""
         if len(self.context.ranks) == 1 or not self._calls:
             return list(mine)
         self.require_own_graph("losses")
@@ -434,7 +393,6 @@ class _StageCall:
         return outputs
 
     def require_end(self) -> None:
-        """Raises SMPRuntimeError if the model has not called all layers of the trace."""
         if self._expected is not None:
             name = self._expected.call.layer.name
             raise SMPRuntimeError(f"The model did not call layer {name!r}, which it called when it was traced.")
@@ -466,10 +424,7 @@ def _gradient_of_send(operation: Any, token: Any) -> Any:
 
 @tf.RegisterGradient("SmpReceive")  # type: ignore[untyped-decorator]
 def _gradient_of_receive(operation: Any, gradient: Any) -> list[Any]:
-    """Sends the gradient back to the sender. Anchors have none: they only cause this call.
-
-    Nothing is sent without a gradient or anchors, or for a tensor that is not float.
-    """
+    """Sends nothing without a gradient or anchors, or for a tensor that is not float. Anchors only cause this call."""
     if gradient is not None and operation.outputs[0].dtype.is_floating and operation.inputs:
         step, label = _step_and_label(operation)
         step.send_gradient(label, gradient)

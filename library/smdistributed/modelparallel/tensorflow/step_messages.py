@@ -22,7 +22,6 @@ class Transfer:
     """The tensor, in words for error messages."""
 
     def other(self, stage: int) -> int:
-        """Returns the stage at the other end."""
         return self.target if stage == self.source else self.source
 
 
@@ -53,10 +52,7 @@ class TensorMessage(NamedTuple):
 
 
 def sort_messages(messages: Sequence[TensorMessage]) -> list[TensorMessage]:
-    """Sorts the messages of a stage by microbatch, then so that each comes after those that it depends on.
-
-    Within a microbatch, passes keep their order; transfers ascend in forward passes, and descend in backward passes.
-    """
+    """Sorts by microbatch and pass, then by transfer: ascending in forward passes, descending in backward passes."""
     passes = dict.fromkeys(message.key[:3] for message in messages)
     place = {each: number for number, each in enumerate(passes)}
 
@@ -68,16 +64,9 @@ def sort_messages(messages: Sequence[TensorMessage]) -> list[TensorMessage]:
 
 
 def find_missing(by_stage: Sequence[Sequence[TensorMessage]]) -> Iterator[tuple[int, TensorMessage]]:
-    """Finds messages that only one end knows, because a gradient is zero or unused there.
+    """Yields stages and the messages that they must add: gradients that are zero or unused there.
 
-    Args:
-        by_stage: The messages of every stage.
-
-    Yields:
-        A stage and the message that it must add: a gradient to send as zeros, or one to receive and drop.
-
-    Raises:
-        SMPRuntimeError: For a message that only one end knows for any other reason.
+    Raises SMPRuntimeError for a message that only one end knows for any other reason.
     """
     messages = [message for own in by_stage for message in own]
     sent = {message.key: message.transfer for message in messages if message.kind == "send" and message.transfer}
@@ -96,7 +85,6 @@ def find_missing(by_stage: Sequence[Sequence[TensorMessage]]) -> Iterator[tuple[
 
 
 def _unmatched(key: MessageKey, transfer: Transfer) -> str:
-    """Returns the text of the error for a message that only one end knows."""
     if key.backward:
         return (
             f"Stage {transfer.source} computes gradients, and stage {transfer.target}, which uses {transfer.what}, "

@@ -54,13 +54,7 @@ class _Awaited(NamedTuple):
 class TensorExchange:
     """Exchanges tensors by their labels, and Python objects by `objects`.
 
-    Starts two threads, and the threads of `transport`.
-
-    `names` describes messages by label, for errors.
-
-    Args:
-        rank: This process's rank in the job.
-        access: How other ranks reach this one.
+    Starts two threads, and the threads of `transport`. `names` describes messages by label, for errors.
     """
 
     def __init__(self, rank: int, access: Access) -> None:
@@ -129,10 +123,7 @@ class TensorExchange:
             ctypes.memmove(address, (ctypes.c_char * size).from_buffer(received.memory), size)
 
     def _take(self, source: int, label: str) -> ReceivedTensor:
-        """Waits for a tensor of this run, takes it from the inbox and returns it.
-
-        Raises SMPRuntimeError if its rank is lost, has left the step, or is late.
-        """
+        """Waits for a tensor of this run. Raises SMPRuntimeError if its rank is lost, has left the step, or is late."""
         with self._lock:
             inbox = self._inboxes[source, label]
             awaited = None
@@ -151,7 +142,6 @@ class TensorExchange:
             return received
 
     def _missing(self, source: int, label: str, is_overdue: bool) -> SMPRuntimeError:
-        """Returns, not raises, the error for a tensor that has not come: late, lost, or its sender left the step."""
         if is_overdue:
             return SMPRuntimeError(
                 f"Rank {source} has not sent its {self._describe(label)} to rank {self._rank} "
@@ -172,10 +162,7 @@ class TensorExchange:
         self.transport.send(to, b"%b%b\n" % (_OBJECT, inbox.encode()) + pickle.dumps(obj, pickle.HIGHEST_PROTOCOL))
 
     def _deliver(self, source: int, head: bytes, bodies: Sequence[bytearray]) -> None:
-        """Called on receiving threads: puts an object or tensor into its inbox, and wakes the thread that waits for it.
-
-        Tensors of earlier steps are dropped. A tensor of a later step ends a wait, which then fails.
-        """
+        """Called on receiving threads. Tensors of earlier steps are dropped. One of a later step makes a wait fail."""
         if head.startswith(_OBJECT):
             inbox, _, pickled = head[len(_OBJECT) :].partition(b"\n")
             self.objects.deliver(source, inbox.decode(), pickled)
@@ -189,10 +176,7 @@ class TensorExchange:
                 self._wake(source, name if run == self._run else self._awaited.label)
 
     def _begin_run(self) -> None:
-        """Begins a step: counts it, and drops tensors that were sent to a step that has failed.
-
-        Reported stalls are forgotten.
-        """
+        """Drops tensors that were sent to a step that has failed, and forgets reported stalls."""
         with self._lock:
             self._run += 1
             self._stalls.reset()

@@ -18,8 +18,6 @@ _RANDOM = ("Random", "Multinomial", "TruncatedNormal", "Stateful")
 
 @dataclass(frozen=True)
 class PlacedCall:
-    """A call of a layer that runs on one stage."""
-
     call: LayerCall
     stage: int
     transfers: tuple[tuple[Transfer, ...], ...]
@@ -28,8 +26,6 @@ class PlacedCall:
 
 @dataclass(frozen=True)
 class TransferPlan:
-    """All transfers in one call of a model."""
-
     calls: tuple[PlacedCall, ...]
     """In the order in which the model makes them."""
     split_layers: frozenset[int]
@@ -41,16 +37,7 @@ class TransferPlan:
 
 
 def plan_transfers(trace: ModelTrace, stages: StageAssignment, count: int) -> TransferPlan:
-    """Plans the transfers between stages in a call of the traced model.
-
-    Args:
-        trace: One call of the model.
-        stages: The stage of every layer.
-        count: The number of stages.
-
-    Raises:
-        SMPUnsupportedError: If a variable of a layer is used outside of it, or if a layer that is split adds losses.
-    """
+    """Raises SMPUnsupportedError if a layer's variable is used outside of it, or a layer that is split adds losses."""
     split_layers = list(_split_layers(trace.calls, stages))
     if count > 1:
         _reject_losses([trace.model, *split_layers])
@@ -110,10 +97,7 @@ def _reject_losses(layers: Iterable[Any]) -> None:
 
 
 def _inputs_of_side_effects(trace: ModelTrace, calls: Sequence[LayerCall]) -> list[Any]:
-    """Returns the inputs of operations outside of layers that have side effects: every rank runs them.
-
-    Random operations, and operations on resources such as variables, do not count.
-    """
+    """Every rank runs these operations. Random operations, and operations on resources, do not count."""
     inside = {number for call in calls for number in call.operations}
     return [
         tensor
@@ -148,10 +132,7 @@ class _NeededOutputs:
         return 0 if last is None else self._calls[last][1]
 
     def _outputs_behind(self, tensors: Iterable[Any]) -> set[tuple[int, int]]:
-        """Returns the outputs of calls from which tensors are computed without another call, as (place, output).
-
-        Rejects a layer's variable that is used outside of its layer, by `_reject`.
-        """
+        """Returns outputs of calls as (place, output). Rejects a layer's variable that is used outside of its layer."""
         found, seen, rest = set(), set(), list(tensors)
         while rest:
             tensor = rest.pop()

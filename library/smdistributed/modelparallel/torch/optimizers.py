@@ -38,14 +38,7 @@ class _Layerwise(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Updates all parameters that have gradients, and counts the step in each group. All stages of a model call it.
-
-        Args:
-            closure: Computes the loss again; called with gradients enabled.
-
-        Returns:
-            The result of `closure`; None without one.
-        """
+        """Updates parameters that have gradients, and counts the step in each group. All stages of a model call it."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -62,10 +55,7 @@ class _Layerwise(torch.optim.Optimizer):
         """Called once in each step, before parameters are updated."""
 
     def _update(self, parameter: nn.Parameter, group: dict[str, Any], own: dict[str, Any]) -> None:
-        """Updates one parameter in place, by its gradient. Each optimizer overrides it.
-
-        `group` is the parameter's group. `own` is its state, which may be empty and is changed.
-        """
+        """Updates one parameter in place, by its gradient. `own` is its state, which may be empty and is changed."""
         raise NotImplementedError
 
     def _gradients(self) -> Iterator[torch.Tensor]:
@@ -127,11 +117,7 @@ class FusedLAMB(_Layerwise):
         )
 
     def _update(self, parameter: nn.Parameter, group: dict[str, Any], own: dict[str, Any]) -> None:
-        """Updates a parameter and its moments in place, as apex's FusedLAMB does.
-
-        The gradient is clipped by the norm of all gradients. With weight decay or `use_nvlamb`, the step is scaled to
-        the parameter's norm.
-        """
+        """As apex's FusedLAMB. With weight decay or `use_nvlamb`, the step is scaled to the parameter's norm."""
         beta1, beta2 = group["betas"]
         most, decay = group["max_grad_norm"], group["weight_decay"]
         assert parameter.grad is not None
@@ -209,10 +195,7 @@ class FusedNovoGrad(_Layerwise):
         self._decays_inside = reg_inside_moment
 
     def _update(self, parameter: nn.Parameter, group: dict[str, Any], own: dict[str, Any]) -> None:
-        """Updates a parameter, its momentum and its gradient norm's mean in place (apex's FusedNovoGrad).
-
-        Weight decay goes into the momentum with `reg_inside_moment`, otherwise into the step alone.
-        """
+        """As apex's FusedNovoGrad. Without `reg_inside_moment`, weight decay goes into the step alone."""
         beta1, beta2 = group["betas"]
         assert parameter.grad is not None
         size = parameter.grad.abs().max() if group["norm_type"] == 0 else parameter.grad.norm()
@@ -235,10 +218,7 @@ class FusedNovoGrad(_Layerwise):
 
 
 def _norm_over_stages(gradients: Iterable[torch.Tensor], parameters: set[int]) -> float:
-    """Returns the 2-norm of all gradients; over all stages, if `parameters` holds the id of a parameter of the model.
-
-    Then all stages call it, and all replicas too with `shard_optimizer_state`.
-    """
+    """Returns the 2-norm; over all stages, which then call it, if `parameters` has the id of one of the model."""
     square = sum(float(gradient.float().square().sum()) for gradient in gradients)
     if parameters & _updated_ids():
         # With sharded optimizer state every replica has the gradients of its share, otherwise all of them.

@@ -18,12 +18,7 @@ _MARK = "_smp_checkpointing"
 
 @dataclass(frozen=True)
 class Checkpointing:
-    """How a module's activations are checkpointed.
-
-    Attributes:
-        preserve_rng_state: Whether the second computation draws the same random numbers.
-        group: How many children of a sequence are checkpointed together; 0: all consecutive ones on one stage.
-    """
+    """`group`: how many children of a sequence are checkpointed together; 0: all consecutive ones on one stage."""
 
     preserve_rng_state: bool
     group: int
@@ -55,7 +50,6 @@ def set_activation_checkpointing(
 
 
 def remove_checkpointing(root: nn.Module) -> None:
-    """Turns checkpointing off for a model and all modules in it."""
     for module in root.modules():
         module.__dict__.pop(_MARK, None)
 
@@ -75,16 +69,7 @@ def run_checkpointed(call: Callable[..., Any], module: nn.Module, args: tuple[An
 
 
 def run_sequence(modules: Sequence[nn.Module], value: Any, how: Checkpointing | None) -> Any:
-    """Calls modules one after the other.
-
-    Args:
-        modules: The modules.
-        value: The input of the first one.
-        how: How to checkpoint them; None: not at all.
-
-    Returns:
-        The output of the last one.
-    """
+    """Calls modules one after the other. `how`: how to checkpoint them; None: not at all."""
     if how is None:
         return _one_by_one(modules, value)
     size = how.group or max(1, len(modules))

@@ -24,10 +24,8 @@ _Gradients = Sequence[Optional[torch.Tensor]]
 class RemoteCall:
     """One call of modules on another stage, on the calling side.
 
-    Args:
-        send_forward: Sends the inputs and waits. Returns the answer's tensors, each with whether it requires grad.
-        send_backward: Sends the gradients of the answer's tensors. Does not wait.
-        receive_backward: Waits for the gradients of the inputs and returns them.
+    `send_forward` waits for the answer's tensors, each with whether it requires grad. `send_backward` sends the
+    gradients of these tensors and does not wait. `receive_backward` waits for the gradients of the inputs.
     """
 
     def __init__(
@@ -42,10 +40,7 @@ class RemoteCall:
         self.gradients: _Gradients = ()
 
     def run(self, inputs: _Tensors) -> tuple[torch.Tensor, ...]:
-        """Makes the call, waits for the answer and returns its tensors, in the autograd graph of this thread.
-
-        Without grad mode they are in no graph.
-        """
+        """Returns the answer's tensors in the autograd graph of this thread; without grad mode in no graph."""
         if not torch.is_grad_enabled():
             return tuple(tensor for tensor, _ in self.send_forward(inputs))
         anchor = torch.zeros((), requires_grad=True)
@@ -105,35 +100,19 @@ class Leave(Function):
 
 
 class ReceivedInputs:
-    """The inputs of one call on the called stage: keeps their gradients, and the outputs that were sent back.
-
-    Args:
-        count: The number of input tensors.
-    """
+    """The inputs of one call on the called stage: keeps their gradients, and the outputs that were sent back."""
 
     def __init__(self, count: int) -> None:
         self.gradients: list[torch.Tensor | None] = [None] * count
         self.outputs: _Tensors = ()
 
     def tensors(self, came: Sequence[tuple[torch.Tensor, bool]]) -> tuple[torch.Tensor, ...]:
-        """Returns the tensors that have arrived, in the autograd graph of this thread.
-
-        Args:
-            came: The tensors, each with whether it requires grad.
-        """
+        """Returns the tensors in the autograd graph of this thread. `came` has each with whether it requires grad."""
         anchor = torch.zeros((), requires_grad=torch.is_grad_enabled())
         return Receive.apply(self, anchor, came) if came else ()  # type: ignore[no-untyped-call]
 
     def backward(self, gradients: _Gradients) -> _Gradients:
-        """Runs the backward of this stage's graph, and releases the outputs: it works once.
-
-        Args:
-            gradients: The gradients of the outputs; None for an output without one. An output that does not require
-                grad is ignored.
-
-        Returns:
-            The gradients of the inputs; None for an input without one.
-        """
+        """Returns the gradients of the inputs; None for an input without one. Releases the outputs: it works once."""
         pairs = [(o, g) for o, g in zip(self.outputs, gradients) if g is not None and o.requires_grad]
         self.outputs = ()
         if pairs:

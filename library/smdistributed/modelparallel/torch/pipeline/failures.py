@@ -34,7 +34,6 @@ class Peers:
         return f"Stage {self.ranks.index(rank)} (rank {rank})" if rank in self.ranks else f"Rank {rank}"
 
     def lost_error(self, rank: int) -> SMPRuntimeError:
-        """The error to raise because a rank's connection has ended."""
         return SMPRuntimeError(f"{self.describe(rank)}: {CONNECTION_LOST}")
 
     def send(self, to: int, *args: Any, **kwargs: Any) -> None:
@@ -42,17 +41,7 @@ class Peers:
         send(self._transport, to, *args, **kwargs)
 
     def notify_all(self, kind: MessageKind, about: object = None) -> list[threading.Thread]:
-        """Sends a message to every other stage and does not wait. A stage that is lost is left out.
-
-        Each has a thread of its own: a stage with a full socket must not delay the others.
-
-        Args:
-            kind: FAILED or WORKING, which belong to no step.
-            about: The content of the message.
-
-        Returns:
-            The threads that send, started.
-        """
+        """Sends to every other stage that is not lost. Returns the threads: a full socket must not delay the others."""
         others = [rank for rank in self.ranks if rank != self.ranks[self.index] and rank not in self.lost]
         threads = [threading.Thread(target=self._notify, args=(rank, kind, about), daemon=True) for rank in others]
         for thread in threads:
@@ -70,12 +59,7 @@ _REPORT_SECONDS = 5.0
 
 
 class Failures:
-    """The failure of this rank's pipeline. It is final: every later step fails too.
-
-    Args:
-        peers: The stages of the pipeline.
-        on_failure: Called once, after `error` is set. It must wake all threads that wait on this stage.
-    """
+    """The failure of this rank's pipeline, which is final. `on_failure` is called once, to wake waiting threads."""
 
     def __init__(self, peers: Peers, on_failure: Callable[[], None]) -> None:
         self._peers, self._on_failure = peers, on_failure
@@ -88,15 +72,13 @@ class Failures:
         self._reports: list[threading.Thread] = []
 
     def raise_if_failed(self) -> None:
-        """Raises the first failure of the pipeline, on any stage."""
         if self.error is not None:
             raise self.error
 
     def fail(self, error: BaseException) -> None:
-        """Ends the step on all stages because of an error here, and every later step. Waits for no other stage.
+        """Ends the step on all stages, and every later step. Only the first failure is sent and kept.
 
-        Only the first failure is sent and kept. A lost connection is reported too: other stages may not notice it, and
-        would wait for this stage.
+        A lost connection is reported too: other stages may not notice it, and would wait for this stage.
         """
         try:
             with self._reporting:  # before a thread of this process sees the failure, and ends it: see `leave`
@@ -113,23 +95,13 @@ class Failures:
         self._record(SMPRuntimeError(f"{self._peers.describe(source)} failed:\n{traceback_text}"))
 
     def fail_by_loss(self, rank: int) -> None:
-        """Ends the step here if the connection to a stage of this pipeline has ended: it exited or died.
-
-        The loss of another rank is only noted.
-        """
+        """Ends the step here if the rank is a stage of this pipeline. The loss of another rank is only noted."""
         self._peers.lost.add(rank)
         if rank in self._peers.ranks:
             self._record(self._peers.lost_error(rank))
 
     def explain_send_error(self, to: int, error: OSError) -> BaseException:
-        """Finds out why a message could not be sent.
-
-        After a time-out, or if the key is wrong, it says so at once. Otherwise it notes the other stage as lost, and
-        waits a moment for its report.
-
-        Returns:
-            The error to raise instead of `error`.
-        """
+        """Returns the error to raise instead. Unless `error` says the reason, waits a moment for the other's report."""
         if isinstance(error, (HandshakeError, TimeoutError)):
             return SMPRuntimeError(f"{self._peers.describe(to)} cannot be reached: {error}")
         self._peers.lost.add(to)
@@ -137,10 +109,7 @@ class Failures:
         return self.error or self._peers.lost_error(to)
 
     def wait_until_reported(self) -> None:
-        """Waits until a failure here has been sent to the other stages, as this process may end next.
-
-        It waits no longer than `_REPORT_SECONDS` for stages that take no messages.
-        """
+        """This process may end next. Waits at most `_REPORT_SECONDS` for stages that take no messages."""
         deadline = time.monotonic() + _REPORT_SECONDS
         for report in self._reports:
             report.join(max(0, deadline - time.monotonic()))

@@ -81,20 +81,10 @@ def send(
     about: object = None,
     tensors: Sequence[torch.Tensor | None] = (),
 ) -> None:
-    """Sends a message to a rank of the job.
+    """Sends a message to a rank. Raises OSError if it cannot be reached, or takes nothing for too long.
 
-    Args:
-        transport: Carries the message.
-        to: The rank.
-        kind: The kind of message.
-        step: The step it belongs to.
-        microbatch: The microbatch it belongs to; -1 for none.
-        call: The number of the call it belongs to.
-        about: Depends on the kind. It is pickled.
-        tensors: Of any device, dtype and shape; None for an empty place.
-
-    Raises:
-        OSError: If the rank cannot be reached, or takes nothing for too long.
+    `microbatch`: -1 for none. `call`: the number of the call it belongs to. `about` depends on the kind, and is
+    pickled. `tensors`: of any device, dtype and shape; None for an empty place.
     """
     metas = [None if tensor is None else meta_of(tensor) for tensor in tensors]
     held = [to_buffer(tensor) for tensor in tensors if tensor is not None]
@@ -111,11 +101,7 @@ def receive(source: int, head: bytes, bodies: Sequence[bytearray]) -> StageMessa
 
 
 def open_object_exchange(transport: Transport, rank: int, seconds: float) -> ObjectExchange:
-    """Makes this rank's object exchange; deliver messages of `MessageKind.OBJECT` to it.
-
-    Returns:
-        The exchange. Sending and receiving use `transport` only when they are called.
-    """
+    """Deliver messages of `MessageKind.OBJECT` to it. It uses `transport` only when it sends and receives."""
 
     def send_object(to: int, channel: str, obj: object) -> None:
         body, tensors = pack(obj)

@@ -45,7 +45,6 @@ class ModuleManager:
 
     @property
     def index(self) -> int:
-        """This rank's stage."""
         return self._stage().index
 
     def refresh_modules(self) -> None:
@@ -53,13 +52,7 @@ class ModuleManager:
         self.modules = dict(self.root.named_modules())
 
     def assign(self, stages: Mapping[str, int]) -> None:
-        """Places every module on its stage, and frees the parameters and buffers of other stages.
-
-        It turns off torch's fast path of transformer encoders that are on several stages.
-
-        Args:
-            stages: The stage of every module, by name.
-        """
+        """Places every module, and frees the parameters and buffers of other stages. Turns off torch's fast path."""
         self.stages = dict(stages)
         for name, module in self.modules.items():
             parent = name.rpartition(".")[0]
@@ -70,7 +63,6 @@ class ModuleManager:
         self.release_remote_tensors()
 
     def is_local(self, name: str) -> bool:
-        """Whether the module of that name is on this stage."""
         return self.stages[name] == self.index
 
     def stage_of(self, module: nn.Module) -> int | None:
@@ -86,7 +78,6 @@ class ModuleManager:
         return {owners[id(tensor)] for tensor in tensors if id(tensor) in owners}
 
     def local_modules(self) -> Iterator[tuple[str, nn.Module]]:
-        """Yields names and modules of this stage."""
         return ((name, module) for name, module in self.modules.items() if self.is_local(name))
 
     def local_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -103,12 +94,7 @@ class ModuleManager:
         return self._stage().call([(place.stage, (place.name,))], args, kwargs)
 
     def call_sequence(self, place: Placement, module: nn.Sequential, value: Any) -> Any:
-        """Runs a sequence that spans stages, and returns its result.
-
-        Between two other stages the value is sent directly.
-
-        Raises StepUsageError outside of a step.
-        """
+        """Between two other stages the value is sent directly. Raises StepUsageError outside of a step."""
         hops = list(self._hops(module))
         while hops:
             stage, names = hops[0]
@@ -123,7 +109,6 @@ class ModuleManager:
         return value
 
     def run(self, names: Sequence[str], value: Any, how: Checkpointing | None) -> Any:
-        """Calls modules of this stage one after the other, checkpointed if `how` is given."""
         return run_sequence([self.modules[name] for name in names], value, how)
 
     def make_way(self, kind: TurnKind) -> None:
@@ -131,10 +116,7 @@ class ModuleManager:
         self._stage().make_way(kind)
 
     def is_split(self, module: nn.Sequential) -> bool:
-        """Whether the children of a sequence are called one by one: some are remote, or checkpointed in groups.
-
-        Not if the sequence has hooks, which would not be called, or its class has a forward of its own.
-        """
+        """Some children are remote, or checkpointed in groups. Not with hooks, or with a forward of its own."""
         if type(module).forward is not nn.Sequential.forward or module._forward_hooks or module._forward_pre_hooks:
             return False
         return bool(active_checkpointing(module)) or any(not self.is_local(self._name_of(child)) for child in module)
@@ -164,11 +146,7 @@ class ModuleManager:
             )
 
     def release_remote_tensors(self) -> None:
-        """Frees the memory of other stages' parameters and buffers.
-
-        Parameter objects stay, without elements or gradients. If backward reaches one of them, it raises
-        StepUsageError.
-        """
+        """Parameter objects stay, without elements or gradients. If backward reaches one, it raises StepUsageError."""
         keep = {id(tensor) for _, tensor in (*self.local_parameters(), *self.local_buffers())}
         for name, module in self.modules.items():
             if self.is_local(name):
@@ -185,10 +163,7 @@ class ModuleManager:
                     module._buffers[key] = buffer.new_empty(0)
 
     def _tensors(self, own: Callable[[nn.Module], Mapping[str, Any]]) -> Iterator[tuple[str, Any]]:
-        """Yields names and tensors of this stage's modules; a shared one once.
-
-        `own`: returns the tensors of one module.
-        """
+        """Yields names and tensors of this stage, a shared one once. `own` returns the tensors of one module."""
         seen = set()
         for name, module in self.local_modules():
             for key, tensor in own(module).items():
@@ -198,10 +173,7 @@ class ModuleManager:
 
 
 def _disable_fast_path(module: nn.Module) -> None:
-    """Keeps torch from its fast path in evaluation.
-
-    It needs the parameters of all children on one stage, and passes nested tensors, which cannot be sent.
-    """
+    """It needs the parameters of all children on one stage, and passes nested tensors, which cannot be sent."""
     if isinstance(module, nn.TransformerEncoderLayer):
         module.activation_relu_or_gelu = 0
     if isinstance(module, nn.TransformerEncoder):
@@ -209,10 +181,7 @@ def _disable_fast_path(module: nn.Module) -> None:
 
 
 def _refuse_gradients(parameter: nn.Parameter, stage: int, here: int) -> None:
-    """Makes a parameter of another stage raise StepUsageError in backward: it was used outside of its module.
-
-    It has no elements here. For example, a sum of squares over all parameters would miss parameters of other stages.
-    """
+    """Makes backward raise StepUsageError. A sum over all parameters would miss parameters of other stages."""
 
     def refuse(_: torch.Tensor) -> None:
         if parameter.numel() == 0:

@@ -26,14 +26,10 @@ def routing_manager() -> ModuleManager | None:
 
 
 def route_calls(manager: ModuleManager) -> None:
-    """Routes calls of a placed model's modules to their stages.
+    """Routes calls of a placed model's modules to their stages. The first use patches nn.Module.__call__.
 
-    The first use patches nn.Module.__call__. The patch also checkpoints activations, and calls the children of a split
-    sequence one by one. At the begin of a part of the model, it lets urgent turns go first. Modules of other models pay
-    for one look into a dictionary.
-
-    Args:
-        manager: The modules of the model, placed.
+    The patch also checkpoints activations, and calls the children of a split sequence one by one. At the begin of a
+    part, it lets urgent turns go first. Modules of other models pay for one look into a dictionary.
     """
     global _manager
     _manager = manager
@@ -63,7 +59,6 @@ def route_calls(manager: ModuleManager) -> None:
 
 @contextmanager
 def calls_routed_by(manager: ModuleManager) -> Iterator[None]:
-    """Routes calls by another manager inside `with`."""
     global _manager
     before, _manager = _manager, manager
     try:

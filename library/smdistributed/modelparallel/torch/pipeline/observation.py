@@ -22,13 +22,10 @@ _NOT_CALLED = "nobody has called anything here: the first stage may not be in th
 
 
 class StageObserver:
-    """Watches one stage. It starts a thread at the first step.
+    """Watches one stage. It starts a thread at the first step, on which both functions are called.
 
-    Args:
-        name: The stage's name in messages.
-        seconds: How long the stage waits without a message from another stage.
-        on_timeout: Called on the observer's thread when that is exceeded, with a text about what the stage waits for.
-        on_long_turn: Called on the observer's thread, repeatedly, while the stage computes for long.
+    `on_timeout` gets a text about what the stage waits for, after `seconds` without a message from another stage.
+    `on_long_turn` is called repeatedly, while the stage computes for long.
     """
 
     def __init__(
@@ -61,7 +58,6 @@ class StageObserver:
         self._step = 0
 
     def turn_begins(self, task: StageTask) -> None:
-        """Notes that this thread computes a task from now on."""
         self._turn = task, threading.get_ident(), time.monotonic()
         self._began = timeline.now() if timeline.recorder is not None else 0
 
@@ -74,7 +70,6 @@ class StageObserver:
             timeline.recorder.complete("compute", name, self._began, timeline.now(), args)
 
     def message_received(self) -> None:
-        """Notes a message from another stage."""
         self._last_event = time.monotonic()
 
     def call_begins(self, call: int, describe: Callable[[], str]) -> None:
@@ -82,7 +77,6 @@ class StageObserver:
         self._waits[call] = describe, time.monotonic()
 
     def call_ends(self, call: int) -> None:
-        """Notes that the answer to a call has arrived."""
         self._waits.pop(call, None)
 
     def _watch(self) -> None:
@@ -94,11 +88,7 @@ class StageObserver:
                 self._check_limit(time.monotonic())
 
     def _check_limit(self, now: float) -> None:
-        """Calls `on_long_turn` while a turn lasts long, or `on_timeout` if nothing has happened for too long.
-
-        A turn is long after the timeout divided by _CHECKS. Then every check calls `on_long_turn`. Too long is more
-        than the timeout since the last turn, the last message and the begin of the step.
-        """
+        """A turn is long after the timeout divided by _CHECKS. The timeout counts from the last turn or message."""
         turn = self._turn
         if turn and now - turn[2] > self._seconds / _CHECKS:
             self._on_long_turn()

@@ -49,15 +49,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def pack(obj: object, known: Callable[[object], object] = lambda _: None) -> tuple[bytes, list[_Tensor]]:
-    """Packs an object.
-
-    Args:
-        obj: Any object that can be pickled.
-        known: Returns a name for an object that both sides have (a module, a parameter), otherwise None.
-
-    Returns:
-        A pickle, and the tensors in it, each once. The pickle refers to them by their places.
-    """
+    """Returns a pickle, and its tensors, each once. `known` names an object that both sides have, or returns None."""
     file = io.BytesIO()
     pickler = _Pickler(file, known)
     pickler.dump(obj)
@@ -65,16 +57,7 @@ def pack(obj: object, known: Callable[[object], object] = lambda _: None) -> tup
 
 
 def unpack(body: bytes, tensors: Sequence[_Tensor], known: Callable[[Any], object] = lambda name: name) -> Any:
-    """Unpacks an object.
-
-    Args:
-        body: The pickle that `pack` returned.
-        tensors: Its tensors, or copies of them.
-        known: Returns the object of a name that `pack` got from its `known`.
-
-    Returns:
-        The object, with these tensors in it.
-    """
+    """Unpacks what `pack` returned. `known` returns the object of a name that `pack` got from its own."""
     return _Unpickler(io.BytesIO(body), tensors, known).load()
 
 
@@ -84,10 +67,7 @@ def meta_of(tensor: _Tensor) -> Meta:
 
 
 def to_buffer(tensor: _Tensor) -> tuple[Any, object]:
-    """Returns a tensor's bytes, contiguous, and the object that owns them: keep it while they are read.
-
-    They may be the tensor's own memory, so it must not change meanwhile.
-    """
+    """Returns contiguous bytes, perhaps the tensor's own memory, and the object to keep while they are read."""
     flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     size = flat.numel() * flat.element_size()
     return (ctypes.c_char * size).from_address(flat.data_ptr()) if size else b"", flat

@@ -14,27 +14,18 @@ from smdistributed.modelparallel.torch.pipeline.tasks import RandomState, StageT
 
 
 def derive_seed(*numbers: int) -> int:
-    """Returns a seed of 56 bits that depends on all of these numbers.
-
-    The same numbers give the same seed in every process.
-    """
+    """Returns a seed of 56 bits. The same numbers give the same seed in every process."""
     digest = hashlib.blake2b(repr(numbers).encode(), digest_size=7).digest()
     return int.from_bytes(digest, "big")
 
 
 def draw_seed() -> int:
-    """Draws a seed from torch's default generator.
-
-    A checkpointed module that is computed again starts from the same state, and draws the same seed.
-    """
+    """A checkpointed module that is computed again starts from the same state, and draws the same seed."""
     return int(torch.empty((), dtype=torch.int64).random_())
 
 
 class Generators:
-    """Switches torch's default generators between tasks, and keeps the state that they have now for `take_back`.
-
-    Call it from one thread at a time.
-    """
+    """Switches torch's default generators between tasks. Call it from one thread at a time."""
 
     def __init__(self) -> None:
         self._owner: StageTask | None = None

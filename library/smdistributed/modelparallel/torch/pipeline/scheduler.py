@@ -23,11 +23,7 @@ from smdistributed.modelparallel.torch.pipeline.tasks import StageTask, as_curre
 
 
 class Reply(Waiter):
-    """A reply that a thread waits for: a message, or the end of all forwards.
-
-    Args:
-        turn: The turn that the thread asks for when it continues. None: it keeps the turn that it has.
-    """
+    """A reply that a thread waits for. `turn`: the turn that it asks for when it continues; None: it keeps its own."""
 
     __slots__ = ("message", "turn")
 
@@ -48,13 +44,7 @@ class _IdleScript(Waiter):
 
 
 class RunningStep:
-    """The turns of one step on one stage.
-
-    Args:
-        slot: Grants the turns.
-        in_order: Whether backwards run in the order of the microbatches.
-        forwards: How many forwards must end before the first backward may begin; 0: backwards do not wait.
-    """
+    """The turns of one step. `forwards`: how many must end before the first backward; 0: backwards do not wait."""
 
     def __init__(self, slot: Slot, in_order: bool, forwards: int) -> None:
         self.slot, self.in_order, self.forwards = slot, in_order, forwards
@@ -69,12 +59,9 @@ class RunningStep:
 class Scheduler:
     """Runs the tasks of one stage.
 
-    Args:
-        transport: Threads that wait receive messages meanwhile.
-        failures: Raised in every thread that waits or begins here.
-        observer: Records turns.
-        receives_events: Whether the script's thread receives messages while it waits. Not on the first stage: only
-            answers arrive there, for threads that wait themselves.
+    `failures` are raised in every thread that waits or begins here. `receives_events`: whether the script's thread
+    receives messages while it waits. Not on the first stage: only answers arrive there, for threads that wait
+    themselves.
     """
 
     def __init__(
@@ -97,7 +84,6 @@ class Scheduler:
         return self._step
 
     def begin_step(self, step: RunningStep) -> None:
-        """Enters a step."""
         self._step = step
 
     def end_step(self) -> None:
@@ -109,10 +95,7 @@ class Scheduler:
     # --- tasks
 
     def submit(self, task: StageTask, run: Callable[[], None]) -> None:
-        """Runs a task as soon as it is granted a turn, on a worker thread or on the script's thread while that is idle.
-
-        Does not wait for it. Its errors end the step on all stages. Raises SMPRuntimeError if no step runs.
-        """
+        """Runs a task once it is granted a turn, and does not wait for it. Its errors end the step on all stages."""
         step = self.step
 
         def run_in_turn() -> None:
@@ -128,7 +111,6 @@ class Scheduler:
         self._start(step.slot.request(TurnRequest(Turn(task.kind, task.microbatch), run=run_in_turn)))
 
     def finish_microbatch(self, step: RunningStep, microbatch: int) -> None:
-        """Notes that a microbatch needs no more turns here."""
         self._start(step.slot.finish(microbatch))
 
     def _start(self, request: TurnRequest | None) -> None:
@@ -158,23 +140,13 @@ class Scheduler:
                 self._start(granted)
 
     def _begin_turn(self, step: RunningStep, task: StageTask) -> None:
-        """Notes that a turn begins, and gives torch's generators the task's random numbers."""
         step.generators.hand_to(task)
         self._observer.turn_begins(task)
 
     # --- waiting, on the threads of tasks
 
     def expect_reply(self, call: int, task: StageTask, is_backward: bool = False) -> Reply:
-        """Registers a reply before its request is sent.
-
-        Args:
-            call: The number of the call, unique on this stage.
-            task: The task that will wait.
-            is_backward: Whether the call is part of a backward.
-
-        Returns:
-            What to pass to `wait_for`.
-        """
+        """Registers a reply before its request is sent. `call` is unique on this stage."""
         step = self.step
         kind = TurnKind.BACKWARD if is_backward and step.in_order else TurnKind.RESUME
         reply = step.replies[call] = Reply(Turn(kind, task.microbatch))
@@ -206,7 +178,6 @@ class Scheduler:
         self._resume(step, reply)
 
     def _resume(self, step: RunningStep, reply: Reply) -> None:
-        """Continues the thread that waits for a reply: at once, or when it is granted its turn."""
         if reply.turn is None:
             self._transport.wake(reply)
         else:
@@ -222,10 +193,7 @@ class Scheduler:
         self._begin_turn(step, task)
 
     def make_way(self, kind: TurnKind) -> None:
-        """Lets more urgent turns go first where a part of the model begins. Does nothing outside a step.
-
-        A task that was granted a turn to resume, and reaches a new part to compute, asks for a turn of that kind.
-        """
+        """Lets more urgent turns go first where a part of the model begins. Does nothing outside a step."""
         task, step = current_task(), self._step
         if task is None or step is None:
             return
@@ -249,10 +217,7 @@ class Scheduler:
     # --- the simple pipeline: all forwards before the first backward
 
     def wait_for_all_forwards(self, task: StageTask) -> None:
-        """Ends the turn if backwards must wait for the forwards of all microbatches, and returns when those have ended.
-
-        Then it also makes `task` a backward. Raises the pipeline's failure.
-        """
+        """Waits if backwards must wait for all forwards, and makes `task` a backward. Raises the pipeline's failure."""
         step = self.step
         if not step.forwards or task.microbatch in step.past_forward:
             return
@@ -288,11 +253,7 @@ class Scheduler:
             self._transport.wake(idle)
 
     def next_event(self) -> StageMessage:
-        """Waits for the next event, and runs tasks meanwhile. Events that came before a failure are returned first.
-
-        Raises:
-            BaseException: The pipeline's failure.
-        """
+        """Runs tasks meanwhile. Returns events that came before the pipeline's failure, then raises that."""
         while self._events.empty():
             self._run_while_idle()
         message = self._events.get()
@@ -302,10 +263,7 @@ class Scheduler:
         return message
 
     def _run_while_idle(self) -> None:
-        """Waits for an event, or runs the task that comes before one.
-
-        It returns at once if there is an event. After a task, it also runs new tasks that are granted next.
-        """
+        """Returns at once if there is an event. After a task, it also runs new tasks that are granted next."""
         idle = _IdleScript(self._receives)
         with self._lock:
             if not self._events.empty():
@@ -326,12 +284,7 @@ class Scheduler:
 
 
 def require_task() -> StageTask:
-    """The task of this thread.
-
-    Raises:
-        SMPRuntimeError: If it has none. On a GPU, backward runs in a thread of autograd that all microbatches share,
-            and that must not wait for another stage.
-    """
+    """Raises SMPRuntimeError in a thread without one: on a GPU, backward's thread, which must not wait for a stage."""
     task = current_task()
     if task is None:
         raise SMPRuntimeError(

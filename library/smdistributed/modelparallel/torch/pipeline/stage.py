@@ -35,15 +35,7 @@ Hop = tuple[int, tuple[str, ...]]
 
 
 class Stage:
-    """This rank's stage of the pipeline.
-
-    Args:
-        transport: Carries messages between the ranks.
-        ranks: The ranks of the job that hold the stages, in order.
-        rank: This rank.
-        module: Finds a module by its name.
-        seconds: How long this stage waits without a message from another stage.
-    """
+    """This rank's stage of the pipeline. `ranks` hold the stages, in order. It waits `seconds` for other stages."""
 
     def __init__(
         self, transport: Transport, ranks: Sequence[int], rank: int, module: Callable[[str], Any], seconds: float
@@ -68,12 +60,7 @@ class Stage:
     # --- the step, on the script's thread
 
     def begin(self, config: Config) -> None:
-        """Enters the next step, with a new schedule and no received inputs.
-
-        Raises the pipeline's failure, if there was one.
-
-        Messages of this step that came early are handled now.
-        """
+        """Enters the next step, and handles messages of it that came early. Raises the pipeline's failure."""
         self.failures.raise_if_failed()
         devices.remember_device()
         simple, microbatches = config.pipeline == "simple", config.microbatches
@@ -92,15 +79,7 @@ class Stage:
             self._handle(message)
 
     def run(self, body: Callable[[int], Any], microbatches: int) -> list[Any]:
-        """Runs the body of the step for every microbatch. Only on the first stage. Raises the pipeline's failure.
-
-        Args:
-            body: Called with the number of a microbatch, on a thread of its own.
-            microbatches: How many there are.
-
-        Returns:
-            The result of each microbatch, in order.
-        """
+        """Calls `body` with each microbatch's number, on threads. On the first stage. Raises the pipeline's failure."""
         results: list[Any] = [None] * microbatches
         modes = ThreadModes.current()
 
@@ -131,13 +110,9 @@ class Stage:
         self._steps_before = steps - self.steps
 
     def serve(self, on_partition: Callable[[Any], None]) -> tuple[bytes, list[torch.Tensor]]:
-        """Serves calls until the first stage ends the step. On all other stages. Raises the pipeline's failure.
+        """Serves calls until the first stage ends the step. Returns the argument of that stage's `end`.
 
-        Args:
-            on_partition: Called with the stage of every module, by name, when the first stage has decided it.
-
-        Returns:
-            What the first stage passed to `end`.
+        `on_partition` is called with the stage of every module, by name. Raises the pipeline's failure.
         """
         while True:
             message = self._scheduler.next_event()
@@ -148,11 +123,7 @@ class Stage:
             self._send(message.source, MessageKind.ANSWER, message.step, call=message.call)
 
     def partition(self, about: object) -> None:
-        """Sends the partition to the other stages and waits until all have applied it. On the first stage, in a task.
-
-        Args:
-            about: The stage of every module, by name.
-        """
+        """Sends each module's stage, by name, and waits until all have applied it. On the first stage, in a task."""
         calls = {rank: next(self._calls) for rank in self.ranks[1:]}
         replies = [self._scheduler.step.replies.setdefault(call, Reply(None)) for call in calls.values()]
         for rank, call in calls.items():
@@ -165,13 +136,7 @@ class Stage:
             self._send(rank, MessageKind.END, self.steps, about=(packed[0], self._had_backward), tensors=packed[1])
 
     def leave(self) -> bool:
-        """Leaves the step. Calls that arrive later wait for the next one.
-
-        After a failure it waits until that is sent to the other stages, as this process may end next.
-
-        Returns:
-            Whether a backward ran in the step.
-        """
+        """Returns whether a backward ran. After a failure it waits until that is sent, as this process may end next."""
         with self._lock:
             was_in_step, self._is_in_step = self._is_in_step, False
             self._received = defaultdict(dict)  # graphs of calls without a backward
@@ -183,20 +148,10 @@ class Stage:
     # --- calls, on the threads of tasks
 
     def call(self, route: Sequence[Hop], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Calls modules on other stages, one stage after the other.
+        """Calls modules on other stages; each stage sends its output directly to the next.
 
-        The inputs go to the first stage of the route, and from each stage directly to the next.
-
-        Gives up its turn and waits for the output. Raises the pipeline's failure.
-
-        Args:
-            route: The stages, and the modules to run on each. The first module gets `args` and `kwargs`, every other
-                one the output of the module before it.
-            args: Positional arguments; tensors may be anywhere in them.
-            kwargs: Named arguments.
-
-        Returns:
-            The output of the last module, in this thread's autograd graph.
+        Every module but the first gets the output of the module before it. Gives up its turn and waits for the output
+        of the last, which is in this thread's autograd graph. Raises the pipeline's failure.
         """
         task = require_task()
         body, tensors = pack((args, kwargs))
@@ -231,7 +186,6 @@ class Stage:
         return unpack(answers[0], outputs)
 
     def _describe_call(self, task: StageTask, route: Sequence[Hop], direction: str) -> str:
-        """Describes a call that does not end: its microbatch, modules and stages."""
         hops = (f"{', '.join(names)} on stage {stage} (rank {self.ranks[stage]})" for stage, names in route)
         return f"microbatch {task.microbatch} waits for the {direction} of {', then '.join(hops)}"
 
@@ -240,19 +194,13 @@ class Stage:
         self._scheduler.make_way(kind)
 
     def before_backward(self) -> None:
-        """Called before the backward of a microbatch: notes that the step trains.
-
-        In the simple pipeline it waits for all forwards.
-        """
+        """Notes that the step trains. In the simple pipeline it waits for all forwards."""
         task = require_task()
         task.is_backward = self._had_backward = True
         self._scheduler.wait_for_all_forwards(task)
 
     def _finish(self, microbatch: int) -> None:
-        """Ends a microbatch on all stages: its received inputs are not needed any more. On the first stage.
-
-        It also counts as a forward that has ended, for backwards that wait.
-        """
+        """Ends a microbatch on all stages. On the first stage. It also counts as a forward that has ended."""
         for rank in self.ranks[1:]:
             self._send(rank, MessageKind.FINISHED, self.steps, microbatch)
         self._scheduler.count_forward(microbatch)
@@ -261,12 +209,7 @@ class Stage:
     # --- messages, on receiving threads
 
     def deliver(self, message: StageMessage) -> None:
-        """Takes a message from another stage, on a receiving thread.
-
-        One of a later step waits until this stage enters it.
-
-        A reported failure, or any error here, makes this stage fail; nothing is raised.
-        """
+        """Called on a receiving thread. Messages of a later step wait until this stage enters it. Nothing is raised."""
         try:
             self._observer.message_received()
             if message.kind is MessageKind.WORKING:
@@ -283,11 +226,7 @@ class Stage:
             self.failures.fail(error)
 
     def _handle(self, message: StageMessage) -> None:
-        """Carries out a message of the running step: starts a task, or wakes the thread that waits for it.
-
-        The end of a microbatch drops its inputs and frees its place in the window, so a waiting turn may begin. A
-        partition and the end of the step go to the script's thread.
-        """
+        """The end of a microbatch drops its inputs and frees its place in the window, so a waiting turn may begin."""
         if message.kind is MessageKind.FORWARD:
             task = StageTask(message.microbatch, TurnKind.FORWARD, message.about[3])
             self._scheduler.submit(task, functools.partial(self._serve_forward, self._received, message))
@@ -305,10 +244,7 @@ class Stage:
             self._scheduler.add_event(message)
 
     def _serve_forward(self, received: dict[int, dict[Any, ReceivedInputs]], message: StageMessage) -> None:
-        """Runs the modules of one hop, and sends the output to the next hop or, after the last, to the caller.
-
-        Keeps inputs and outputs for backward if an output requires grad.
-        """
+        """Sends the output to the next hop, or to the caller. Keeps it for backward if an output requires grad."""
         hop, route, modes, seed, body = message.about
         came = message.for_autograd()
         inputs = ReceivedInputs(len(came))
@@ -330,10 +266,7 @@ class Stage:
     def _serve_backward(
         self, received: dict[int, dict[Any, ReceivedInputs]], step: RunningStep, message: StageMessage
     ) -> None:
-        """Runs the backward of one hop, and sends the gradients to the hop before it or back to the caller.
-
-        After the last one, it ends the microbatch here. Raises SMPRuntimeError if it ran before.
-        """
+        """Sends the gradients to the hop before, or to the caller. Raises SMPRuntimeError if it ran before."""
         hop, route = message.about
         unfinished = received[message.microbatch]
         inputs = unfinished.pop((message.call, hop), None)
@@ -352,12 +285,10 @@ class Stage:
             self._scheduler.finish_microbatch(step, message.microbatch)
 
     def _answer(self, message: StageMessage, about: Any, tensors: Sequence[torch.Tensor | None]) -> None:
-        """Sends tensors back to the stage that made the call. If that fails, raises the reason."""
         origin, call = message.call
         self._send(self.ranks[origin], MessageKind.ANSWER, message.step, message.microbatch, call, about, tensors)
 
     def _pass_on(self, stage: int, message: StageMessage, about: Any, tensors: Sequence[torch.Tensor | None]) -> None:
-        """Sends a call to its next hop. If that fails, raises the reason."""
         step, microbatch = message.step, message.microbatch
         self._send(self.ranks[stage], message.kind, step, microbatch, message.call, about, tensors)
 
@@ -373,15 +304,11 @@ class Stage:
     # --- called by the observer's thread
 
     def _report_working(self) -> None:
-        """Lets the other stages know that this one is computing for long, not hanging.
-
-        Does nothing while an earlier message of that kind is still being sent.
-        """
+        """Lets the other stages know that this one computes. Does nothing while an earlier message is being sent."""
         if not any(report.is_alive() for report in self._working_reports):
             self._working_reports = self._peers.notify_all(MessageKind.WORKING)
 
     def _fail_by_timeout(self, waits_for: str) -> None:
-        """Fails the step on all stages, because nothing has arrived for too long."""
         stage = self._peers.describe(self.ranks[self.index])
         silence = f"{stage} has received nothing from the other stages for {self._seconds:g} s"
         self.failures.fail(SMPRuntimeError(f"{silence}, in step {self.steps}: {waits_for}. {TIMEOUT_FIX}"))

@@ -20,13 +20,7 @@ _thread = threading.local()
 
 
 class StageTask:
-    """The work of a thread. `random_state` is kept here while another task has its turn.
-
-    Args:
-        microbatch: The number of the microbatch, from 0.
-        kind: The kind of work that it computes now.
-        seed: Seeds the task's random numbers.
-    """
+    """The work of a thread. `random_state` is kept here while another task has its turn."""
 
     __slots__ = ("is_backward", "kind", "microbatch", "random_state", "seed")
 
@@ -43,7 +37,6 @@ def current_task() -> StageTask | None:
 
 @contextmanager
 def as_current_task(task: StageTask) -> Iterator[None]:
-    """Makes `task` the one of this thread inside `with`."""
     before, _thread.task = current_task(), task
     try:
         yield
@@ -60,7 +53,6 @@ class ThreadModes:
 
     @classmethod
     def current(cls) -> ThreadModes:
-        """Returns the modes of this thread: whether grad is enabled, and autocast's device types and dtypes."""
         autocast = []
         if torch.is_autocast_enabled():
             autocast.append(("cuda", torch.get_autocast_gpu_dtype()))
@@ -70,10 +62,7 @@ class ThreadModes:
 
     @contextmanager
     def apply(self) -> Iterator[None]:
-        """Sets these modes on this thread inside `with`.
-
-        Autocast for device types that these modes do not name stays as it is.
-        """
+        """Sets these modes inside `with`. Autocast for device types that they do not name stays as it is."""
         with torch.set_grad_enabled(self.grad), ExitStack() as stack:
             for device, dtype in self.autocast:
                 stack.enter_context(torch.autocast(device, dtype=dtype))

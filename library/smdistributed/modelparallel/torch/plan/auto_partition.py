@@ -30,12 +30,8 @@ _log = logging.getLogger("smdistributed.modelparallel")
 class Items:
     """The modules that are assigned to stages, in the order of execution.
 
-    They are those that cost something, that have no children, or that share a tensor with others.
-
-    Attributes:
-        names: Their names.
-        costs: Their costs, as shares of the model's.
-        together: Groups of places of modules that use the same parameter or buffer, and must be on one stage.
+    They cost something, have no children, or share a tensor with others. `costs` are shares of the model's. `together`
+    has groups of places of modules that use the same tensor, and must be on one stage.
     """
 
     names: list[str]
@@ -44,14 +40,7 @@ class Items:
 
 
 def auto_partition(root: nn.Module, config: Config, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Partition:
-    """Chooses a stage for each module of a model; places nothing.
-
-    If it cannot be traced, it warns. Modules then count by their parameters, in the order of their construction, as
-    with `skip_tracing`.
-
-    Raises:
-        SMPConfigError: If the model has fewer modules than there are stages.
-    """
+    """Places nothing. If the model cannot be traced, it warns and does as with `skip_tracing`."""
     if config.skip_tracing:
         return partition(root, config, Trace())
     try:
@@ -90,10 +79,7 @@ def items(root: nn.Module, config: Config, found: Trace) -> Items:
 
 
 def _costs(modules: Mapping[str, nn.Module], found: Trace, config: Config) -> dict[str, float]:
-    """The cost of each module without its children: memory and operations, as shares, by `memory_weight`.
-
-    Shared parameters count once. Without a trace only memory counts.
-    """
+    """Returns costs without children. Shared parameters count once. Without a trace only memory counts."""
     seen: set[int] = set()
     memory = {}
     for name, module in modules.items():
@@ -106,10 +92,7 @@ def _costs(modules: Mapping[str, nn.Module], found: Trace, config: Config) -> di
 
 
 def _in_order(modules: Mapping[str, nn.Module], called: Mapping[str, int], name: str = "") -> Iterator[str]:
-    """Yields the names of modules in the order of their first calls, containers before their children.
-
-    `called` has the places of first calls. A module that was never called stays behind its predecessor.
-    """
+    """Yields names in the order of first calls, `called`; containers come before their children."""
     yield name
     last = 0
     places = {}
@@ -121,7 +104,6 @@ def _in_order(modules: Mapping[str, nn.Module], called: Mapping[str, int], name:
 
 
 def _children(modules: Mapping[str, nn.Module], name: str) -> Iterator[str]:
-    """Yields the full names of a module's own children."""
     prefix = f"{name}." if name else ""
     return (f"{prefix}{child}" for child in modules[name]._modules if f"{prefix}{child}" in modules)
 

@@ -94,17 +94,9 @@ def cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def materialize(tensor: torch.Tensor, name: str) -> torch.Tensor:
-    """Makes the values of a tensor on the meta device, on the CPU, by replaying its recorded calls.
+    """Replays a tensor's recorded calls on the CPU. The random numbers depend on `name`.
 
-    Args:
-        tensor: Made inside `delay_param_initialization`.
-        name: The parameter's name; its random numbers depend on it.
-
-    Returns:
-        A tensor of the same shape, strides and dtype.
-
-    Raises:
-        KeyError: If the tensor was not made inside `delay_param_initialization`.
+    Raises KeyError if the tensor was not made inside `delay_param_initialization`.
     """
     tape, seed = _recipes[_storage(tensor)]
     made: dict[int, torch.Tensor] = {}
@@ -122,11 +114,7 @@ def materialize(tensor: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def materialize_module(module: nn.Module, name: str) -> dict[nn.Parameter, nn.Parameter]:
-    """Makes the parameters and buffers of one module that are on the meta device, without its children.
-
-    Returns:
-        The new parameters, by the parameters that they replace.
-    """
+    """Leaves children out. Returns the new parameters, by the parameters that they replace."""
     replaced: dict[nn.Parameter, nn.Parameter] = {}
     for key, parameter in module._parameters.items():
         if parameter is not None and parameter.is_meta:
@@ -161,12 +149,7 @@ def _written_tensors(call: _RecordedCall) -> Iterator[torch.Tensor]:
 
 
 def _replace_meta(value: Any, made: dict[int, torch.Tensor]) -> Any:
-    """Replaces meta tensors, in nested containers, by views of the tensors that were made for their storage.
-
-    Args:
-        value: A tensor, a container, or anything else, which is returned as it is.
-        made: The tensors that were made, by storage.
-    """
+    """Replaces meta tensors, in nested containers, by views of the tensors in `made`, by storage."""
     if isinstance(value, torch.Tensor) and value.is_meta:
         base = made[_storage(value)]
         return torch.as_strided(base, value.shape, value.stride(), value.storage_offset())
@@ -200,7 +183,6 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _meta_tensors(value: Any) -> list[torch.Tensor]:
-    """Returns the tensors on the meta device in nested containers."""
     tensors: Iterable[torch.Tensor] = _tensors(value)
     return [tensor for tensor in tensors if tensor.is_meta]
 

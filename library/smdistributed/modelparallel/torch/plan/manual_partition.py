@@ -54,25 +54,14 @@ def set_partition(module: nn.Module, index: int) -> None:
 
 
 def has_partition(module: nn.Module) -> bool:
-    """Whether `smp.partition` or `smp.set_partition` has given the module a partition."""
     return _PARTITION in module.__dict__
 
 
 def manual_stages(manager: ModuleManager, default: int, partitions: int) -> dict[str, int]:
-    """Finds the stages that `smp.partition` and `smp.set_partition` gave.
+    """Returns the stages that `smp.partition` and `smp.set_partition` gave.
 
-    Modules without a partition have their parent's. Modules that share a parameter are on the stage of the first one.
-
-    Args:
-        manager: The modules of the model.
-        default: The model's own partition, if it has none.
-        partitions: The number of partitions.
-
-    Returns:
-        The stage of every module, by name.
-
-    Raises:
-        SMPConfigError: If a partition does not exist.
+    Modules without a partition have their parent's, and the model `default`. Modules that share a parameter are on the
+    stage of the first one. Raises SMPConfigError if a partition does not exist.
     """
     stages: dict[str, int] = {}
     owners: dict[int, int] = {}

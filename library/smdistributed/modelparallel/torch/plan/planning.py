@@ -31,14 +31,7 @@ OPTIMIZER_STATES = {"sgd": 0, "momentum": 1, "adam": 2}
 
 @dataclasses.dataclass(frozen=True)
 class EstimatedPlan:
-    """One configuration, estimated.
-
-    Attributes:
-        config: The configuration.
-        partition: The stage of every module.
-        stage_bytes: The memory of each stage, in bytes.
-        idle: The share of a step in which a device idles, from 0 to 1.
-    """
+    """One configuration, estimated. `idle`: the share of a step in which a device idles, from 0 to 1."""
 
     config: Config
     partition: Partition
@@ -47,19 +40,12 @@ class EstimatedPlan:
 
     @property
     def largest(self) -> int:
-        """The memory of the largest stage, in bytes."""
         return max(self.stage_bytes)
 
 
 @dataclasses.dataclass(frozen=True)
 class PlannedModel:
-    """A model on the meta device.
-
-    Attributes:
-        module: The model.
-        batch: The size of its batch.
-        found: The trace of one call with that batch.
-    """
+    """A model on the meta device. `found` is the trace of one call with a batch of size `batch`."""
 
     module: nn.Module
     batch: int
@@ -67,16 +53,10 @@ class PlannedModel:
 
 
 def load(factory: str) -> PlannedModel:
-    """Imports a factory, constructs its model on the meta device and traces it.
+    """Constructs a factory's model on the meta device and traces it. A file's directory is put into sys.path.
 
-    A file's directory is put into sys.path.
-
-    Args:
-        factory: `FILE.py:NAME` or `MODULE:NAME` of a function that returns `(module, args)` or
-            `(module, args, kwargs)`.
-
-    Raises:
-        SMPError: If there is no such function, it returns something else, or the model cannot run on the meta device.
+    `factory`: `FILE.py:NAME` or `MODULE:NAME` of a function that returns `(module, args)` or `(module, args, kwargs)`.
+    Raises SMPError if there is none, or the model cannot run on the meta device.
     """
     where, _, name = factory.rpartition(":")
     if not where:
@@ -105,11 +85,7 @@ def load(factory: str) -> PlannedModel:
 
 
 def plan(model: PlannedModel, config: Config, optimizer: str = "adam", replicas: int = 1) -> EstimatedPlan:
-    """Estimates a configuration.
-
-    Raises:
-        SMPConfigError: If the model has fewer modules than there are stages.
-    """
+    """Raises SMPConfigError if the model has fewer modules than there are stages."""
     found = model.found.of_part(config.microbatches)  # the first step of a run would trace one microbatch
     cut = partition(model.module, config, found)
     stages, count = cut.stages, config.partitions
@@ -131,13 +107,10 @@ def plan(model: PlannedModel, config: Config, optimizer: str = "adam", replicas:
 
 
 def state_bytes(parameters: Sequence[nn.Parameter], config: Config, optimizer: str, replicas: int = 1) -> int:
-    """Counts the bytes of parameters, gradients and the optimizer's state. Frozen parameters have neither of the two.
+    """Counts the bytes of parameters, gradients and the optimizer's state, of the replica that has most.
 
-    With `fp16` or `bf16` a parameter has two bytes, and a single-precision copy with a gradient. With
-    `shard_optimizer_state` a replica has the state of its share, but all copies.
-
-    Returns:
-        The bytes of the replica that has most.
+    Frozen parameters have neither of the two. With `fp16` or `bf16` a parameter has two bytes, and a single-precision
+    copy with a gradient. With `shard_optimizer_state` a replica has the state of its share, but all copies.
     """
     trained = [p for p in parameters if p.requires_grad]
     dtype = dtype_of(config)
@@ -155,15 +128,7 @@ def state_bytes(parameters: Sequence[nn.Parameter], config: Config, optimizer: s
 
 
 def idle(stage_times: Sequence[float], microbatches: int) -> float:
-    """Estimates the share of a step in which a device idles.
-
-    Args:
-        stage_times: The time of each stage for a batch, in any unit.
-        microbatches: How many the batch is split into.
-
-    Returns:
-        From 0 to 1.
-    """
+    """Estimates the share of a step in which a device idles, from 0 to 1. Stage times may have any unit."""
     whole = sum(stage_times) + (microbatches - 1) * max(stage_times)
     return 1 - microbatches * sum(stage_times) / len(stage_times) / whole if whole else 0.0
 
@@ -173,16 +138,9 @@ def candidates(model: PlannedModel, given: dict[str, Any], devices: int, optimiz
 
     It ends where partitions would be more than modules. More than 8 microbatches for each partition are not tried:
     devices would hardly idle less, and small microbatches compute slowly. active_microbatches is the default, or the
-    number of partitions: fewer would leave stages idle. With `ddp`, the remaining devices have replicas.
-
-    Args:
-        model: The model.
-        given: `mp_parameters` that are decided; they are not varied.
-        devices: How many there are.
-        optimizer: A key of OPTIMIZER_STATES.
-
-    Raises:
-        SMPConfigError: If `given` is not allowed, or its partitions are more than the model has modules.
+    number of partitions: fewer would leave stages idle. With `ddp`, the remaining devices have replicas. Values in
+    `given` are not varied. Raises SMPConfigError if they are not allowed, or its partitions are more than the model has
+    modules.
     """
     named = [given[name] for name in ("partitions", "pipeline_parallel_degree") if name in given]
     for partitions in named[:1] or _powers(devices):
@@ -202,15 +160,7 @@ def candidates(model: PlannedModel, given: dict[str, Any], devices: int, optimiz
 
 
 def recommended(plans: Sequence[EstimatedPlan], memory: int | None) -> EstimatedPlan | None:
-    """Recommends the plan that idles least, of those that fit the fewest devices.
-
-    Args:
-        plans: The plans to choose from.
-        memory: The memory of a device, in bytes; None: any plan fits.
-
-    Returns:
-        A plan; None if none fits.
-    """
+    """Returns the plan that idles least, of those that fit the fewest devices of `memory` bytes; None if none fits."""
     fitting = [found for found in plans if memory is None or found.largest <= memory]
     fewest = min((found.config.partitions for found in fitting), default=0)
     few = [found for found in fitting if found.config.partitions == fewest]
@@ -218,7 +168,6 @@ def recommended(plans: Sequence[EstimatedPlan], memory: int | None) -> Estimated
 
 
 def _window(config: Config, stage: int) -> int:
-    """Returns how many microbatches a stage may have in flight."""
     return config.microbatches if config.pipeline == "simple" else max(1, config.active_microbatches - stage)
 
 
@@ -228,11 +177,7 @@ def _batch(given: Sequence[Any]) -> int:
 
 
 def _splits(model: PlannedModel, given: dict[str, Any], partitions: object) -> list[int]:
-    """Returns the numbers of microbatches to try, up to 8 for each partition and up to the batch size.
-
-    With `uneven_microbatches`, they are the powers of two up to this limit. Otherwise, they are divisors of the batch:
-    for each power of two, and for the limit itself, the largest divisor that does not exceed it.
-    """
+    """Without `uneven_microbatches`, these are the largest divisors of the batch up to each power of two."""
     most = min(model.batch, 8 * max(1, partitions)) if isinstance(partitions, int) else 1
     if str(given.get("uneven_microbatches")).lower() == "true":
         return _powers(most)
@@ -241,16 +186,11 @@ def _splits(model: PlannedModel, given: dict[str, Any], partitions: object) -> l
 
 
 def _powers(most: int) -> list[int]:
-    """Returns the powers of two up to `most`, from 1."""
     return [1 << power for power in range(most.bit_length()) if 1 << power <= most]
 
 
 def _module(where: str) -> Any:
-    """Imports a module by its file or name. Raises SMPError if that fails.
-
-    A file's directory is put into sys.path, and its module into sys.modules. If its name is taken there, it gets
-    another one.
-    """
+    """Puts a file's directory into sys.path, and its module into sys.modules. Raises SMPError if that fails."""
     path = Path(where)
     if path.suffix == ".py" and not path.is_file():
         raise SMPError(f"There is no file {where}.")

@@ -31,13 +31,9 @@ _MAX_READS = 10_000
 
 
 class Trace:
-    """The results of one run of a model, by the names of its modules.
+    """The results of one run of a model, by the names of its modules. Numbers are without their children.
 
-    Attributes:
-        order: The order of the modules' first calls.
-        operations: The operations of each module, without its children.
-        activation_bytes: The bytes that each module keeps for backward, without its children.
-        uses: For each module, the other modules that own parameters or buffers it uses.
+    `order`: of first calls. `activation_bytes`: kept for backward. `uses`: the other modules that own tensors it uses.
     """
 
     def __init__(self) -> None:
@@ -47,10 +43,7 @@ class Trace:
         self.uses: dict[str, set[str]] = defaultdict(set)
 
     def of_part(self, parts: int) -> Trace:
-        """Estimates the trace of one of `parts` equal parts of the batch.
-
-        Operations and activations are divided by `parts`. The order and the uses of modules are shared with this trace.
-        """
+        """Estimates one of `parts` equal parts of the batch. Shares the order and the uses with this trace."""
         part = Trace()
         part.order, part.uses = self.order, self.uses
         part.operations.update((name, operations / parts) for name, operations in self.operations.items())
@@ -59,21 +52,9 @@ class Trace:
 
 
 def trace(root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trace:
-    """Runs a model on the meta device.
+    """Runs a model on the meta device. A number that it reads from a tensor is 1, or true: most masks are all ones.
 
-    A number that the model reads from a tensor is 1, or true: most masks are all ones.
-
-    Args:
-        root: The model.
-        args: Its positional arguments; their tensors' shapes and dtypes count, not their values.
-        kwargs: Its named arguments.
-
-    Returns:
-        What the run found.
-
-    Raises:
-        RuntimeError: If the model reads too many values.
-        Exception: If the model cannot run without values.
+    Raises RuntimeError if the model reads too many values, and its own exception if it cannot run without values.
     """
     with _without_modes():
         return _trace(root, args, kwargs)
@@ -89,10 +70,7 @@ def _without_modes() -> Iterator[None]:
 
 
 def _trace(root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trace:
-    """Runs the model once on the meta device, and returns the trace: order, operations, uses and kept activations.
-
-    The model and its tensors stay as they are.
-    """
+    """Runs the model once on the meta device. The model and its tensors stay as they are."""
     found, stack = Trace(), list[str]()
     names = {id(module): name for name, module in root.named_modules()}
     tensors = {**dict(root.named_parameters()), **dict(root.named_buffers())}
@@ -173,10 +151,7 @@ def _checkpointed_modules_keep_less(root: nn.Module, kept: _KeptActivations) -> 
 
 
 def _find_checkpointed(root: nn.Module) -> dict[nn.Module, bool]:
-    """Returns checkpointed modules, and whether they keep their arguments: the first one of a group does.
-
-    A plain nn.Sequential is checkpointed in groups of its children, so its children count instead.
-    """
+    """Returns whether each keeps its arguments: the first of a group does. A plain nn.Sequential's children count."""
     found = {}
     for module in root.modules():
         how = active_checkpointing(module)
@@ -200,11 +175,7 @@ def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def _call_stack(found: Trace, stack: list[str], names: Mapping[int, str]) -> Iterator[None]:
-    """Keeps the stack of running modules inside `with`, and notes the order of first calls.
-
-    `names` has the name of each module by its id. A module that is not there counts as the one that calls it. It uses
-    torch's hooks for all modules.
-    """
+    """Notes the order of first calls. A module that is not in `names` counts as the one that calls it."""
 
     def enter(module: nn.Module, _: Any) -> None:
         name = names.get(id(module))
@@ -224,10 +195,7 @@ def _call_stack(found: Trace, stack: list[str], names: Mapping[int, str]) -> Ite
 
 
 class _Uses(TorchFunctionMode):
-    """Notes which module uses parameters and buffers of which other module.
-
-    `owners` has the names of the modules that have a tensor, by its id.
-    """
+    """Notes which module uses tensors of which other. `owners` has the modules that have a tensor, by its id."""
 
     def __init__(self, found: Trace, stack: list[str], owners: Mapping[int, list[str]]) -> None:
         super().__init__()
@@ -251,10 +219,7 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._found, self._stack, self._reads = found, stack, 0
 
     def _read(self, dtype: torch.dtype) -> Any:
-        """Returns 1, as the dtype has it, for a value that the model reads.
-
-        Raises RuntimeError if it reads too many.
-        """
+        """Returns 1 for a value that the model reads. Raises RuntimeError if it reads too many."""
         self._reads += 1
         if self._reads > _MAX_READS:
             raise RuntimeError(
@@ -275,10 +240,7 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _operations(func: Any, args: tuple[Any, ...], outputs: list[torch.Tensor]) -> float:
-    """Returns the number of multiplications and additions of an operation, an estimate.
-
-    It is exact for matrix products, convolutions and attention. For others, each element of the result counts as one.
-    """
+    """Exact for matrix products, convolutions and attention. For others, each element of the result counts as one."""
     name = func.overloadpacket.__name__ if hasattr(func, "overloadpacket") else ""
     size = float(sum(output.numel() for output in outputs))
     if name in _MATRIX_PRODUCTS:

@@ -73,19 +73,10 @@ def write_user_content(content: Any, path: Path) -> None:
 
 
 def read_object(path: Path, map_location: Any = "cpu", weights_only: bool | None = None, **options: Any) -> Any:
-    """Loads what `write_object` wrote.
+    """Loads what `write_object` wrote. For `weights_only`, see `checkpoints.load`.
 
-    Args:
-        path: The file.
-        map_location: See torch.load.
-        weights_only: False: load any object. True: only tensors, numbers, strings and containers of them. None: True,
-            unless SMP_TRUST_CHECKPOINTS is 1.
-        **options: See torch.load.
-
-    Raises:
-        SMPRuntimeError: If there is no such file, it is damaged or holds more than `weights_only` allows, or
-            SMP_TRUST_CHECKPOINTS is wrong.
-        pickle.UnpicklingError: If the file is damaged, and any object is allowed.
+    Raises SMPRuntimeError if there is no such file, it is damaged or holds more than `weights_only` allows, or
+    SMP_TRUST_CHECKPOINTS is wrong. Raises pickle.UnpicklingError if it is damaged, and any object is allowed.
     """
     if not path.is_file():
         raise SMPRuntimeError(f"There is no {path}: {path.parent} holds {list_files(path.parent)}.")
@@ -119,13 +110,9 @@ def write_newest(directory: Path, tag: str, kind: str) -> None:
 
 
 def read_newest(directory: Path, kind: str) -> str:
-    """Returns the newest tag of a kind, "partial" or "full", as the directory notes it.
+    """Returns the newest tag of a kind, "partial" or "full". It may be of the other kind: old directories note none.
 
-    Without a note of this kind, it returns the newest tag of both kinds, because old directories note no kind. That tag
-    may be of the other kind. It does not look for the checkpoint itself.
-
-    Raises:
-        SMPRuntimeError: If there is no note at all, or it is not the name of a file.
+    Raises SMPRuntimeError if there is no note at all, or it is not the name of a file.
     """
     for file in (directory / f"{_NEWEST}_{kind}", directory / _NEWEST):
         if file.is_file():

@@ -207,10 +207,7 @@ def resume_from_checkpoint(
 def _save_full(
     directory: Path, tag: str, model: DistributedModel | None, optimizer: DistributedOptimizer | None, content: Any
 ) -> None:
-    """Gathers the state of all stages and notes the checkpoint as the newest; all ranks call it.
-
-    Only rank 0 of the first replica writes files.
-    """
+    """All ranks call it. Only rank 0 of the first replica writes files."""
     gathered = optimizer.local_state_dict() if optimizer else None  # from all replicas
     if dp_rank() == 0:
         whole = model.state_dict(gather_to_rank0=True) if model else {}
@@ -232,11 +229,10 @@ def _load_full(
     translate: Callable[[Any], Any] | None,
     weights_only: bool | None,
 ) -> None:
-    """Loads a full checkpoint into the script's model and optimizer, on this rank.
+    """Loads on this rank. The tag pytorch_model.bin means model.safetensors if there is no file of that name.
 
-    `translate` changes the weights first. The tag pytorch_model.bin means model.safetensors if there is no file of that
-    name; other tags are taken as they are. Without a file of the optimizer, its state stays.
-    Raises SMPRuntimeError if there is no such file, or it holds more than `weights_only` allows.
+    Without a file of the optimizer, its state stays. Raises SMPRuntimeError if there is no such file, or it holds more
+    than `weights_only` allows.
     """
     weights = directory / tag
     if not weights.is_file() and tag == TORCH_WEIGHTS:
@@ -255,10 +251,7 @@ def _user_content_of(tag: str) -> str:
 
 
 def _read_user_content(directory: Path, tag: str, weights_only: bool | None) -> Any:
-    """Returns the script's content of a checkpoint; None if there is none or the file is empty.
-
-    Old full checkpoints have other names.
-    """
+    """Returns None if there is none or the file is empty. Old full checkpoints have other names."""
     own = [directory / _user_content_of(tag), directory / f"{_user_content_of(tag)}.pt"] if tag else []
     path = next((path for path in own if path.is_file()), directory / USER_CONTENT)
     return read_object(path, weights_only=weights_only) if path.is_file() and path.stat().st_size else None

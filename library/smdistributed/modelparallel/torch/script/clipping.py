@@ -22,10 +22,7 @@ from smdistributed.modelparallel.torch.script.state import TorchState, state
 
 
 def install() -> None:
-    """Replaces torch's functions in every module that has imported them, under any name.
-
-    Calling it again patches modules that were imported since.
-    """
+    """Replaces torch's functions in every module that has imported them by now, under any name."""
     for name, patch in (("clip_grad_norm_", _patch_norm), ("clip_grad_value_", _patch_value)):
         found: Any = getattr(clip_grad, name)
         original = getattr(found, "_smp_original", found)
@@ -35,17 +32,13 @@ def install() -> None:
 
 
 def updated_parameters(state: TorchState, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-    """Lists the parameters that the next update uses for these parameters: see `MasterWeights.updated`.
-
-    It finishes the averages over replicas, which all of them call.
-    """
+    """Finishes the averages over replicas, which all of them call. See `MasterWeights.updated`."""
     if state.model is not None:
         state.model.gradients.finish_averages()
     return list(parameters) if state.optimizer is None else state.optimizer.master_weights.updated(parameters)
 
 
 def _replace(original: Any, patched: Any) -> None:
-    """Replaces a function in all modules that have it, under any name."""
     for module in list(sys.modules.values()):
         names = getattr(module, "__dict__", {})
         for name in [name for name, value in list(names.items()) if value is original]:
@@ -53,10 +46,9 @@ def _replace(original: Any, patched: Any) -> None:
 
 
 def _patch_norm(original: Any) -> Any:
-    """Wraps torch's function: if parameters are on several stages, it clips by the norm over all of them.
+    """Wraps torch's function: if parameters are on several stages, it clips by the norm over all, which all call.
 
-    Then all stages must call it, because they exchange norms. With `error_if_nonfinite` it raises RuntimeError if that
-    norm is not finite. Otherwise torch's function clips the parameters that the next update uses.
+    With `error_if_nonfinite` it raises RuntimeError if that norm is not finite.
     """
 
     @functools.wraps(original)
@@ -80,10 +72,7 @@ def _patch_norm(original: Any) -> Any:
 
 
 def _patch_value(original: Any) -> Any:
-    """Wraps torch's function: it clips the gradients that the next update uses.
-
-    If parameters belong to the model, all ranks must call it: see `_find_updated`.
-    """
+    """Clips the gradients that the next update uses. For the model's parameters all ranks call it."""
 
     @functools.wraps(original)
     def clip_grad_value_(parameters: torch.Tensor | Iterable[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
@@ -93,11 +82,7 @@ def _patch_value(original: Any) -> Any:
 
 
 def _find_updated(parameters: torch.Tensor | Iterable[torch.Tensor]) -> tuple[list[Any], set[int]]:
-    """Finds the parameters that the next update uses, and the stages of parameters that belong to the model.
-
-    If any belong to the model, all ranks call it, because `updated_parameters` makes their gradients ready for the
-    update. Otherwise it returns the given parameters.
-    """
+    """Returns also the stages of the model's parameters. If there are any, all ranks call it."""
     given: list[Any] = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     model, optimizer = state.model, state.optimizer
     originals = optimizer.master_weights.model_parameters(given) if optimizer else given

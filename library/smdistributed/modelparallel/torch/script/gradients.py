@@ -25,16 +25,9 @@ from smdistributed.modelparallel.backend.exceptions import StepUsageError
 def clip_gradients(
     parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float, gather: Callable[[float], Sequence[Any]]
 ) -> float:
-    """Scales gradients down, in place, so that their norm over all stages is at most `max_norm`.
+    """Scales gradients down, in place, to a norm over all stages of at most `max_norm`. Returns the norm before.
 
-    Args:
-        parameters: Their gradients are scaled. Those without a gradient are ignored.
-        max_norm: The largest norm that is allowed.
-        norm_type: The p of the p-norm; inf for the largest absolute value.
-        gather: Exchanges this stage's part of the norm with the other stages; returns the parts of all.
-
-    Returns:
-        The norm before clipping. If it is NaN, gradients stay as they are.
+    `gather` exchanges this stage's part of the norm, and returns the parts of all. If the norm is NaN, gradients stay.
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     infinite = norm_type == float("inf")
@@ -55,19 +48,13 @@ def largest_element(gradients: Sequence[torch.Tensor]) -> float:
 
 
 def _maximum(values: Iterable[float]) -> float:
-    """Returns the maximum; NaN if a value is, wherever it stands, as in torch.
-
-    Without values it is 0.
-    """
+    """Returns NaN if a value is, wherever it stands, as in torch; 0 without values."""
     found = list(values)
     return next((value for value in found if math.isnan(value)), max(found, default=0.0))
 
 
 def _norms(gradients: Sequence[torch.Tensor], norm_type: float) -> Iterator[torch.Tensor]:
-    """Yields the norms of all gradients of a device in one tensor: reading it waits for that device once.
-
-    The norms are float64, and computed in single precision or better. Gradients without elements are left out.
-    """
+    """Yields one float64 tensor for each device: reading it waits once. Gradients without elements are left out."""
     found: dict[torch.device, list[torch.Tensor]] = {}
     for gradient in gradients:
         if gradient.numel():
@@ -96,13 +83,8 @@ class _Bucket:
 class Reducer:
     """Averages the gradients of parameters over replicas. Hooks on their gradients count and send them.
 
-    Args:
-        parameters: Names and parameters of this stage.
-        group: torch.distributed's group of the replicas.
-        ranks: The replicas' ranks in the job.
-        overlap: Whether a bucket is sent as soon as it is complete, or at the end of the step.
-        bucket_bytes: The size of a bucket.
-        every: How many steps are accumulated before they are averaged.
+    `overlap`: whether a bucket is sent as soon as it is complete, or at the end of the step. `every`: how many steps
+    are accumulated before they are averaged.
     """
 
     def __init__(
@@ -149,7 +131,6 @@ class Reducer:
 
     @property
     def saw_gradients(self) -> bool:
-        """Whether a gradient was accumulated in this step."""
         return bool(self._seen)
 
     def end(self) -> None:
@@ -159,19 +140,12 @@ class Reducer:
             self._average()
 
     def finish(self) -> None:
-        """Averages now, even after fewer than `every` steps: an epoch may end earlier.
-
-        Does nothing if no step has ended since.
-        """
+        """Averages now, even after fewer than `every` steps: an epoch may end earlier."""
         if self._steps:
             self._average()
 
     def _average(self) -> None:
-        """Replaces gradients by their averages, in place; all replicas call it and wait for each other.
-
-        It sends the buckets that are left, and again those that were sent too early. The number of steps begins at 0
-        again.
-        """
+        """Sends the buckets that are left, and again those that were sent too early. All replicas call it."""
         self._steps = 0
         if not self._buckets:
             return
@@ -191,10 +165,7 @@ class Reducer:
         return self._steps + 1 == self._every
 
     def _agree_on_flags(self) -> tuple[set[_Bucket], set[nn.Parameter]]:
-        """Returns the buckets that any replica sent too early, and the parameters that have a gradient on any replica.
-
-        A collective: all replicas call it.
-        """
+        """Returns buckets that any replica sent too early, and parameters with a gradient on any. A collective."""
         parameters = list(self._bucket_of)
         own = [bucket.is_early for bucket in self._buckets] + [p.grad is not None for p in parameters]
         flags = torch.tensor([float(flag) for flag in own], device=device_of(self._group))
@@ -213,10 +184,7 @@ class Reducer:
         return accumulator
 
     def _accumulated(self, parameter: nn.Parameter) -> None:
-        """Counts a gradient, on autograd's threads. If its bucket was sent already, notes that this was too early.
-
-        With `overlap`, in the last of `every` steps, it sends the buckets that are complete now.
-        """
+        """Called on autograd's threads. If its bucket was sent already, notes that this was too early."""
         with self._lock:
             self._seen[parameter] += 1
             bucket = self._bucket_of[parameter]
@@ -243,10 +211,7 @@ class Reducer:
         bucket.work = dist.all_reduce(bucket.flat, group=self._group, async_op=True)
 
     def _put_back(self, bucket: _Bucket, trained: set[nn.Parameter]) -> None:
-        """Writes averages into gradients, in place, and empties the bucket.
-
-        Parameters that are not in `trained` stay.
-        """
+        """Writes averages into gradients, in place. Parameters that are not in `trained` stay."""
         assert bucket.flat is not None
         offset = 0
         for parameter in bucket.parameters:
@@ -262,13 +227,7 @@ class Reducer:
 
 
 def broadcast_in_buckets(tensors: Iterable[torch.Tensor], group: Any, source: int) -> None:
-    """Copies one rank's tensors to the other ranks of a group, many in one message.
-
-    Args:
-        tensors: On every rank of the same shapes; empty ones are left out.
-        group: torch.distributed's group.
-        source: The rank, in the job, to copy from.
-    """
+    """Copies tensors of rank `source` of the job to the group, many in one message. Empty ones are left out."""
     given = [tensor.detach() for tensor in tensors if tensor.numel()]
     if given:
         dist._broadcast_coalesced(group, given, _BROADCAST_BYTES, dist.get_group_rank(group, source))  # type: ignore[attr-defined]
@@ -300,11 +259,9 @@ _SUMMED = (
 
 
 class StepGradients:
-    """Follows the gradients of this stage's parameters through steps.
+    """Follows the gradients of this stage's parameters, none before the model is placed, through steps.
 
-    Args:
-        parameters: Lists this stage's parameters; empty before the model is placed.
-        must_be_means: Whether gradients are means over several microbatches, which `model.backward` computes.
+    `must_be_means`: whether they are means over several microbatches, which `model.backward` computes.
     """
 
     def __init__(self, parameters: Callable[[], Iterable[nn.Parameter]], must_be_means: Callable[[], bool]) -> None:
@@ -327,13 +284,9 @@ class StepGradients:
             self.reducer.begin()
 
     def end(self, had_backward: bool) -> None:
-        """Ends a step: averages its gradients over the replicas.
+        """Averages gradients over the replicas. Without a backward on any stage, as in an evaluation, they stay.
 
-        Args:
-            had_backward: Whether `model.backward` was called, on any stage. An evaluation leaves gradients alone.
-
-        Raises:
-            StepUsageError: If the script computed gradients in another way.
+        Raises StepUsageError if the script computed gradients in another way than `model.backward`.
         """
         self.were_scaled |= had_backward
         self._has_called_backward |= had_backward

@@ -23,11 +23,7 @@ from smdistributed.modelparallel.torch.script.gradients import StepGradients, la
 
 
 def convert(module: nn.Module, dtype: torch.dtype) -> None:
-    """Casts floating-point parameters and buffers of a model in place; the Parameter objects stay.
-
-    Raises:
-        SMPRuntimeError: If this device cannot compute in that dtype, as the CPU with an old torch.
-    """
+    """Casts in place; Parameter objects stay. Raises SMPRuntimeError if this device cannot compute in that dtype."""
     _require_support(module, dtype)
     apply: Any = module._apply
     apply(lambda tensor: cast(tensor, dtype) if tensor.is_floating_point() else tensor)
@@ -39,18 +35,12 @@ def to_half(value: Any, dtype: torch.dtype) -> Any:
 
 
 def to_single(value: Any, dtype: torch.dtype) -> Any:
-    """Casts tensors of `dtype` to float32, also inside tuples and lists.
-
-    Other objects, also dicts, stay as they are.
-    """
+    """Casts tensors of `dtype` to float32, where `to_half` casts them."""
     return _map_tensors(value, lambda tensor: tensor.float() if tensor.dtype == dtype else tensor)
 
 
 def _map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Applies `change` to a tensor, or to those in nested tuples and lists.
-
-    Anything else, also a dict, is returned as it is.
-    """
+    """Tensors in nested tuples and lists count. Anything else, also a dict, is returned as it is."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -111,11 +101,7 @@ class LossScale:
         self.value = float(self._args["init_scale"] if dynamic else 1.0 if static is None else static)
 
     def update(self, overflow: bool) -> None:
-        """Adapts a dynamic scale to the last step. `overflow`: whether its gradients overflowed.
-
-        It falls after several overflows (`delayed_shift`), and rises after `scale_window` good steps. A static one
-        stays.
-        """
+        """A dynamic scale falls after `delayed_shift` overflows, and rises after `scale_window` good steps."""
         if not self.is_dynamic:
             return
         if overflow:
@@ -133,7 +119,6 @@ class LossScale:
             self.value *= self._args["scale_factor"]
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the scale and its counters, for a checkpoint: `value`, `good_steps` and `hysteresis`."""
         return {"value": self.value, "good_steps": self._good_steps, "hysteresis": self._hysteresis}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
@@ -144,7 +129,6 @@ class LossScale:
 
 
 def _checked(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the arguments. Raises SMPConfigError for an unknown name or a value that is not allowed."""
     for name, value in arguments.items():
         if name not in _DYNAMIC:
             hint = did_you_mean(name, _DYNAMIC) or f" Allowed: {', '.join(_DYNAMIC)}."
@@ -156,13 +140,9 @@ def _checked(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 class MasterWeights:
-    """The part that `fp16` and `bf16` add to an optimizer. Without them there are no copies, and the loss scale is 1.
+    """The copies and the loss scale that `fp16` and `bf16` add to an optimizer. Without, the loss scale is 1.
 
-    Args:
-        optimizer: Its parameter groups get the copies.
-        enabled: Whether half-precision parameters get copies.
-        scale: The loss scale.
-        gradients: Returns the gradients of the script's model, or None as long as there is no model.
+    The optimizer's parameter groups get the copies. `gradients` returns None as long as there is no model.
     """
 
     def __init__(
@@ -185,22 +165,16 @@ class MasterWeights:
         self.is_unscaled = False
 
     def forget_gradients(self) -> None:
-        """Sets the gradients of the model's parameters that have copies to None: none are unscaled now.
-
-        The gradients of the copies stay.
-        """
+        """Sets the gradients of parameters that have copies to None. The gradients of the copies stay."""
         self.is_unscaled = False  # GradScaler may have skipped the step
         for parameter in self.copies:
             parameter.grad = None
 
     def unscale(self) -> None:
-        """Makes the gradients ready for the update; all ranks call it.
+        """Averages over replicas, copies gradients to single precision and divides them by the loss scale.
 
-        It averages over replicas, copies gradients to single precision and divides them by the loss scale. With a
-        dynamic scale, it finds out whether any overflowed, on any rank.
-
-        Raises:
-            StepUsageError: If the gradients were not computed by `model.backward`.
+        All ranks call it. With a dynamic scale, it finds out whether any overflowed, on any rank. Raises StepUsageError
+        if they were not computed by `model.backward`.
         """
         gradients = self._gradients()
         if gradients is not None:
@@ -237,12 +211,9 @@ class MasterWeights:
             )
 
     def updated(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-        """Lists the parameters that the next update uses for these; all ranks call it if there is a loss scale.
+        """Returns the parameters, or copies of them, that the next update uses, with averaged and unscaled gradients.
 
-        Without a loss scale and without copies it changes nothing: the caller averages gradients.
-
-        Returns:
-            The parameters, or their copies if they have any, with averaged and unscaled gradients.
+        All ranks call it if there is a loss scale. Otherwise, without copies, it changes nothing: the caller averages.
         """
         given, copies = list(parameters), set(self.copies.values())
         if not self.is_unscaled and self.scale.value == 1.0 and copies.isdisjoint(given):
@@ -252,10 +223,7 @@ class MasterWeights:
         return [self.copies.get(parameter, parameter) for parameter in given]
 
     def make_copies(self) -> None:
-        """Replaces half-precision parameters of the optimizer by copies. Those that have one keep it.
-
-        Without `fp16` and `bf16` it does nothing. Parameters without elements, of other stages, get no copy.
-        """
+        """Replaces the optimizer's half-precision parameters by copies. Empty ones, of other stages, get none."""
         for group in self._optimizer.param_groups if self._enabled else ():
             for place, parameter in enumerate(group["params"]):
                 if parameter.dtype in (torch.float16, torch.bfloat16) and parameter.numel():
@@ -263,10 +231,7 @@ class MasterWeights:
                     group["params"][place] = self.copies[parameter] = copy
 
     def model_parameters(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-        """Returns the parameters, with copies replaced by the model's own.
-
-        Their order stays. Parameters other than copies stay too.
-        """
+        """Returns the parameters in their order, with copies replaced by the model's own."""
         originals = {id(copy): parameter for parameter, copy in self.copies.items()}
         return [originals.get(id(parameter), parameter) for parameter in parameters]
 
@@ -286,10 +251,7 @@ class MasterWeights:
         return {number: p.data for number, p in enumerate(self.parameters()) if p in copies}
 
     def load_values(self, values: Mapping[int, torch.Tensor]) -> None:
-        """Loads what `values` returned.
-
-        Values that do not round to their parameter are dropped: they belong to another model.
-        """
+        """Values that do not round to their parameter are dropped: they belong to another model."""
         parameters = self.parameters()
         for number, value in values.items():
             copy = parameters[number]

@@ -189,11 +189,7 @@ class DistributedModel(WrappedModel):
     # --- outside a step, with one partition
 
     def _begin_outside(self) -> None:
-        """Prepares the model for a call outside a step, as `before_step` does.
-
-        Calls with gradients up to the next `backward` count as one step. Raises StepUsageError if there are several
-        partitions.
-        """
+        """Calls with gradients up to the next `backward` are one step. Raises StepUsageError with several stages."""
         self._require_one_partition("The model is called")
         self.before_step(is_new=not self.gradients.was_called_outside)
         self.gradients.was_called_outside |= torch.is_grad_enabled()
@@ -206,12 +202,9 @@ class DistributedModel(WrappedModel):
     # --- around a step
 
     def before_step(self, is_new: bool = True) -> None:
-        """Copies buffers to the replicas, and frees what `cpu` has gathered, before a step; all ranks call it.
+        """Copies buffers to the replicas, and frees what `cpu` has gathered. All ranks call it.
 
-        Before the model is placed, it finds the model's modules again.
-
-        Args:
-            is_new: Whether gradients from before belong to another step.
+        `is_new`: whether gradients from before belong to another step.
         """
         if not self.partitioned:
             self.manager.refresh_modules()
@@ -225,13 +218,9 @@ class DistributedModel(WrappedModel):
             self.gradients.begin()
 
     def after_step(self, had_backward: bool) -> None:
-        """Averages gradients, and calls and removes the hooks of the step; all ranks call it.
+        """Averages gradients if the step trained, and calls and removes its hooks. All ranks call it.
 
-        Args:
-            had_backward: Whether the step trained. An evaluation leaves gradients alone.
-
-        Raises:
-            StepUsageError: If gradients were not computed by `model.backward`.
+        Raises StepUsageError if gradients were not computed by `model.backward`.
         """
         optimizer = self._state.optimizer
         if had_backward and optimizer is not None:
@@ -242,17 +231,10 @@ class DistributedModel(WrappedModel):
         self._step_hooks.clear()
 
     def apply_partition(self, stages: Mapping[str, int]) -> None:
-        """Places the modules: every rank keeps the parameters of its own modules. Calls the placement hooks.
+        """Places the modules, loads a state dict that waits, and calls the placement hooks. All ranks call it.
 
-        All ranks call it.
-
-        It loads a state dict that waits, and copies the values of the first replica to the others.
-
-        It patches nn.Module.__call__ and torch's clipping functions, and replaces parameters that were made without
-        memory.
-
-        Args:
-            stages: The stage of every module, by name.
+        Replicas take the values of the first one. It patches nn.Module.__call__ and torch's clipping functions, and
+        replaces parameters that were made without memory.
         """
         self.manager.assign(stages)
         route_calls(self.manager)
@@ -278,13 +260,7 @@ class DistributedModel(WrappedModel):
     def adopt_stages(self, stages: Mapping[str, int]) -> bool:
         """Keeps the stages of a checkpoint for the first call, if nothing else is decided. Places nothing now.
 
-        If the model is placed, or cut by hand, it only compares. Other names of modules give False.
-
-        Args:
-            stages: The stage of every module, by name.
-
-        Returns:
-            Whether the modules are, or will be, on these stages.
+        Returns whether the modules are, or will be, on these stages. Other names of modules give False.
         """
         if set(stages) != set(self.manager.modules):
             return False
@@ -307,17 +283,12 @@ class DistributedModel(WrappedModel):
         return self.local_parameters() if self.partitioned else iter(())
 
     def _must_have_mean_gradients(self) -> bool:
-        """Whether gradients of this placed model must be means over several microbatches."""
         return self._average and self.partitioned and self._state.cfg.microbatches > 1
 
     # --- parameters, buffers and modules of this stage
 
     def local_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yields the names, as in the wrapped model, and parameters of this stage.
-
-        Raises:
-            StepUsageError: Before the model is placed.
-        """
+        """Yields names and parameters of this stage. Raises StepUsageError before the model is placed."""
         self._require_placement()
         return self.manager.local_parameters()
 
@@ -378,11 +349,7 @@ class DistributedModel(WrappedModel):
     # --- state dicts
 
     def local_state_dict(self) -> dict[str, Any]:
-        """The part of the wrapped model's state dict that belongs to this stage.
-
-        Raises:
-            StepUsageError: Before the model is placed.
-        """
+        """The part of the model's state dict that is on this stage. Raises StepUsageError before it is placed."""
         self._require_placement()
         return state_dicts.select_local(self.manager)
 
@@ -538,7 +505,6 @@ class DistributedModel(WrappedModel):
         return _register(self._step_hooks, hook)
 
     def _require_placement(self) -> None:
-        """Raises StepUsageError before the model is placed."""
         if not self.partitioned:
             raise StepUsageError(
                 "The model is not placed yet: its first call in a step does that. Fix: use "
@@ -554,7 +520,6 @@ def script_model(state: TorchState) -> DistributedModel:
 
 
 def _warn_of_tracing(device: str, times: bool, memory: bool, bucket_view: bool) -> None:
-    """Warns of arguments without effect. Raises SMPConfigError if `device` is not 'gpu' or 'cpu'."""
     if device not in ("gpu", "cpu"):
         raise SMPConfigError(f"trace_device is {device!r}. Allowed: 'gpu' or 'cpu'.")
     traced = "the model is traced on the meta device, without computing"
@@ -567,7 +532,6 @@ def _warn_of_tracing(device: str, times: bool, memory: bool, bucket_view: bool) 
 
 
 def _register(hooks: OrderedDict[int, Callable[..., Any]], hook: Callable[..., Any]) -> RemovableHandle:
-    """Adds a hook and returns the handle that removes it."""
     handle = RemovableHandle(hooks)
     hooks[handle.id] = hook
     return handle

@@ -237,10 +237,7 @@ class DistributedOptimizer(WrappedOptimizer):
         return result
 
     def _assigned_shards(self) -> OptimizerShards | None:
-        """Returns the shards, with an owner for every parameter; None without `shard_optimizer_state`.
-
-        The first call makes them. Each call gives owners to new parameters.
-        """
+        """Returns None without `shard_optimizer_state`. Each call gives owners to new parameters."""
         if not self._state.cfg.shard_optimizer_state:
             return None
         if self._shards is None:
@@ -284,10 +281,7 @@ class DistributedOptimizer(WrappedOptimizer):
         return self.with_other_stages(self.local_state_dict(), gather_to_rank0)
 
     def with_other_stages(self, local: dict[str, Any], gather_to_rank0: bool = False) -> dict[str, Any]:
-        """Adds the other stages' states to a result of `local_state_dict`: see `state_dict`.
-
-        All ranks of a replica call it.
-        """
+        """Adds the other stages' states to a result of `local_state_dict`. All ranks of a replica call it."""
         ranks, kept = self._state.group("PP_GROUP"), {key: local[key] for key in ("state", "masters")}
         if gather_to_rank0:
             parts = self._state.objects.gather_to_first(kept, ranks, "state")

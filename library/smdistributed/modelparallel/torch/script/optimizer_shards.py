@@ -12,45 +12,26 @@ from smdistributed.modelparallel.torch.script.gradients import broadcast_in_buck
 
 
 class OptimizerShards:
-    """Which replica updates which parameter of this stage.
-
-    Args:
-        ranks: The ranks of RDP_GROUP, which hold the same parameters.
-        rank: This rank.
-        group: torch.distributed's group of `ranks`.
-    """
+    """Which replica updates which parameter of this stage. `ranks`: of RDP_GROUP, which hold the same parameters."""
 
     def __init__(self, ranks: Sequence[int], rank: int, group: Any) -> None:
         self._ranks, self._mine, self._group = ranks, ranks.index(rank), group
         self._owners: dict[nn.Parameter, int] = {}
 
     def assign(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Gives new parameters an owner: once, whether they are trained yet or not, because the state stays there.
-
-        Parameters without elements, of other stages, get none.
-        """
+        """Gives new parameters an owner once, trained yet or not: the state stays there."""
         for trained in (True, False):
             new = [p for p in parameters if p.numel() and p.requires_grad is trained and p not in self._owners]
             self._owners.update(zip(new, assign_owners([p.numel() for p in new], len(self._ranks))))
 
     def select_own(self, states: Mapping[int, Any], parameters: Sequence[nn.Parameter]) -> dict[int, Any]:
-        """Selects the states that this replica keeps: of its own parameters, and of those without an owner.
-
-        Args:
-            states: By the parameters' numbers.
-            parameters: In the order of their numbers.
-        """
+        """Selects states, by number, of this replica's own parameters, and of those without an owner."""
         return {i: value for i, value in states.items() if self._owners.get(parameters[i], self._mine) == self._mine}
 
     def step(self, step: Callable[[], Any], parameters: Sequence[nn.Parameter]) -> Any:
-        """Updates this replica's share, and broadcasts each share from its owner; all ranks of the group call it.
+        """Updates this replica's share, and broadcasts each share from its owner. All ranks of the group call it.
 
-        Args:
-            step: Updates all parameters that have gradients.
-            parameters: Those that have gradients, in the same order on all ranks.
-
-        Returns:
-            The result of `step`.
+        `parameters` have gradients, and the same order on all ranks.
         """
         owners = [self._owners[parameter] for parameter in parameters]
         others = {p: p.grad for p, owner in zip(parameters, owners) if owner != self._mine}

@@ -46,13 +46,10 @@ def save_partial(
     optimizer: DistributedOptimizer | None,
     content: Any,
 ) -> bool:
-    """Saves a partial checkpoint and notes it as the newest; every rank calls it.
+    """Saves a partial checkpoint and notes it as the newest. Every rank calls it, and waits for the others.
 
-    The first replica writes a file for each stage. The leading rank writes `content` and the placement, then renames
-    the directory. A checkpoint with this tag is replaced. Ranks wait for each other.
-
-    Returns:
-        Whether this rank is the first of those that see `directory`: it renames and removes checkpoints there.
+    A checkpoint with this tag is replaced. Returns whether this rank is the first of those that see `directory`: it
+    renames and removes checkpoints there.
     """
     final, unfinished = directory / f"{tag}_partial", directory / f".{tag}_partial.unfinished"
     leads = _make_empty(state, unfinished)
@@ -79,27 +76,14 @@ def save_partial(
 def load_partial(
     state: TorchState, directory: Path, tag: str, strict: bool, load_optimizer: bool, weights_only: bool | None
 ) -> Path:
-    """Loads a partial checkpoint into the script's model and optimizer; every rank calls it.
+    """Loads a partial checkpoint into the script's model and optimizer. Every rank calls it. Returns its directory.
 
     A checkpoint that a killed job has renamed and not replaced is restored first. If the checkpoint lacks a model or an
     optimizer, that keeps its values. Dropout goes on as in the job that saved it, with the same seed.
 
-    If the model is not placed yet, both are loaded when it is, and errors of `strict` come then. It takes the stages
-    of the checkpoint, if it can.
-
-    Args:
-        state: The script's model and optimizer.
-        directory: The directory of checkpoints.
-        tag: The name of the checkpoint.
-        strict: Whether missing and unexpected parameters are errors (RuntimeError).
-        load_optimizer: Whether the optimizer's state is loaded too.
-        weights_only: See `checkpoint_files.read_object`.
-
-    Returns:
-        The directory of this checkpoint.
-
-    Raises:
-        SMPRuntimeError: If there is no such checkpoint, or a file holds more than `weights_only` allows.
+    If the model is not placed yet, both are loaded when it is, and errors of `strict` (RuntimeError) come then. It
+    takes the stages of the checkpoint, if it can. Raises SMPRuntimeError if there is no such checkpoint, or a file
+    holds more than `weights_only` allows.
     """
     own = directory / f"{tag}_partial"
     finish_rename(own)
@@ -124,10 +108,7 @@ def load_partial(
 
 
 def remove_old(directory: Path, kept: int | None) -> None:
-    """Removes all but the newest `kept` partial checkpoints, at least one; None: removes none.
-
-    The newest are the directories that were modified last.
-    """
+    """The newest are the directories that were modified last. At least one stays; with `kept` None all stay."""
     if kept is None:
         return
     partial = sorted(_list_partial(directory), key=lambda path: path.stat().st_mtime_ns)
@@ -170,10 +151,7 @@ def _make_empty(state: TorchState, directory: Path) -> bool:
 
 
 def _read_notes(directory: Path) -> dict[str, Any]:
-    """Returns the notes of a checkpoint; empty for an old one, and for one of an optimizer alone.
-
-    Raises SMPRuntimeError if they name stages or steps that no job has: the ranks would wait for each other.
-    """
+    """Raises SMPRuntimeError for stages or steps that no job has: ranks would wait for each other."""
     saved = directory / _STAGES
     if not saved.is_file():
         return {}
@@ -190,19 +168,12 @@ def _read_notes(directory: Path) -> dict[str, Any]:
 
 
 def _has_same_stages(state: TorchState, notes: dict[str, Any]) -> bool:
-    """Whether modules are, or now will be, on the stages that they had when this checkpoint was saved.
-
-    If nothing is decided yet, the model keeps these stages for its first call. False with another number of stages, and
-    for old checkpoints.
-    """
+    """If nothing is decided yet, the model keeps these stages for its first call. False for old checkpoints."""
     return notes.get("partitions") == pp_size() and script_model(state).adopt_stages(notes["stages"])
 
 
 def _merge_parts(parts: list[dict[str, Any]], names: dict[int, str]) -> dict[str, Any]:
-    """Merges the optimizer's state dicts of all stages, with the numbers that parameters have here.
-
-    States of parameters that are unknown here are dropped; other keys are the first stage's.
-    """
+    """Renumbers as here. States of parameters that are unknown here are dropped; other keys are the first stage's."""
     numbers = {name: number for number, name in names.items()}
 
     def renumber(key: str) -> dict[int, Any]:
@@ -217,10 +188,7 @@ def _merge_parts(parts: list[dict[str, Any]], names: dict[int, str]) -> dict[str
 
 
 def _parameter_names(state: TorchState) -> dict[int, str]:
-    """Returns the names of the model's parameters by their numbers in the script's optimizer.
-
-    A parameter that is not in the model has its number as name.
-    """
+    """Returns names by the numbers in the optimizer. A parameter that is not in the model has its number as name."""
     assert state.optimizer is not None
     weights = state.optimizer.master_weights
     names = {id(parameter): name for name, parameter in script_model(state).named_parameters()}

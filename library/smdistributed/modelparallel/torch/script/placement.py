@@ -29,20 +29,9 @@ def choose_stages(
 ) -> dict[str, int]:
     """Decides which stage has which module. With `auto_partition` it may trace the model and print the partition.
 
-    It then warns if the script has used `smp.partition` or `smp.set_partition`.
-
-    Args:
-        state: The configuration; its `is_tracing` is set during a trace.
-        manager: The modules of the model.
-        resumed: The stages of a checkpoint, used with `auto_partition`.
-        args: The positional arguments of the model's first call.
-        kwargs: The named arguments of the model's first call.
-
-    Returns:
-        The stage of every module, by name.
-
-    Raises:
-        SMPConfigError: If the model has fewer modules than there are stages, or is given a stage that does not exist.
+    It then warns if the script has used `smp.partition` or `smp.set_partition`, and takes the stages of a checkpoint,
+    `resumed`. Raises SMPConfigError if the model has fewer modules than stages, or is given a stage that does not
+    exist.
     """
     cfg = state.cfg
     if not cfg.auto_partition:
@@ -64,11 +53,7 @@ def choose_stages(
 
 
 def materialize_local_modules(manager: ModuleManager) -> dict[nn.Parameter, nn.Parameter]:
-    """Makes the parameters and buffers of this stage that were constructed without memory.
-
-    Returns:
-        The new parameters, by the parameters that they replace.
-    """
+    """Returns the new parameters, by the parameters without memory that they replace."""
     replaced: dict[nn.Parameter, nn.Parameter] = {}
     for name, module in manager.local_modules():
         for key, parameter in module._parameters.items():

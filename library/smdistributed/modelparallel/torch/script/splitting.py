@@ -46,8 +46,6 @@ class StepOutput:
 
 
 class TorchSplitter(splitting.ArgumentSplitter):
-    """Splits torch tensors."""
-
     def is_tensor(self, value: Any) -> bool:
         return _is_tensor(value)
 

@@ -72,18 +72,7 @@ class TorchState(Context):
         return self.model.manager
 
     def init(self, argument: Mapping[str, Any] | None) -> None:
-        """Reads the configuration, and connects to the other ranks. Calling it again does nothing.
-
-        It sets torch's environment variables, makes its process groups, selects this rank's GPU, and starts the threads
-        of the transport. With SMP_TIMELINE it starts a recording. Under mpirun it removes LOCAL_RANK.
-
-        Raises:
-            SMPConfigError: If a key is unknown or its value is not allowed. Also if SMP_VERIFY_STEPS is
-                wrong, or smdistributed.dataparallel is imported.
-            SMPUnsupportedError: If a key is not implemented.
-            TimelineError: If the file of SMP_TIMELINE cannot be written.
-            LaunchError: If the environment does not say which rank this is.
-        """
+        """Connects this rank, and starts the transport's threads. See `script.api.init`, which lists the errors."""
         if self.initialized:
             return
         set_torch_environment(os.environ)
@@ -110,7 +99,6 @@ class TorchState(Context):
         self.begin()
 
     def process_group(self, name: str) -> Any:
-        """torch.distributed's group of the ranks of `group(name)`."""
         return self._process_groups[self.group(name)]
 
     def gather_over_stages(self, obj: object) -> list[Any]:
@@ -155,10 +143,7 @@ class TorchState(Context):
         return self.module_manager.modules[name]
 
     def _deliver(self, source: int, head: bytes, bodies: Sequence[bytearray]) -> None:
-        """Called on receiving threads: unpickles a message and hands it to its receiver.
-
-        An error fails the pipeline.
-        """
+        """Called on receiving threads: hands a message to its receiver. An error fails the pipeline."""
         try:
             message = receive(source, head, bodies)
         except Exception as error:  # a receiving thread has no caller

@@ -15,36 +15,19 @@ _PARTIAL_KEY = "_smp_is_partial"
 
 
 def select_local(manager: ModuleManager) -> dict[str, Any]:
-    """Selects from the model's state dict what belongs to modules of this stage.
-
-    Tensors share the memory of the model.
-    """
+    """Returns entries of modules of this stage. Tensors share the memory of the model."""
     local = {name for name, _ in manager.local_modules()}
     return {key: value for key, value in manager.root.state_dict().items() if key.rpartition(".")[0] in local}
 
 
 def merge_parts(manager: ModuleManager, parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merges the parts of all stages, in the order of the model's own state dict.
-
-    Keys that the model's state dict does not have are left out.
-    """
+    """Merges the parts of all stages, in the order of the model's own state dict. Other keys are left out."""
     found = {key: value for part in parts for key, value in part.items()}
     return {key: found[key] for key in manager.root.state_dict() if key in found}
 
 
 def load_local(manager: ModuleManager, state_dict: Mapping[str, Any], strict: bool) -> None:
-    """Loads what belongs to this stage into the model.
-
-    Other stages' entries are ignored, and without `strict` also unexpected ones.
-
-    Args:
-        manager: The modules of the model, placed.
-        state_dict: The whole model's, or at least this stage's part.
-        strict: Whether missing and unexpected keys are errors.
-
-    Raises:
-        RuntimeError: If `strict`, and keys are missing or unexpected.
-    """
+    """Ignores other stages' entries. With `strict`, missing and unexpected keys raise RuntimeError."""
     local, own = set(select_local(manager)), manager.root.state_dict()
     wanted = OrderedDict((key, value) for key, value in state_dict.items() if key in local)
     # Without versions, torch assumes an old BatchNorm, and fills in buffers that are on other stages.
@@ -60,10 +43,7 @@ def load_local(manager: ModuleManager, state_dict: Mapping[str, Any], strict: bo
 
 
 def fill_in_parameters(manager: ModuleManager, whole: Mapping[str, Any]) -> None:
-    """Gives this rank's copy of the model these values, by name, also for the modules of other stages.
-
-    Every parameter must have a value. Buffers without one stay as they are. Gradients move to the CPU.
-    """
+    """Every parameter must have a value. Buffers without one stay as they are. Gradients move to the CPU."""
     for name, parameter in manager.root.named_parameters():
         parameter.data = whole[name]
         if parameter.grad is not None:

@@ -53,11 +53,10 @@ def step(
 def _decorate(
     function: Callable[..., Any], whole: Sequence[str], axes: Mapping[str, int], detach_outputs: bool
 ) -> Callable[..., Any]:
-    """Wraps a function so that it runs as a step: see `step`.
+    """Wraps a function so that it runs as a step. Other stages than the first serve calls instead of running it.
 
-    Other stages than the first serve calls instead of running it. The first SMP_VERIFY_STEPS steps are compared with a
-    run without stages. At the end gradients are averaged. An error ends the step on all stages. Raises StepUsageError
-    inside a step.
+    The first SMP_VERIFY_STEPS steps are compared with a run without stages. An error ends the step on all stages.
+    Raises StepUsageError inside a step.
     """
     splitter = TorchSplitter(function, whole, axes)
 
@@ -98,11 +97,7 @@ def _run(
     parts: Sequence[tuple[tuple[Any, ...], dict[str, Any]]],
     detach_outputs: bool,
 ) -> list[Any]:
-    """Runs the microbatches on the first stage, and returns their results, detached if `detach_outputs`.
-
-    `parts` has the positional and the named arguments of each. Sends the detached results to the other stages, which
-    ends their step.
-    """
+    """Runs the microbatches on the first stage. Sends detached results to the other stages, which ends their step."""
     results = stage.run(lambda i: function(*parts[i][0], **parts[i][1]), len(parts))
     detached = detach(results)
     stage.end(pack(detached))

@@ -53,19 +53,10 @@ class Verification:
         self._buffers = {name: buffer.clone() for name, buffer in self._model.local_named_buffers()}
 
     def compare(self, function: Callable[..., Any], parts: _Parts, results: Sequence[Any]) -> None:
-        """Compares the step with a run without stages; all stages call it.
+        """Compares the step with a run without stages. All stages call it. One rank of the job prints that it is equal.
 
-        If it is equal, one rank of the job prints that.
-
-        On the first stage, the function runs a second time, with a copy of the whole model.
-
-        Args:
-            function: The function of the step.
-            parts: The arguments of each microbatch; used on the first stage.
-            results: The results of each microbatch; used on the first stage.
-
-        Raises:
-            SMPRuntimeError: If outputs or gradients differ, on all stages.
+        On the first stage, the function runs a second time, with a copy of the whole model. Raises SMPRuntimeError, on
+        all stages, if outputs or gradients differ.
         """
         state, ranks = self._state, self._state.group("PP_GROUP")
         parameters = dict(self._model.local_named_parameters())
@@ -97,10 +88,7 @@ class Verification:
         results: Sequence[Any],
         everything: Sequence[tuple[_Tensors, _Tensors]],
     ) -> tuple[str, bool]:
-        """Runs the step without stages. Returns a text that describes the result, and whether anything differs.
-
-        If that run raises, the text has its traceback, and counts as a difference.
-        """
+        """Returns a text, and whether anything differs. An error of the run without stages counts as a difference."""
         step = f"{VERIFY_VARIABLE}: step {self._state.stage.steps}"
         tensors = {name: tensor for own, _ in everything for name, tensor in own.items()}
         try:
@@ -115,10 +103,7 @@ class Verification:
 
 
 def _describe_errors(step: str, errors: Mapping[str, tuple[float, float]]) -> tuple[str, bool]:
-    """Returns a text about the largest errors, and whether any is larger than allowed.
-
-    An error of NaN is larger than allowed. The text names at most `_MOST_NAMED` tensors.
-    """
+    """Returns a text that names at most `_MOST_NAMED` tensors, and whether an error, such as NaN, is not allowed."""
     wrong = [name for name, (error, allowed) in errors.items() if not error <= allowed]
     if not wrong:
         largest = max((error for error, _ in errors.values()), default=0.0)
@@ -149,10 +134,7 @@ def _error(found: torch.Tensor | None, expected: torch.Tensor | None) -> tuple[f
 def _run_without_stages(
     state: TorchState, model: DistributedModel, tensors: _Tensors, function: Callable[..., Any], parts: _Parts
 ) -> tuple[list[Any], _Tensors]:
-    """Runs the function for each microbatch, on this rank, with a copy of the whole model and the same random numbers.
-
-    Returns the results, and the gradients by name. Random states are restored.
-    """
+    """Runs on a copy of the whole model, with the same random numbers. Returns the results, and gradients by name."""
     whole = _copy_whole_model(model.module, tensors)
     manager = ModuleManager(whole, lambda: state.stage)
     manager.stages = model.manager.stages
@@ -175,10 +157,7 @@ def _leaf(value: Any) -> Any:
 
 
 def _copy_whole_model(module: nn.Module, tensors: Mapping[str, Any]) -> nn.Module:
-    """Returns a copy of the model, with the parameters and buffers of all stages, and without checkpointing.
-
-    `tensors` has their values, by name.
-    """
+    """`tensors` has the values of all stages, by name. The copy is not checkpointed."""
     parameters = dict(module.named_parameters())
     memo: dict[int, Any] = {
         id(parameter): nn.Parameter(tensors[name].clone(), parameter.requires_grad)
@@ -202,10 +181,7 @@ def _substituted(state: TorchState, model: DistributedModel, whole: nn.Module, s
 
 @contextmanager
 def _turn(generators: Generators, task: StageTask) -> Iterator[None]:
-    """Makes a task the one of this thread, with its random numbers, inside `with`.
-
-    Then the task before gets its own back. If there was none, or after an error, `take_back` must restore them.
-    """
+    """After an error, or if no task was before, `take_back` must restore the random numbers."""
     before = current_task()
     with as_current_task(task):
         generators.hand_to(task)

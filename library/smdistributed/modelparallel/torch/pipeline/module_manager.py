@@ -116,7 +116,8 @@ class ModuleManager:
         self._stage().make_way(kind)
 
     def is_split(self, module: nn.Sequential) -> bool:
-        """Some children are remote, or checkpointed in groups. Not with hooks, or with a forward of its own."""
+        """Whether the children of a sequence are called one by one: some are remote, or checkpointed in groups."""
+        # Its hooks would not be called, nor a forward of its own.
         if type(module).forward is not nn.Sequential.forward or module._forward_hooks or module._forward_pre_hooks:
             return False
         return bool(active_checkpointing(module)) or any(not self.is_local(self._name_of(child)) for child in module)
@@ -173,7 +174,7 @@ class ModuleManager:
 
 
 def _disable_fast_path(module: nn.Module) -> None:
-    """It needs the parameters of all children on one stage, and passes nested tensors, which cannot be sent."""
+    """The fast path needs all children's parameters on one stage, and passes nested tensors, which cannot be sent."""
     if isinstance(module, nn.TransformerEncoderLayer):
         module.activation_relu_or_gelu = 0
     if isinstance(module, nn.TransformerEncoder):

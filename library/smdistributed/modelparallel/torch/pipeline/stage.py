@@ -209,7 +209,7 @@ class Stage:
     # --- messages, on receiving threads
 
     def deliver(self, message: StageMessage) -> None:
-        """Called on a receiving thread. Messages of a later step wait until this stage enters it. Nothing is raised."""
+        """Called on a receiving thread: an error is not raised, but fails this stage. Later steps' messages wait."""
         try:
             self._observer.message_received()
             if message.kind is MessageKind.WORKING:

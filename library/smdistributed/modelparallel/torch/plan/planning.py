@@ -109,8 +109,9 @@ def plan(model: PlannedModel, config: Config, optimizer: str = "adam", replicas:
 def state_bytes(parameters: Sequence[nn.Parameter], config: Config, optimizer: str, replicas: int = 1) -> int:
     """Counts the bytes of parameters, gradients and the optimizer's state, of the replica that has most.
 
-    Frozen parameters have neither of the two. With `fp16` or `bf16` a parameter has two bytes, and a single-precision
-    copy with a gradient. With `shard_optimizer_state` a replica has the state of its share, but all copies.
+    Frozen parameters have no gradients and no state. With `fp16` or `bf16` a parameter has two bytes, and a
+    single-precision copy with a gradient. With `shard_optimizer_state` a replica has the state of its share, but all
+    copies.
     """
     trained = [p for p in parameters if p.requires_grad]
     dtype = dtype_of(config)

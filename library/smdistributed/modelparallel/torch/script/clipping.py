@@ -82,7 +82,7 @@ def _patch_value(original: Any) -> Any:
 
 
 def _find_updated(parameters: torch.Tensor | Iterable[torch.Tensor]) -> tuple[list[Any], set[int]]:
-    """Returns also the stages of the model's parameters. If there are any, all ranks call it."""
+    """Returns the parameters that the next update uses, and the stages of the model's. With any, all ranks call it."""
     given: list[Any] = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     model, optimizer = state.model, state.optimizer
     originals = optimizer.master_weights.model_parameters(given) if optimizer else given

@@ -173,7 +173,7 @@ def _has_same_stages(state: TorchState, notes: dict[str, Any]) -> bool:
 
 
 def _merge_parts(parts: list[dict[str, Any]], names: dict[int, str]) -> dict[str, Any]:
-    """Renumbers as here. States of parameters that are unknown here are dropped; other keys are the first stage's."""
+    """Uses this job's numbers. States of parameters unknown here are dropped; other keys are the first stage's."""
     numbers = {name: number for number, name in names.items()}
 
     def renumber(key: str) -> dict[int, Any]:

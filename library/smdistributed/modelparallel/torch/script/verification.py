@@ -181,7 +181,7 @@ def _substituted(state: TorchState, model: DistributedModel, whole: nn.Module, s
 
 @contextmanager
 def _turn(generators: Generators, task: StageTask) -> Iterator[None]:
-    """After an error, or if no task was before, `take_back` must restore the random numbers."""
+    """Hands the random numbers to a task, then back. After an error, or without a task before, `take_back` must."""
     before = current_task()
     with as_current_task(task):
         generators.hand_to(task)

@@ -59,7 +59,7 @@ class JobRecord:
     """The users that own the files of `list_deciding`, by path, when the last command has started it."""
 
     def key(self, name: str) -> str:
-        """Returns what identifies the job in this user's list: its token, else its identity, else `name`."""
+        """Returns the key of the job in this user's list: its token, else its identity, else `name`."""
         return self.token or self.identity or name
 
 

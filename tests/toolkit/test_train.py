@@ -394,7 +394,6 @@ def test_the_start_is_quick_because_nothing_heavy_is_imported(tree: Tree) -> Non
         "subprocess",
         "tempfile",
         "threading",
-        "typing",
     }
     assert not heavy & set(done.stdout.split())
     assert "shoal_toolkit.run.first" in done.stdout

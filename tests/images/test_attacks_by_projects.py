@@ -159,10 +159,9 @@ def test_an_odd_trace_is_an_error(tmp_path: Path, make: Callable[[Path], None]) 
 
 def test_an_endless_file_of_variables_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "train.py").touch()
-    endless(tmp_path / "settings.env")
-    ended = shoal(tmp_path, "run", "image:1", "train.py", "--env-file", "settings.env")
+    ended = shoal(tmp_path, "run", "image:1", "train.py", "--env-file", "/dev/zero")
     assert ended.returncode == 2
-    assert "settings.env: more than" in ended.stderr
+    assert "/dev/zero: more than" in ended.stderr
 
 
 @pytest.mark.parametrize("name", ["buildspec.yml", "dockerfiles"])
@@ -570,7 +569,7 @@ def test_a_small_repository_with_billions_of_files_does_not_fill_the_memory(
     monkeypatch.setattr(provenance, "_LIMITED", provenance._LIMITED.replace(str(MOST_GIT // 1024), "60000"))
     before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
     assert not provenance.find_revision(copy)
-    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss < max(before, 200_000), "kilobytes"
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss <= max(before, 200_000), "kilobytes"
 
 
 def declare(text: str) -> Callable[[Path], object]:

@@ -58,6 +58,9 @@ from smdistributed.modelparallel.torch import amp, exceptions, nn, optimizers, s
 from smdistributed.modelparallel.torch.pipeline.activations import set_activation_checkpointing
 from smdistributed.modelparallel.torch.plan.construction import delay_param_initialization
 from smdistributed.modelparallel.torch.plan.manual_partition import partition, set_partition
+
+# transformers' Trainer asks for smp.model.DistributedModel.
+from smdistributed.modelparallel.torch.script import model
 from smdistributed.modelparallel.torch.script.api import (
     get_dp_process_group,
     get_mp_process_group,

@@ -18,9 +18,10 @@ def double(x): return 2 * x
 with multiprocessing.get_context("spawn").Pool(2) as pool:
     print(pool.map(double, range(4)))
 """
+# One process: the lines of several can mix, and with those of the script.
 EXECUTOR = """
 import concurrent.futures, multiprocessing
-with concurrent.futures.ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as executor:
+with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as executor:
     print(*executor.map(abs, range(4)))
 """
 PROCESS = """

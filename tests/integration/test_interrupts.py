@@ -46,7 +46,9 @@ class Command:
         if self.arguments[0] != "bundle":  # which makes it
             self.filled.mkdir()
         command = [str(SHOAL), *self.arguments]
-        return subprocess.Popen(command, cwd=self.directory, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        # Nobody reads a document on standard output, and a full pipe would stop the command.
+        out, err = subprocess.DEVNULL, subprocess.PIPE
+        return subprocess.Popen(command, cwd=self.directory, stdout=out, stderr=err, text=True)
 
     def sizes(self) -> dict[str, int]:
         """The files that are there, by path."""

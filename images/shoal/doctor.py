@@ -359,7 +359,7 @@ _OF_NETWORK = ("package index", "debian mirror", "ca bundle", "settings", "base 
 
 
 def choose_checks(bundle: Path | None) -> Mapping[str, Check]:
-    """Return the checks. With a bundle, it takes the place of the network of builds."""
+    """Returns the checks. With a bundle, it takes the place of the network of builds."""
     if bundle is None:
         return CHECKS
     return {name: check for name, check in CHECKS.items() if name not in _OF_NETWORK} | {"bundle": check_bundle}

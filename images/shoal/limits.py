@@ -106,7 +106,7 @@ class Room:
 
 
 def walk(top: Path) -> Iterator[tuple[str, list[str], list[str]]]:
-    """Yield what `os.walk` does. Directories in more than `MOST_DEPTH` others are left out: Python cannot go there."""
+    """Yields what `os.walk` does. Directories in more than `MOST_DEPTH` others are left out: Python cannot go there."""
     for directory, names, files in os.walk(top):
         if is_too_deep(directory, top):
             names.clear()
@@ -114,7 +114,7 @@ def walk(top: Path) -> Iterator[tuple[str, list[str], list[str]]]:
 
 
 def is_too_deep(directory: str | os.PathLike[str], top: Path) -> bool:
-    """Return whether directories in a directory below `top` are in too many others."""
+    """Returns whether directories in a directory below `top` are in too many others."""
     return len(Path(directory).relative_to(top).parts) >= MOST_DEPTH
 
 

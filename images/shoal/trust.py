@@ -56,14 +56,14 @@ def become_owner(path: str | os.PathLike[str]) -> str:
 
 
 def advise_trust(directory: str | os.PathLike[str]) -> str:
-    """Return the command that trusts a directory, with quotes: its name may be somebody else's, and have a command."""
+    """Returns the command that trusts a directory, with quotes: its name may be somebody else's, and have a command."""
     import shlex
 
     return f"shoal trust {shlex.quote(os.fspath(directory))}"
 
 
 def find_stranger(path: str | os.PathLike[str]) -> str | None:
-    """Returns who else can change a file or directory, in words; None if it is trusted.
+    """Describes who else can change a file or directory; None if it is trusted.
 
     Raises OSError if it does not exist.
     """
@@ -71,7 +71,7 @@ def find_stranger(path: str | os.PathLike[str]) -> str | None:
 
 
 def _find_on_way(path: str | os.PathLike[str]) -> str | None:
-    """Returns who else can change a file or put another in its place, in words; None: nobody."""
+    """Describes who else can change a file or replace it; None: nobody."""
     last = os.path.realpath(path)
     for place, status in _walk_to(os.path.abspath(path)):
         # In a sticky directory such as /tmp, others can't replace a file that is not theirs.
@@ -82,7 +82,7 @@ def _find_on_way(path: str | os.PathLike[str]) -> str | None:
 
 
 def describe_stranger(place: str, status: os.stat_result, *, is_passed: bool = False) -> str | None:
-    """Returns who else than this user can change a file by its owner and mode, in words; None: nobody.
+    """Describes which other user can change a file by its owner and mode; None: nobody.
 
     Args:
         place: The file. Directories above it are not looked at.
@@ -107,7 +107,7 @@ def is_inside(path: str | os.PathLike[str], directories: set[str]) -> bool:
 
 
 def find_target_outside(path: str | os.PathLike[str]) -> str | None:
-    """Return where a path of the command line leads, if a link takes it out of the current project; None otherwise.
+    """Returns where a path of the command line leads, if a link takes it out of the current project; None otherwise.
 
     The links of a project that was copied from elsewhere may lead to any file of this user. The project is taken to
     begin at the last directory that the path and the working directory share. Directories that the user has named with

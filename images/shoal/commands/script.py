@@ -110,7 +110,7 @@ def read_options(options: object, kind: type[JobSpec], readers: Mapping[str, Cal
     Args:
         options: A dataclass with the values of options, and the arguments of the command.
         kind: The class of the job.
-        readers: Functions that make the value of a field from the words of its option. Raises `UsageError`.
+        readers: Functions that parse the option of a field. They raise `UsageError`.
     """
     readers = {**_READERS, **readers}
     names = {each.name for each in dataclasses.fields(kind)} & vars(options).keys()

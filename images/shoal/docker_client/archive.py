@@ -32,7 +32,7 @@ def pack_tree(
     left_out: str | None = None,
     room: limits.Room | None = None,
 ) -> None:
-    """Writes the tree at `root` as `arcname`, owned by a user and a group, and rewind `out`. Directories get mode 0755.
+    """Writes the tree at `root` as `arcname`, owned by a user and group, and rewinds `out`. Directories get mode 0755.
 
     The entry `left_out` of `root` is not written. Nor are directories in more than `MOST_DEPTH` others, with a line on
     standard error. Raises `DiskError` if `room` has no place for an entry: a sparse file

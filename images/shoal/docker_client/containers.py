@@ -130,7 +130,7 @@ def create_container(
 
 
 def most_processes() -> int:
-    """Return half of the processes and threads that this machine can have. Docker may run on another machine.
+    """Returns half of the processes and threads that this machine can have. Docker may run on another machine.
 
     The kernel has two limits: of their numbers, and of the memory for them.
     """

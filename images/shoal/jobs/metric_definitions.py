@@ -88,9 +88,9 @@ def _compile(listed: Iterable[Any]) -> Iterator[MetricPattern]:
 
 
 def read_metrics(directory: Path, began: float) -> dict[Key, Series]:
-    """Return the metrics that `train` has written on the hosts of a job; none without definitions.
+    """Returns the metrics that `train` has written on the hosts of a job; none without definitions.
 
-    Warn of a file that cannot be read.
+    Warns of a file that cannot be read.
     """
     series: dict[Key, Series] = {}
     for path in filter(Path.is_file, sorted(directory.glob(_METRICS))):  # a pipe would have no end

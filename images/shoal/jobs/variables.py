@@ -116,7 +116,7 @@ def parse_secrets(words: Sequence[str] | None) -> tuple[Secret, ...]:
 
 
 def check_place(option: str, path: Path) -> None:
-    """Raise `UsageError` if a link takes a path out of the current project: it may be somebody else's link."""
+    """Raises `UsageError` if a link takes a path out of the current project: it may be somebody else's link."""
     if target := trust.find_target_outside(path):
         raise UsageError(
             f"{option}: {path} leads through a link to {target}, outside of this directory. Fix: name {target} itself,"

@@ -37,7 +37,7 @@ _PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in range(36, 4, -1)] + [
     "manylinux2010_x86_64",
     "manylinux1_x86_64",
 ]
-# pip's last attempt to connect, after which it gives up, and an index that it leaves out for want of TLS.
+# pip's last attempt to connect, and an index that it leaves out because it has no TLS.
 _UNREACHABLE = re.compile(r"Retry\(total=0|is not a trusted or secure host")
 _CONFLICT = "The conflict is caused by:"
 # The program that runs as pip here. It reads wheels only. The metadata of a package can name the address of another,

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from smdistributed.modelparallel.backend.config import Config
 from smdistributed.modelparallel.torch.pipeline.random_numbers import derive_seed
+from smdistributed.modelparallel.torch.plan.trace import storage_address
 
 _SMALL = 4096
 """Tensors with fewer elements are made at once: constructors read numbers from them, and they need little memory."""
@@ -71,7 +72,7 @@ class _Recording(TorchDispatchMode):
         if tensors:
             self._tape.append(_RecordedCall(func, *_aliases((args, kwargs, result))))
             for tensor in tensors:
-                _recipes[_storage(tensor)] = self._tape, self._seed
+                _recipes[storage_address(tensor)] = self._tape, self._seed
         return result
 
 
@@ -86,7 +87,7 @@ def dtype_of(config: Config) -> torch.dtype | None:
 
 def cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Casts a tensor. If it is on the meta device, the cast is recorded, so that `materialize` can make the result."""
-    recipe = _recipes.get(_storage(tensor)) if tensor.is_meta else None
+    recipe = _recipes.get(storage_address(tensor)) if tensor.is_meta else None
     if recipe is None:
         return tensor.to(dtype)
     with _Recording(*recipe):
@@ -98,18 +99,18 @@ def materialize(tensor: torch.Tensor, name: str) -> torch.Tensor:
 
     Raises KeyError if the tensor was not made inside `delay_param_initialization`.
     """
-    tape, seed = _recipes[_storage(tensor)]
+    tape, seed = _recipes[storage_address(tensor)]
     made: dict[int, torch.Tensor] = {}
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(derive_seed(seed, *name.encode()))
-        for call in _required_calls(tape, _storage(tensor)):
+        for call in _required_calls(tape, storage_address(tensor)):
             args, kwargs = _replace_meta((call.args, call.kwargs), made)
             if "device" in kwargs:
                 kwargs["device"] = torch.device("cpu")
             result = call.func(*args, **kwargs)
             for one, other in zip(_tensors(call.result), _tensors(result)):
                 if one.is_meta:
-                    made.setdefault(_storage(one), other)
+                    made.setdefault(storage_address(one), other)
     return _replace_meta(tensor, made).clone()  # type: ignore[no-any-return]
 
 
@@ -130,10 +131,11 @@ def _required_calls(tape: list[_RecordedCall], storage: int) -> list[_RecordedCa
     """The recorded calls, in order, on which the content of a storage depends."""
     required, calls = {storage}, []
     for call in reversed(tape):
-        inputs, outputs = (set(map(_storage, _meta_tensors(part))) for part in ((call.args, call.kwargs), call.result))
-        makes = (outputs - inputs) | (
-            set(map(_storage, _written_tensors(call))) if call.func._schema.is_mutable else set()
+        inputs, outputs, written = (
+            set(map(storage_address, tensors))
+            for tensors in (_meta_tensors((call.args, call.kwargs)), _meta_tensors(call.result), _written_tensors(call))
         )
+        makes = (outputs - inputs) | (written if call.func._schema.is_mutable else set())
         if makes & required:
             calls.append(call)
             required |= inputs
@@ -151,7 +153,7 @@ def _written_tensors(call: _RecordedCall) -> Iterator[torch.Tensor]:
 def _replace_meta(value: Any, made: dict[int, torch.Tensor]) -> Any:
     """Replaces meta tensors, in nested containers, by views of the tensors in `made`, by storage."""
     if isinstance(value, torch.Tensor) and value.is_meta:
-        base = made[_storage(value)]
+        base = made[storage_address(value)]
         return torch.as_strided(base, value.shape, value.stride(), value.storage_offset())
     if isinstance(value, (tuple, list)):
         return type(value)(_replace_meta(item, made) for item in value)
@@ -185,8 +187,3 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 def _meta_tensors(value: Any) -> list[torch.Tensor]:
     tensors: Iterable[torch.Tensor] = _tensors(value)
     return [tensor for tensor in tensors if tensor.is_meta]
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    """Returns the address of a tensor's storage, which identifies it as long as it exists."""
-    return int(tensor.untyped_storage()._cdata)

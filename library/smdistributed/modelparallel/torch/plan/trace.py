@@ -111,12 +111,12 @@ class _KeptActivations:
 
     def __init__(self, found: Trace, stack: list[str], known: Iterable[torch.Tensor]) -> None:
         self._found, self._stack, self._depth = found, stack, 0
-        self._seen = {_storage_of(tensor): tensor for tensor in known}
+        self._seen = {storage_address(tensor): tensor for tensor in known}
 
     def keep(self, tensor: torch.Tensor) -> torch.Tensor:
         """Counts a tensor, unless a checkpointed module runs. Returns it, as torch's hook must."""
-        if self._stack and not self._depth and _storage_of(tensor) not in self._seen:
-            self._seen[_storage_of(tensor)] = tensor  # while it lives no other has its memory
+        if self._stack and not self._depth and storage_address(tensor) not in self._seen:
+            self._seen[storage_address(tensor)] = tensor  # while it lives no other has its memory
             self._found.activation_bytes[self._stack[-1]] += tensor.untyped_storage().nbytes()
         return tensor
 
@@ -163,7 +163,7 @@ def _find_checkpointed(root: nn.Module) -> dict[nn.Module, bool]:
     return found
 
 
-def _storage_of(tensor: torch.Tensor) -> int:
+def storage_address(tensor: torch.Tensor) -> int:
     """Returns the address of a tensor's storage, which identifies it as long as it exists."""
     return int(tensor.untyped_storage()._cdata)
 

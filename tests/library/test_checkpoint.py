@@ -682,13 +682,12 @@ os._exit(0)  # the threads of gloo can abort a rank that ends
 
 @pytest.mark.parametrize(("secret", "runs"), [("another secret of 16", False), ("the job's own secret", True)])
 @pytest.mark.parametrize("function", ["first", "gather"])
-def test_a_pickle_of_a_stranger_is_not_loaded(tmp_path: Path, secret: str, runs: bool, function: str) -> None:
+def test_a_pickle_of_a_stranger_is_not_loaded(
+    alone: Alone, tmp_path: Path, secret: str, runs: bool, function: str
+) -> None:
     script, made = tmp_path / "stranger.py", tmp_path / "made"
     script.write_text(STRANGER)
-    environment = {**os.environ, "SMDDP_JOB_SECRET": "the job's own secret", "OMP_NUM_THREADS": "1"}
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(new_port())]
-    command = [*launch, str(script), str(made), secret, function]
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
-    assert ended.returncode == 0, ended.stderr
+    launch = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", new_port()]
+    said = alone(*launch, script, made, secret, function, SMDDP_JOB_SECRET="the job's own secret")
     assert Path(f"{made}1").exists() == runs
-    assert ("refused a message about checkpoints was changed" in ended.stdout) != runs
+    assert ("refused a message about checkpoints was changed" in said) != runs

@@ -15,6 +15,7 @@ from testcontainers.core.network import Network
 from shoal.matrix.spec import BuildSpec
 from shoal.network.settings import read_network_settings
 
+from .. import cache
 from ..tested_images import HUGGINGFACE_CPU
 from .conftest import Host, StartHost, write_tree
 
@@ -30,7 +31,7 @@ OF_TORCH_2_0 = "lightning==2.2.5\n"
 
 
 def start(start_host: StartHost, image: str, tree: Path, requirements: str, network: Network | None = None) -> Host:
-    """Start the scripts on a host that reaches packages as this machine does."""
+    """Start the scripts on a host that reaches packages as this machine does, and keeps pip's downloads and wheels."""
     for file in EVERYDAY.iterdir():
         if file.is_file():
             shutil.copy(file, tree / "code")
@@ -43,8 +44,12 @@ def start(start_host: StartHost, image: str, tree: Path, requirements: str, netw
     return start_host(
         image,
         tree=tree,
-        volumes={configuration: "/run/machine"},
-        env={"PIP_CONFIG_FILE": "/run/machine/pip.conf", **dict(read_network_settings().proxies)},
+        volumes={configuration: "/run/machine", cache.DIRECTORY / "pip": "/pip"},
+        env={
+            "PIP_CONFIG_FILE": "/run/machine/pip.conf",
+            "PIP_CACHE_DIR": "/pip",
+            **dict(read_network_settings().proxies),
+        },
         network=network,
         alias=tree.name,
     )

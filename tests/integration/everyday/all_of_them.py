@@ -62,4 +62,4 @@ if sys.argv[1:]:
 if "TORCHELASTIC_RUN_ID" in os.environ:  # this is a rank of torchrun; its own store is at the port that it has opened
     run(ON_ALL_RANKS, int(os.environ["MASTER_PORT"]) + 1, {"TORCHELASTIC_USE_AGENT_STORE": "False"})
 else:
-    run(ON_THIS_HOST, 7777, {"MASTER_ADDR": "127.0.0.1"})
+    run(ON_THIS_HOST, 7777, {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"})  # more would wait for each other

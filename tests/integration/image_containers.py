@@ -24,6 +24,10 @@ from shoal.matrix.spec import ImageSpec, load
 from ..containers import ROOT
 
 MATRIX = load(ROOT / "buildspec.yml")
+DEVEL = ["*-devel"]
+"""Their wheels are those of the runtime variants, in the same layers (test_devel.py). So tests of wheels skip them."""
+LOWER = [parent.tag for image in MATRIX.images if (parent := MATRIX.parent(image))]
+"""Images that others extend, and which so have all that these have: tests of what both have ask the others."""
 PROBE = Path(__file__).with_name("image_probe.py").read_text()
 SCRATCH = {"TMPDIR": "/dev/shm"}
 # Some of those of `shoal.image.sandbox`; commands are run as several users.

@@ -13,7 +13,7 @@ from shoal.matrix.project import Project
 from shoal.sources.render import read_dropped
 
 from . import dropped_probe
-from .image_containers import MATRIX, ImageContainer, ImageContainers, each
+from .image_containers import DEVEL, LOWER, MATRIX, ImageContainer, ImageContainers, each
 
 PROBE = Path(__file__).with_name("dropped_probe.py").read_text()
 # Who imports what is not there, and when.
@@ -34,12 +34,8 @@ def ask(container: ImageContainer, function: str, globs: list[str]) -> Any:
     return json.loads(container.python(f"{PROBE}\n{function}({globs!r})"))
 
 
-LOWER = {MATRIX.parent(image) for image in MATRIX.images if image.extends}
-
-
-@pytest.mark.parametrize("image", each(skip=["*-devel", *(image.tag for image in LOWER if image)]))
+@pytest.mark.parametrize("image", each(skip=[*DEVEL, *LOWER]))
 def test_what_is_dropped_is_gone_and_nothing_imports_it(container: ImageContainer, globs: list[str]) -> None:
-    """All that an image has that others extend is in those too: it is asked there."""
     found = ask(container, "print_missed", globs)
     assert (found["left"], found["top"], found["namers"]) == ([], [], {})
     unknown = {path: modules for path, modules in found["importers"].items() if path not in RUNNERS}
@@ -55,7 +51,7 @@ def test_each_entry_drops_something(image_containers: ImageContainers, globs: li
     Images are asked until everything has been found: some of them, those with the most wheels first.
     """
     missing = [*globs, *RUNNERS]
-    for image in sorted(MATRIX.choose(skip=["*-devel"]), key=lambda image: image.device == "cpu"):
+    for image in sorted(MATRIX.choose(skip=DEVEL), key=lambda image: image.device == "cpu"):
         counts = ask(image_containers.of(image.tag), "print_listed", missing)
         missing = [glob for glob in missing if not counts[glob]]
         if not missing:

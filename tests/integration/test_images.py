@@ -16,7 +16,7 @@ from shoal.matrix.project import Project
 from shoal.matrix.spec import ImageSpec
 
 from ..tested_images import PYTORCH_CPU, TENSORFLOW_CPU
-from .image_containers import MATRIX, SCRATCH, ImageContainer, each
+from .image_containers import DEVEL, LOWER, MATRIX, SCRATCH, ImageContainer, each
 from .image_probe import COMMANDS
 
 # What TensorFlow 2.14 opens, by these names, once it has found a GPU or profiles one (dso_loader.cc in its
@@ -39,9 +39,6 @@ print(subprocess.run([tools / "bin/ptxas", "--version"], check=True, capture_out
 # What GPUDirect Storage opens where there are adapters of InfiniBand: it needs libraries that come with their drivers.
 WITH_ADAPTERS = ("libcufile_rdma.so.1",)
 USERS = ("root", "1000")
-# A devel variant has the wheels of the runtime variant, in the same layers (test_devel.py): tests of what only wheels
-# decide skip it.
-DEVEL = ["*-devel"]
 TENSORFLOW = "tensorflow-*-gpu-*"
 HUGGINGFACE = "huggingface-*"
 
@@ -59,7 +56,7 @@ def cuda_version(image: ImageSpec) -> str | None:
     return f"{image.cuda[2:-1]}.{image.cuda[-1]}" if image.cuda else None
 
 
-@pytest.mark.parametrize("image", each("pytorch-*", HUGGINGFACE, skip=DEVEL))
+@pytest.mark.parametrize("image", each("pytorch-*", HUGGINGFACE, skip=[*DEVEL, *LOWER]))
 def test_pytorch_is_built_for_the_cuda_of_the_tag(container: ImageContainer, image: ImageSpec) -> None:
     release = MATRIX.parent(image) or image
     found = framework_facts(container, image)
@@ -76,7 +73,7 @@ def test_tensorflow_is_built_for_the_cuda_of_the_tag(container: ImageContainer, 
     assert found["built_with_cuda"] == (image.device == "gpu")
 
 
-@pytest.mark.parametrize("image", each(skip=DEVEL))
+@pytest.mark.parametrize("image", each(skip=[*DEVEL, *LOWER]))
 def test_the_framework_works_for_any_user_and_writes_nothing(container: ImageContainer, image: ImageSpec) -> None:
     """A user without an account or a home directory, on a read-only root."""
     assert framework_facts(container, image)["shape"] == [2, 2]
@@ -133,7 +130,7 @@ def test_a_transformer_trains_without_a_network(container: ImageContainer) -> No
     assert container.facts("transformers", "1000")["steps"] == 2
 
 
-@pytest.mark.parametrize("image", each(skip=DEVEL))
+@pytest.mark.parametrize("image", each(skip=[*DEVEL, *LOWER]))
 def test_pip_check_passes(container: ImageContainer) -> None:
     assert "No broken requirements found." in container.run("pip", "check")
 
@@ -150,12 +147,14 @@ def test_scripts_find_the_everyday_packages(container: ImageContainer, image: Im
         assert found["kept"] == [0] if image.device == "gpu" else "Couldn't load custom C++ ops" in found["kept"]
 
 
+@pytest.mark.parametrize("image", each(skip=[*DEVEL, *LOWER]))
 def test_mpirun_works_by_hand(container: ImageContainer) -> None:
     program = "from mpi4py import MPI; print(MPI.COMM_WORLD.allreduce(1), flush=True)"
     command = ("mpirun", "--oversubscribe", "-np", "2", "python", "-m", "mpi4py", "-c", program)
     assert container.run(*command, environment=SCRATCH).replace("\n", "") == "22"
 
 
+@pytest.mark.parametrize("image", each(skip=[*DEVEL, *LOWER]))
 def test_a_program_that_mpirun_did_not_start_is_one_rank(container: ImageContainer) -> None:
     """Open MPI is not where it was built. Lightning and others import mpi4py to ask."""
     program = "from mpi4py import MPI; print(MPI.COMM_WORLD.size)"

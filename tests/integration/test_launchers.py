@@ -1,4 +1,7 @@
-"""Each framework's own launchers, in its own image, over two containers."""
+"""Each framework's own launchers, in its own image, over two containers.
+
+With strangers on the network, which change nothing: test_members.py has torchrun and TensorFlow's strategies.
+"""
 
 from __future__ import annotations
 
@@ -24,37 +27,6 @@ print(f"rank {dist.get_rank()} of {dist.get_world_size()}: {total.item():.0f}", 
 dist.destroy_process_group()
 """
 
-# Each task adds 1 to a variable on the second host's parameter server, and waits for the other's.
-PARAMETER_SERVER = """\
-import json, os, time
-import tensorflow as tf
-config = json.loads(os.environ["TF_CONFIG"])
-task = config["task"]
-server = tf.distribute.Server(tf.train.ClusterSpec(config["cluster"]), job_name=task["type"], task_index=task["index"])
-with tf.Graph().as_default(), tf.device("/job:ps/task:1"):
-    total = tf.compat.v1.get_variable("total", initializer=0.0, use_resource=True)
-    add, unset = total.assign_add(1.0), tf.compat.v1.report_uninitialized_variables()
-    with tf.compat.v1.Session(server.target) as session:
-        if task["type"] == "master":
-            session.run(total.initializer)
-        while len(session.run(unset)):
-            time.sleep(0.1)
-        session.run(add)
-        while session.run(total) < 2:
-            time.sleep(0.1)
-        print("the servers hold", session.run(total))
-"""
-
-MIRRORED = """\
-import tensorflow as tf
-strategy = tf.distribute.MultiWorkerMirroredStrategy()
-with strategy.scope():
-    value = tf.Variable(1.0)
-total = strategy.run(lambda: tf.distribute.get_replica_context().all_reduce("sum", value))
-total = float(tf.reduce_sum(strategy.experimental_local_results(total)))
-print("replicas", strategy.num_replicas_in_sync, "sum", total)
-"""
-
 
 @pytest.fixture(scope="session")
 def tensorflow(matrix: BuildSpec) -> str:
@@ -76,15 +48,8 @@ def assert_success(ended: list[Ended], hosts: list[Host]) -> None:
         assert not host.path("output/failure").exists()
 
 
-@pytest.mark.parametrize(
-    "launcher",
-    [
-        "sagemaker_torch_distributed_enabled",
-        "sagemaker_pytorch_ddp_enabled",
-        "sagemaker_distributed_dataparallel_enabled",
-    ],
-)
-def test_torch(start_host: StartHost, pytorch: str, network: Network, tmp_path: Path, launcher: str) -> None:
+@pytest.mark.parametrize("launcher", ["sagemaker_pytorch_ddp_enabled", "sagemaker_distributed_dataparallel_enabled"])
+def test_torch_by_mpirun(start_host: StartHost, pytorch: str, network: Network, tmp_path: Path, launcher: str) -> None:
     """With a rank on each host; with several, test_library.py."""
     values = {launcher: True, "sagemaker_mpi_num_of_processes_per_host": 1}
     ended, hosts = job(start_host, pytorch, network, tmp_path, TORCH, values)
@@ -112,13 +77,6 @@ def test_modelparallel_under_mpi(start_host: StartHost, pytorch: str, network: N
         )
 
 
-def test_parameter_servers(start_host: StartHost, tensorflow: str, network: Network, tmp_path: Path) -> None:
-    values: dict[str, object] = {"sagemaker_parameter_server_enabled": True}
-    ended, hosts = job(start_host, tensorflow, network, tmp_path, PARAMETER_SERVER, values)
-    assert_success(ended, hosts)
-    assert all("the servers hold 2.0" in end.output for end in ended)
-
-
 @pytest.mark.parametrize("done", ["", "algo-2"])
 def test_a_parameter_server_that_ends_ends_the_job(
     start_host: StartHost, tensorflow: str, network: Network, tmp_path: Path, done: str
@@ -137,10 +95,3 @@ def test_a_parameter_server_that_ends_ends_the_job(
     assert all(end.code not in (0, 137) for end in ended), ended
     for host in hosts:
         assert "the parameter server on algo-2" in host.path("output/failure").read_text()
-
-
-def test_multi_worker_mirrored(start_host: StartHost, tensorflow: str, network: Network, tmp_path: Path) -> None:
-    values: dict[str, object] = {"sagemaker_multi_worker_mirrored_strategy_enabled": True}
-    ended, hosts = job(start_host, tensorflow, network, tmp_path, MIRRORED, values)
-    assert_success(ended, hosts)
-    assert all("replicas 2 sum 2.0" in end.output for end in ended)

@@ -1,21 +1,17 @@
-"""`docker run` as a training container: one host."""
+"""`docker run` as a training container: one host, of the oldest torch.
+
+Without a configuration, with the image's own command: README.md and docs/start.md, by test_pages.py. Bad configurations
+and failures of a single process: tests/conformance.
+"""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
-import pytest
+from .conftest import StartHost, write_tree
 
-from .conftest import ROOT, StartHost, write_tree
-
-
-def test_no_configuration_at_all(start_host: StartHost, pytorch: str) -> None:
-    code = {ROOT / "examples" / "digits": "/opt/ml/code"}
-    command = ["train", "--epochs", "1"]
-    ended = start_host(pytorch, command, volumes=code, env={"SAGEMAKER_PROGRAM": "train.py"}).wait()
-    assert ended.code == 0, ended.output
-    assert "epoch" in ended.output
+TWO_RANKS = {"sagemaker_mpi_enabled": True, "sagemaker_mpi_num_of_processes_per_host": 2}
 
 
 def test_any_user_trains_without_a_mount(start_host: StartHost, pytorch: str, tmp_path: Path) -> None:
@@ -28,12 +24,6 @@ def test_any_user_trains_without_a_mount(start_host: StartHost, pytorch: str, tm
     ended = start_host(pytorch, ["train"], volumes={tmp_path: "/code"}, env=settings, user="12345").wait()
     assert ended.code == 0, ended.output
     assert "as 12345" in ended.output
-
-
-def test_the_default_command_is_train(start_host: StartHost, pytorch: str, tmp_path: Path) -> None:
-    ended = start_host(pytorch, None, tree=write_tree(tmp_path / "ml", "print('as', 'default')")).wait()
-    assert ended.code == 0, ended.output
-    assert "as default" in ended.output
 
 
 def test_arguments_variables_and_output(start_host: StartHost, pytorch: str, tmp_path: Path) -> None:
@@ -59,62 +49,26 @@ def test_mpi_ranks_on_one_host(start_host: StartHost, pytorch: str, tmp_path: Pa
         "names = ('RANK', 'LOCAL_RANK', 'WORLD_SIZE')\n"
         "print('sum', MPI.COMM_WORLD.allreduce(1), *(os.environ[name] for name in names))\n"
     )
-    values = {"sagemaker_mpi_enabled": True, "sagemaker_mpi_num_of_processes_per_host": 2}
-    ended = start_host(pytorch, tree=write_tree(tmp_path / "ml", script, values)).wait()
+    ended = start_host(pytorch, tree=write_tree(tmp_path / "ml", script, TWO_RANKS)).wait()
     assert ended.code == 0, ended.output
     assert "sum 2 0 0 2" in ended.output
     assert "sum 2 1 1 2" in ended.output
 
 
-@pytest.mark.parametrize("values", [{}, {"sagemaker_mpi_enabled": True, "sagemaker_mpi_num_of_processes_per_host": 2}])
-def test_the_scripts_exit_code_is_the_jobs(
-    start_host: StartHost, pytorch: str, tmp_path: Path, values: dict[str, object]
-) -> None:
-    host = start_host(pytorch, tree=write_tree(tmp_path / "ml", "raise SystemExit(42)", values))
+def test_the_scripts_exit_code_is_the_jobs(start_host: StartHost, pytorch: str, tmp_path: Path) -> None:
+    host = start_host(pytorch, tree=write_tree(tmp_path / "ml", "raise SystemExit(42)", TWO_RANKS))
     ended = host.wait()
     assert ended.code == 42, ended.output
     assert "42" in host.path("output/failure").read_text()
     assert not host.path("output/success").exists()
 
 
-@pytest.mark.parametrize("ranks", [0, 2])
-def test_an_exception_comes_first_in_the_failure_file(
-    start_host: StartHost, pytorch: str, tmp_path: Path, ranks: int
-) -> None:
-    values = {"sagemaker_mpi_enabled": True, "sagemaker_mpi_num_of_processes_per_host": ranks} if ranks else {}
-    script = "import os\nif os.environ.get('RANK', '1') == '1':\n    raise KeyError('lost')\n"
-    host = start_host(pytorch, tree=write_tree(tmp_path / "ml", script, values))
+def test_an_exception_comes_first_in_the_failure_file(start_host: StartHost, pytorch: str, tmp_path: Path) -> None:
+    script = "import os\nif os.environ['RANK'] == '1':\n    raise KeyError('lost')\n"
+    host = start_host(pytorch, tree=write_tree(tmp_path / "ml", script, TWO_RANKS))
     ended = host.wait()
     assert ended.code == 1, ended.output
     lines = host.path("output/failure").read_text().splitlines()
     assert lines[0] == "KeyError: 'lost'"
-    if ranks:
-        assert "rank 1" in "\n".join(lines)
+    assert "rank 1" in "\n".join(lines)
     assert any("train.py" in line and "line 3" in line for line in lines)
-
-
-def test_hyperparameters_that_are_not_json(start_host: StartHost, pytorch: str, tmp_path: Path) -> None:
-    tree = write_tree(tmp_path / "ml", "print(1)")
-    (tree / "input" / "config" / "hyperparameters.json").write_text("{lr: 1}")
-    host = start_host(pytorch, tree=tree)
-    ended = host.wait()
-    assert ended.code != 0
-    assert "hyperparameters.json" in ended.output
-    assert "hyperparameters.json" in host.path("output/failure").read_text()
-
-
-def test_a_missing_script_lists_what_is_there(start_host: StartHost, pytorch: str, tmp_path: Path) -> None:
-    tree = write_tree(tmp_path / "ml", "print(1)", {"sagemaker_program": "trian.py"})
-    ended = start_host(pytorch, tree=tree).wait()
-    assert ended.code != 0
-    assert "trian.py" in ended.output
-    assert "train.py" in ended.output
-
-
-def test_explain_starts_nothing(start_host: StartHost, pytorch: str, tmp_path: Path) -> None:
-    values = {"sagemaker_mpi_enabled": True, "sagemaker_mpi_num_of_processes_per_host": 2}
-    tree = write_tree(tmp_path / "ml", "raise SystemExit(9)", values)
-    ended = start_host(pytorch, ["train", "--explain"], tree=tree).wait()
-    assert ended.code == 0, ended.output
-    assert "mpirun" in ended.output
-    assert "train.py" in ended.output

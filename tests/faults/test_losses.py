@@ -24,7 +24,7 @@ def test_a_killed_rank_ends_every_host(start: StartJob, table: Table, launcher: 
 
 
 @EITHER_HOST
-@launchers(PROCESS, MPI, TORCHRUN)
+@launchers(PROCESS, MPI, soak=(TORCHRUN,))
 def test_a_killed_host_ends_the_other(start: StartJob, table: Table, launcher: Launcher, host: str) -> None:
     job = start(TRAIN_FOR_LONG, launcher)
     job.up()
@@ -70,7 +70,7 @@ def test_a_killed_train_ends_every_host(start: StartJob, table: Table, host: str
         ("algo-2", "After 3 s these hosts are missing: algo-2"),
     ],
 )
-@launchers(PROCESS, MPI)
+@launchers(MPI, soak=(PROCESS,))
 def test_a_host_that_never_starts_is_named(
     start: StartJob, table: Table, launcher: Launcher, missing: str, says: str
 ) -> None:
@@ -95,7 +95,7 @@ def test_of_a_host_started_twice_one_takes_part(start: StartJob, table: Table, h
     table.failed(fault, job, job.started(left_over) + 8, codes={left_over: 1}, says=other)
 
 
-@launchers(PROCESS, MPI)
+@launchers(MPI, soak=(PROCESS,))
 def test_a_network_that_stumbles_is_survived(start: StartJob, table: Table, launcher: Launcher) -> None:
     job = start(TRAIN_TOGETHER[launcher.name], launcher)
     since = job.up() + 9
@@ -105,7 +105,7 @@ def test_a_network_that_stumbles_is_survived(start: StartJob, table: Table, laun
 
 
 @EITHER_HOST
-@launchers(PROCESS, MPI)
+@launchers(MPI, soak=(PROCESS,))
 def test_a_network_cut_for_good_ends_both_hosts(start: StartJob, table: Table, launcher: Launcher, host: str) -> None:
     job = start(TRAIN_FOR_LONG, launcher)
     job.up()
@@ -164,7 +164,7 @@ def slow_names(start: StartJob, tmp_path: Path) -> dict[Path, str]:
     return {file: "/etc/resolv.conf"}
 
 
-@launchers(PROCESS, MPI, TORCHRUN)
+@launchers(MPI, TORCHRUN, soak=(PROCESS,))
 def test_slow_names_are_survived(
     start: StartJob, table: Table, slow_names: dict[Path, str], launcher: Launcher
 ) -> None:

@@ -76,7 +76,7 @@ def test_a_full_disk_fails_the_job(small_disk: Volume, start: StartJob, table: T
 
 
 @EITHER_HOST
-@launchers(PROCESS, MPI)
+@launchers(PROCESS, soak=(MPI,))
 def test_a_read_only_directory_fails_the_job(start: StartJob, table: Table, launcher: Launcher, host: str) -> None:
     job = start(TRAIN_FOR_LONG, launcher, options={host: {"mode": "ro"}})
     since = max(job.started(name) for name in WHICH)
@@ -85,13 +85,13 @@ def test_a_read_only_directory_fails_the_job(start: StartJob, table: Table, laun
     assert says in job.ends()[host].output
 
 
-@launchers(PROCESS, MPI)
+@launchers(MPI, soak=(PROCESS,))
 def test_a_read_only_root_is_survived(start: StartJob, table: Table, launcher: Launcher) -> None:
     job = start(TRAIN_A_LITTLE, launcher, options={name: {"read_only": True} for name in WHICH})
     table.survived("everything but /opt/ml is read-only", job, job.up() + 2)
 
 
-@launchers(PROCESS, MPI)
+@launchers(MPI, soak=(PROCESS,))
 def test_a_rank_over_the_memory_limit_is_named(start: StartJob, table: Table, launcher: Launcher) -> None:
     # In one go: near the limit, the kernel first takes away the pages of the programs themselves.
     eats = "if RANK == 1:\n    eaten = b'x' * (1 << 30)\ntime.sleep(300)\n"
@@ -101,7 +101,7 @@ def test_a_rank_over_the_memory_limit_is_named(start: StartJob, table: Table, la
     table.failed("the memory limit of the container is hit", job, since, codes=137, says="memory")
 
 
-@launchers(PROCESS, MPI, TORCHRUN)
+@launchers(PROCESS, MPI, soak=(TORCHRUN,))
 def test_many_hyperparameters_reach_the_script(start: StartJob, table: Table, launcher: Launcher) -> None:
     values = {f"name-{number:03}": "v" * 230 for number in range(600)}
     text = (
@@ -113,7 +113,7 @@ def test_many_hyperparameters_reach_the_script(start: StartJob, table: Table, la
     table.survived("144 KB of hyperparameters", job, max(job.marks("done", 2).values()))
 
 
-@launchers(PROCESS, MPI)
+@launchers(PROCESS, soak=(MPI,))
 def test_a_hyperparameter_that_linux_cannot_pass_is_named(start: StartJob, table: Table, launcher: Launcher) -> None:
     job = start(TRAIN_FOR_LONG, launcher, hyperparameters={"large": "v" * 144_000})
     since = max(job.started(name) for name in WHICH)
@@ -125,7 +125,7 @@ def test_a_hyperparameter_that_linux_cannot_pass_is_named(start: StartJob, table
 MANY = tuple(f"algo-{number}" for number in range(1, 601))
 
 
-@launchers(PROCESS, MPI)
+@launchers(MPI, soak=(PROCESS,))
 def test_most_of_600_hosts_are_missing(start: StartJob, table: Table, launcher: Launcher) -> None:
     missing = {"extra_hosts": dict.fromkeys(MANY[2:], "127.0.0.9")}
     options = dict.fromkeys(WHICH, missing)
@@ -191,7 +191,7 @@ def wrong_clock(faketime: Path, offset: Path, tmp_path: Path) -> dict[str, Any]:
     return {"volumes": {faketime: "/faketime", offset: "/offset", patch: "/patch"}, "env": env}
 
 
-@launchers(PROCESS, MPI, TORCHRUN)
+@launchers(PROCESS, MPI, soak=(TORCHRUN,))
 def test_a_wrong_clock_changes_nothing(
     start: StartJob, table: Table, offset: Path, wrong_clock: dict[str, Any], launcher: Launcher
 ) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ..repeats import times
+from ..repeats import in_soak, times
 from .cases import launchers
 from .job import MPI, PROCESS, TORCHRUN, Launcher, send, until
 from .machine import Machine
@@ -76,7 +76,7 @@ TOGETHER = {
 
 
 @pytest.mark.parametrize(
-    "both", [(MPI, MPI), (TORCHRUN, TORCHRUN), (MPI, TORCHRUN)], ids=lambda both: "+".join(map(str, both))
+    "both", [(MPI, MPI), (TORCHRUN, TORCHRUN), in_soak((MPI, TORCHRUN))], ids=lambda both: "+".join(map(str, both))
 )
 def test_two_jobs_on_one_machine_do_not_meet(machine: Machine, table: Table, both: tuple[Launcher, Launcher]) -> None:
     bases = ("a", "b")
@@ -95,7 +95,7 @@ def test_two_jobs_on_one_machine_do_not_meet(machine: Machine, table: Table, bot
     table.check()
 
 
-@launchers(PROCESS, MPI, TORCHRUN)
+@launchers(PROCESS, MPI, soak=(TORCHRUN,))
 def test_a_job_that_fails_leaves_the_one_beside_it_alone(machine: Machine, table: Table, launcher: Launcher) -> None:
     fails = "if RANK == 0:\n    mark('fails'); sys.exit(3)\ntime.sleep(300)\n"
     ranks = 1 if launcher is PROCESS else 2
@@ -121,7 +121,7 @@ LEFT = {
 
 
 @pytest.mark.parametrize("what", LEFT)
-@launchers(PROCESS, MPI, TORCHRUN)
+@launchers(PROCESS, MPI, soak=(TORCHRUN,))
 def test_what_a_script_leaves_behind_is_ended(machine: Machine, table: Table, launcher: Launcher, what: str) -> None:
     ranks = 1 if launcher is PROCESS else 2
     tree = machine.lay_out("job", script(f"{LEFT[what]}mark('done')\n"), launcher, ranks)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import signal
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
+from ..repeats import in_soak
 from .cases import EITHER_HOST, WHICH, launchers
 from .job import MPI, PROCESS, TORCHRUN, Job, Launcher, run_inside, until
 from .scripts import TRAIN_FOR_LONG, script
@@ -38,8 +41,18 @@ def stop(job: Job, *names: str) -> float:
     return since
 
 
-@pytest.mark.parametrize("told", [["algo-1"], ["algo-2"], ["algo-1", "algo-2"]], ids="+".join)
-@launchers(PROCESS, MPI, TORCHRUN)
+def stops() -> Iterator[Any]:
+    """Yield launchers, and the hosts that are stopped. In the suite, all of MPI, and every host of the others."""
+    for launcher in (PROCESS, MPI, TORCHRUN):
+        for told in (["algo-1"], ["algo-2"], ["algo-1", "algo-2"]):
+            yield (launcher, told) if launcher is MPI or len(told) == 2 else in_soak(launcher, told)
+
+
+@pytest.mark.parametrize(
+    ("launcher", "told"),
+    list(stops()),
+    ids=lambda value: value.name if isinstance(value, Launcher) else "+".join(value),
+)
 def test_a_stopped_job_saves_on_every_rank(start: StartJob, table: Table, launcher: Launcher, told: list[str]) -> None:
     ranks = 2 if launcher is PROCESS else 4
     job = start(SAVES, launcher, ranks=2)
@@ -50,7 +63,7 @@ def test_a_stopped_job_saves_on_every_rank(start: StartJob, table: Table, launch
     table.failed(f"{which} is stopped (SIGTERM; from the last rank's checkpoint)", job, since, codes=143, says=STOPPED)
 
 
-@launchers(PROCESS, MPI, TORCHRUN)
+@launchers(PROCESS, MPI, soak=(TORCHRUN,))
 def test_a_script_that_ignores_sigterm_is_killed_after_the_grace(
     start: StartJob, table: Table, launcher: Launcher
 ) -> None:
@@ -62,7 +75,7 @@ def test_a_script_that_ignores_sigterm_is_killed_after_the_grace(
 
 
 @EITHER_HOST
-@launchers(PROCESS, MPI, TORCHRUN)
+@launchers(PROCESS, MPI, soak=(TORCHRUN,))
 def test_a_second_signal_kills_at_once(start: StartJob, table: Table, launcher: Launcher, host: str) -> None:
     job = start(IGNORES, launcher)
     job.marks("ready", 2)
@@ -82,7 +95,7 @@ def test_a_host_that_waits_for_others_stops_at_once(start: StartJob, table: Tabl
     table.failed(f"{WHICH[host]} is stopped while it waits for others", job, since, codes=143, says=STOPPED, bar=2)
 
 
-@launchers(PROCESS, MPI, TORCHRUN)
+@launchers(PROCESS, MPI, soak=(TORCHRUN,))
 def test_what_a_script_leaves_behind_keeps_nobody(start: StartJob, table: Table, launcher: Launcher) -> None:
     """A daemon with the script's own stdout, which never ends."""
     text = "if os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n        time.sleep(300)\n    os._exit(0)\n"
@@ -90,7 +103,7 @@ def test_what_a_script_leaves_behind_keeps_nobody(start: StartJob, table: Table,
     table.survived("the script leaves a daemon behind", job, max(job.marks("done", 2).values()))
 
 
-@launchers(PROCESS, MPI)
+@launchers(PROCESS, soak=(MPI,))
 def test_orphans_are_reaped(start: StartJob, table: Table, launcher: Launcher) -> None:
     orphans = (
         "for _ in range(50):\n"

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import os
 import random
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import pytest
+
+Test = TypeVar("Test", bound=Callable[..., None])
 
 SOAK = "SHOAL_SOAK" in os.environ
 SEED = int(os.environ.setdefault("SHOAL_SEED", str(random.SystemRandom().randrange(1 << 31) if SOAK else 2026)))
@@ -21,6 +24,16 @@ def times(usual: int, soak: int) -> int:
     return soak if SOAK else usual
 
 
-def in_soak(*values: Any) -> Any:
-    """Return a parameter of a test that only `make soak` takes: others show what it would in the suite."""
-    return pytest.param(*values, marks=[pytest.mark.soak, pytest.mark.skipif(not SOAK, reason="a case of `make soak`")])
+_ONLY_IN_SOAK = (pytest.mark.soak, pytest.mark.skipif(not SOAK, reason="`make soak` runs it"))
+
+
+def only_in_soak(test: Test) -> Test:
+    """Leave a test to `make soak`: others show in the suite, in parts, what it shows."""
+    for mark in _ONLY_IN_SOAK:
+        test = mark(test)
+    return test
+
+
+def in_soak(*values: Any, name: str | None = None) -> Any:
+    """Return a parameter of a test that only `make soak` takes."""
+    return pytest.param(*values, id=name, marks=_ONLY_IN_SOAK)

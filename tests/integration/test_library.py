@@ -15,6 +15,7 @@ from testcontainers.core.network import Network
 
 from shoal.matrix.spec import BuildSpec
 
+from ..repeats import in_soak
 from ..tested_images import PYTORCH_CU130
 from .conftest import ROOT, Ended, StartHost, write_tree
 
@@ -68,12 +69,12 @@ def test_nccl_of_the_newest_torch(start_host: StartHost, tmp_path: Path) -> None
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("suite", ["test_dataparallel.py", "test_modelparallel.py", "test_checkpoint.py"])
+@pytest.mark.parametrize("suite", ["dataparallel checkpoint", "modelparallel"])
 def test_the_librarys_suite_on_tensorflow(start_host: StartHost, matrix: BuildSpec, tmp_path: Path, suite: str) -> None:
     """All that tests TensorFlow's fronts: it is installed nowhere but in its images."""
     folder = "tests/library_tensorflow"
-    options = f"--confcutdir={folder}", f"{folder}/{suite}"
-    ended = run_tests(start_host, matrix.select("tensorflow").tag, tmp_path, *options)
+    files = [f"{folder}/test_{name}.py" for name in suite.split()]
+    ended = run_tests(start_host, matrix.select("tensorflow").tag, tmp_path, f"--confcutdir={folder}", *files)
     assert ended.code == 0, ended.output
 
 
@@ -125,10 +126,9 @@ def test_every_collective_on_two_hosts(start_host: StartHost, pytorch: str, netw
 @pytest.mark.parametrize(
     ("parameters", "hosts_of_stages"),
     [
-        ({"partitions": 2, "ddp": True}, [2, 2]),
-        ({"partitions": 2, "ddp": True, "placement_strategy": "spread"}, [1, 1]),
+        in_soak({"partitions": 2, "ddp": True}, [2, 2], name="a replica on each host"),
+        pytest.param({"partitions": 2, "ddp": True, "placement_strategy": "spread"}, [1, 1], id="a stage on each host"),
     ],
-    ids=["a replica on each host", "a stage on each host"],
 )
 def test_stages_on_two_hosts_train_as_one_process_does(
     start_host: StartHost,
@@ -138,6 +138,7 @@ def test_stages_on_two_hosts_train_as_one_process_does(
     parameters: dict[str, object],
     hosts_of_stages: list[int],
 ) -> None:
+    """Messages of a pipeline between hosts; the gradients of replicas there are reduced by the test above too."""
     values = {"sagemaker_mpi_enabled": True, "sagemaker_mpi_num_of_processes_per_host": 2, "mp_parameters": parameters}
     trees = [write_tree(tmp_path / name, TRAINING, values, HOSTS, name) for name in HOSTS]
     for tree in trees:

@@ -23,6 +23,7 @@ from shoal.builds.buildkit import BuildFailed, OutputLine
 from shoal.matrix.spec import BuildSpec
 from shoal.network.settings import read_network_settings
 
+from ..repeats import only_in_soak
 from ..tested_images import CLONE, PYTORCH_CPU
 from .conftest import ROOT, StartHost, write_tree
 
@@ -182,6 +183,7 @@ def test_the_compiler_and_the_wheels_stay_in_their_stage(start_host: StartHost, 
     assert ended.code == 0, ended.output
 
 
+@only_in_soak
 def test_a_base_without_a_framework_runs_what_needs_none(
     start_host: StartHost, on_bare_base: str, tmp_path: Path
 ) -> None:
@@ -192,6 +194,7 @@ def test_a_base_without_a_framework_runs_what_needs_none(
     assert ended.output.count("sum 2") == 2
 
 
+@only_in_soak
 def test_a_base_without_a_framework_says_so(start_host: StartHost, on_bare_base: str, tmp_path: Path) -> None:
     host = start_host(on_bare_base, tree=write_tree(tmp_path / "ml", (OWN_BASE / "fit_line.py").read_text()))
     assert host.wait().code != 0

@@ -30,7 +30,7 @@ from .test_run import job_objects
 
 pytestmark = pytest.mark.xdist_group("commands")  # their images have one tag
 __all__ = ["checkout", "registry", "way"]
-MOMENTS = times(2, 20)
+MOMENTS = times(1, 20)
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ LINES = (
 )
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def extended(client: docker.DockerClient) -> Iterator[str]:
     client.images.build(path=str(RECIPE), tag=f"extended-by-test-{CLONE}:latest", rm=True, forcerm=True)
     yield f"extended-by-test-{CLONE}:latest"
@@ -49,11 +49,12 @@ def test_a_new_project_builds_trains_and_passes_its_test(
     subprocess.run([shoal, "new", project, "--image", matrix.select(name).tag], cwd=ROOT, check=True)
     try:
         check(sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "test_train.py", cwd=project)
-        hosts = ("--hosts", "2", "--procs-per-host", "1")
-        said = check(shoal, "run", f"new-by-test-{CLONE}", *hosts, "--", "--epochs", "3", cwd=project)
-        accuracy = re.search(r"test accuracy (0\.\d+)", said)
-        assert accuracy is not None, said
-        assert float(accuracy[1]) > 0.8, said
+        if name == TENSORFLOW_CPU:  # the other one trains on two hosts in docs/start.md, by test_pages.py
+            hosts = ("--hosts", "2", "--procs-per-host", "1")
+            said = check(shoal, "run", f"new-by-test-{CLONE}", *hosts, "--", "--epochs", "3", cwd=project)
+            accuracy = re.search(r"test accuracy (0\.\d+)", said)
+            assert accuracy is not None, said
+            assert float(accuracy[1]) > 0.8, said
     finally:
         client.images.remove(f"new-by-test-{CLONE}:latest", force=True)
 

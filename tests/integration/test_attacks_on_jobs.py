@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 
 import pytest
 
-from .test_members import LAUNCHERS, STRANGER, Launcher, RunningJob, running_job
+from .test_members import LAUNCHERS, STRANGER, Launcher, RunningJob, await_targets, running_job
 
 __all__ = ["running_job"]
 
@@ -61,7 +60,7 @@ def test_a_flood_from_before_the_ranks_listen_is_not_read_and_does_not_end_a_job
 ) -> None:
     command = [sys.executable, "-c", FLOOD, str(STRANGER), *_addresses(running_job)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as flood:
-        time.sleep(10)
+        await_targets(running_job, launcher.ports)
         log = running_job.finish()
         flood.kill()
         assert flood.stdout

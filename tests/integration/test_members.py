@@ -251,7 +251,7 @@ def _find_targets(job: RunningJob) -> list[str]:
     return targets
 
 
-def _await_targets(job: RunningJob, count: int) -> list[str]:
+def await_targets(job: RunningJob, count: int) -> list[str]:
     """Return the targets when there are so many and the ranks have met: no new ones for a second."""
     until, earlier, since = time.monotonic() + SECONDS, None, 0.0
     while time.monotonic() < until and job.process.poll() is None:
@@ -275,7 +275,7 @@ def test_strangers_are_read_by_no_rank(
     launcher: Launcher, running_job: RunningJob, client: docker.DockerClient
 ) -> None:
     """A user of this machine, and then a container on the job's network."""
-    targets = _await_targets(running_job, launcher.ports)
+    targets = await_targets(running_job, launcher.ports)
     command = [sys.executable, "-c", ATTACK, str(STRANGER), *targets]
     attack = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=True)
     _assert_unheard(attack.stdout, targets)
@@ -294,7 +294,7 @@ def test_strangers_are_read_by_no_rank(
 def test_a_container_elsewhere_is_read_by_no_rank(
     launcher: Launcher, running_job: RunningJob, client: docker.DockerClient, network: str
 ) -> None:
-    targets = _await_targets(running_job, launcher.ports)
+    targets = await_targets(running_job, launcher.ports)
     command = ["python3", "-c", ATTACK, "0", *targets]
     answers = client.containers.run(TORCH_2, command, network=network, remove=True).decode()
     _assert_unheard(answers, targets, *(["unreachable"] if network == "bridge" else []))

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from importlib.metadata import distribution
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from testcontainers.core.network import Network
 
 from shoal.matrix.spec import BuildSpec
 
-from ..repeats import in_soak
+from ..repeats import SEED, in_soak, only_in_soak
 from ..tested_images import PYTORCH_CU130
 from .conftest import ROOT, Ended, StartHost, write_tree
 
@@ -78,7 +79,23 @@ def test_the_librarys_suite_on_tensorflow(start_host: StartHost, matrix: BuildSp
     assert ended.code == 0, ended.output
 
 
-def run_tests(start_host: StartHost, image: str, directory: Path, *arguments: str) -> Ended:
+@only_in_soak
+def test_the_librarys_soak_on_tensorflow(start_host: StartHost, matrix: BuildSpec, tmp_path: Path) -> None:
+    folder = "tests/library_tensorflow"
+    options = f"--confcutdir={folder}", "-m", "soak", "--timeout=3000", folder
+    soak = {"SHOAL_SOAK": "1", "SHOAL_SEED": str(SEED)}
+    ended = run_tests(start_host, matrix.select("tensorflow").tag, tmp_path, *options, seconds=3000, environ=soak)
+    assert ended.code == 0, ended.output
+
+
+def run_tests(
+    start_host: StartHost,
+    image: str,
+    directory: Path,
+    *arguments: str,
+    seconds: int = 580,
+    environ: Mapping[str, str] | None = None,
+) -> Ended:
     """Run pytest in a container of `image`, on the library that is installed there; `directory` is for pytest's own."""
     copy_distributions(PYTEST, directory)
     mounted = {ROOT / name: f"/work/{name}" for name in ("tests", "examples", "pyproject.toml")}
@@ -86,10 +103,10 @@ def run_tests(start_host: StartHost, image: str, directory: Path, *arguments: st
         image,
         ["python", "-m", "pytest", "-p", "no:cacheprovider", *arguments],
         volumes={**mounted, directory: "/pytest"},
-        env={"PYTHONPATH": "/work:/pytest", "PYTHONDONTWRITEBYTECODE": "1"},
+        env={"PYTHONPATH": "/work:/pytest", "PYTHONDONTWRITEBYTECODE": "1", **(environ or {})},
         working_dir="/work",
     )
-    return host.wait(timeout=580)
+    return host.wait(timeout=seconds)
 
 
 def test_a_model_is_planned_in_the_image(pytorch: str, tmp_path: Path) -> None:

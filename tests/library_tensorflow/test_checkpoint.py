@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import tensorflow as tf
-from tests.repeats import SEED, times
+from tests.repeats import SEED, only_in_soak, times
 
 import shoal_checkpoint as contract
 from shoal_checkpoint.directories import SavedSteps
@@ -53,16 +53,20 @@ def start(
     return codes
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("way", ["fit", "loop"])
 def test_killed_at_random_moments_it_trains_as_if_it_had_not_been(
     two_ranks: TwoRanks, tmp_path: Path, way: str
 ) -> None:
-    """With Model.fit, also its metrics and the numbers of its batches; bit for bit, on each rank."""
+    """With Model.fit, also its metrics and the numbers of its batches; bit for bit, on each rank.
+
+    In the suite, in an epoch and while it saves; at any moment in `make soak`.
+    """
     began = time.monotonic()
     start(two_ranks, way, tmp_path / "whole", None, signal.SIGKILL)
     seconds, drawn = time.monotonic() - began, random.Random(SEED)
     ways: list[tuple[float | str, int]] = [("*.partial", signal.SIGKILL), ("*.partial", signal.SIGTERM)]
-    ways += [(drawn.uniform(0.1, seconds), signal.SIGKILL) for _ in range(times(1, 30))]
+    ways += [(drawn.uniform(0.1, seconds), signal.SIGKILL) for _ in range(times(0, 30))]
     drawn.shuffle(ways)
     ways.insert(0, ("step-00000008", signal.SIGKILL))  # in the second epoch
     for after, number in ways:
@@ -72,8 +76,9 @@ def test_killed_at_random_moments_it_trains_as_if_it_had_not_been(
         assert steps_of(tmp_path / "killed" / "log", rank) == steps_of(tmp_path / "whole" / "log", rank)
 
 
+@only_in_soak
 def test_it_goes_on_with_another_number_of_ranks(two_ranks: TwoRanks, alone: Alone, tmp_path: Path) -> None:
-    """One rank goes on at the step of two ranks, and trains to the end."""
+    """One rank goes on at the step of two ranks, and trains to the end; with a global batch, the test below."""
     start(two_ranks, "loop", tmp_path, "*.partial", signal.SIGKILL)
     (step,) = SavedSteps(tmp_path / "checkpoints").steps()[-1:] or [0]
     alone(RESUMING, "loop", tmp_path / "checkpoints", tmp_path / "one")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from tests.launching import Alone, Mpirun, TwoRanks
+from tests.repeats import in_soak
 
 RANKS = Path(__file__).parent / "ranks"
 LOADS = """
@@ -32,9 +33,9 @@ print("loaded", len(model.variables))
         (2, {"partitions": 2, "microbatches": 4}, "skips legacy:get tied pinned frozen headless clipped_legacy scaled"),
         (2, {"partitions": 2, "microbatches": 2, "pipeline": "simple"}, "images masked sequential borrowing"),
         (2, {"partitions": 2, "microbatches": 2, "pipeline": "simple"}, "words"),  # tracing each microbatch takes 2 s
-        (4, {"partitions": 4, "microbatches": 1}, "dense"),
+        in_soak(4, {"partitions": 4, "microbatches": 1}, "dense"),
         (4, {"partitions": 4, "microbatches": 4}, "transformer"),
-        (4, {"partitions": 2, "microbatches": 2, "horovod": True}, "legacy:get"),
+        in_soak(4, {"partitions": 2, "microbatches": 2, "horovod": True}, "legacy:get"),
         (4, {"partitions": 2, "microbatches": 2, "ddp": True, "placement_strategy": "spread"}, "nested"),
     ],
 )

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from tests.library.conftest import shards_on_the_cpu
+from tests.repeats import in_soak
 
 pytestmark = pytest.mark.long
 
@@ -25,11 +26,7 @@ DIGITS, CIFAR10 = EXAMPLES / "digits", EXAMPLES / "extend-pytorch" / "cifar10.py
 GPT2 = EXAMPLES / "gpt2" / "train.py"
 BAR = 0.96
 FIRST_GENERATION = Path(__file__).parent / "ranks" / "first_generation.py"
-SCRIPTS = [
-    DIGITS / "train.py",
-    DIGITS / "train_torch.py",
-    pytest.param(DIGITS / "train_fsdp.py", marks=shards_on_the_cpu),
-]
+FSDP = pytest.param(DIGITS / "train_fsdp.py", marks=shards_on_the_cpu)
 
 
 def check_digits(model_dir: Path, output_dir: Path, epochs: int, world_size: int) -> None:
@@ -43,7 +40,9 @@ def check_digits(model_dir: Path, output_dir: Path, epochs: int, world_size: int
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize(
+    "script", [DIGITS / "train.py", in_soak(DIGITS / "train_torch.py"), in_soak(DIGITS / "train_fsdp.py")]
+)
 def test_digits_alone(alone: Alone, tmp_path: Path, script: Path) -> None:
     log = alone(script, "--epochs", "8", "--lr", "0.003")
     assert log.count("epoch ") == 8
@@ -51,7 +50,7 @@ def test_digits_alone(alone: Alone, tmp_path: Path, script: Path) -> None:
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("script", [*SCRIPTS, FIRST_GENERATION])
+@pytest.mark.parametrize("script", [DIGITS / "train.py", in_soak(DIGITS / "train_torch.py"), FSDP, FIRST_GENERATION])
 def test_digits_on_two_ranks_from_a_channel(mpirun: Mpirun, alone: Alone, tmp_path: Path, script: Path) -> None:
     channel = tmp_path / "channel"
     alone(DIGITS / "prepare.py", channel)

@@ -66,7 +66,7 @@ def test_gradients_leave_a_stage_from_autograds_thread_as_on_a_gpu(mpirun: Mpiru
 @pytest.mark.soak
 @pytest.mark.parametrize(
     ("ranks", "stages", "single"),
-    [(2, 2, "all"), pytest.param(1, 1, 8, marks=pytest.mark.once), pytest.param(4, 2, 8, marks=pytest.mark.once)],
+    [(2, 2, "all"), pytest.param(1, 1, 4, marks=pytest.mark.once), pytest.param(4, 2, 4, marks=pytest.mark.once)],
 )
 def test_every_option_alone_and_in_pairs_trains_as_plain_torch(
     mpirun: Mpirun, tmp_path: Path, ranks: int, stages: int, single: object
@@ -102,7 +102,7 @@ def test_partition_by_hand_random_numbers_uneven_batches_and_messages(mpirun: Mp
 @pytest.mark.soak
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.once)])
 def test_models_drawn_at_random_have_the_gradients_that_they_have_alone(mpirun: Mpirun, ranks: int) -> None:
-    assert job(mpirun, ranks, ranks, "random_models", SEED, times(8, 40)).count("random") == ranks
+    assert job(mpirun, ranks, ranks, "random_models", SEED, times(4, 40)).count("random") == ranks
 
 
 @pytest.mark.mpi

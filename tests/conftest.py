@@ -50,7 +50,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With several workers: long tests first, then all mixed, so that those that wait run beside those that compute.
+    """With several workers: long tests and groups first, then all mixed, so that some wait while others compute.
 
     The tests of one group keep their order.
     """
@@ -58,7 +58,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     def key(item: pytest.Item) -> tuple[bool, bytes]:
         group = item.get_closest_marker("xdist_group")
         name = str(group.args or group.kwargs) if group else item.nodeid
-        return not item.get_closest_marker("long"), hashlib.md5(name.encode()).digest()
+        return not (group or item.get_closest_marker("long")), hashlib.md5(name.encode()).digest()
 
     if config.getoption("loadgroup", default=False):
         items.sort(key=key)

@@ -24,6 +24,7 @@ from shoal.matrix.spec import BuildSpec
 from ..tested_images import PYTORCH_CPU
 from .test_run import SHOAL
 
+pytestmark = pytest.mark.long
 STRANGER = 65534
 SECONDS = 150
 

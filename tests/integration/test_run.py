@@ -60,6 +60,7 @@ def source(tmp_path: Path) -> Path:
     return directory
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("image", "script", "model", "ranks"),
     [

@@ -30,6 +30,7 @@ def unpacked() -> Iterator[Path]:
         yield image
 
 
+@pytest.mark.long
 def test_the_example_trains_in_the_image_without_rights(unpacked: Path) -> None:
     with start_cluster() as cluster:
         work = cluster.directory / "work"

@@ -12,7 +12,7 @@ import boto3  # type: ignore[import-untyped]
 import pytest
 from botocore.validate import ParamValidator  # type: ignore[import-untyped]
 
-from shoal_toolkit.discovery.sources import SOURCES
+from shoal_toolkit.discovery.host_list import SOURCES
 from shoal_toolkit.job.settings import SECRET, VARIABLES
 
 from . import cache

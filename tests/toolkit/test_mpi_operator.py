@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shoal_toolkit.discovery.sources import remove_launch_variables
+from shoal_toolkit.discovery.host_list import remove_launch_variables
 
 OPERATORS = {
     "OMPI_MCA_orte_default_hostfile": "/etc/mpi/hostfile",

@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from shoal_toolkit import __version__, redact
-from shoal_toolkit.discovery.sources import remove_launch_variables
+from shoal_toolkit.discovery.host_list import remove_launch_variables
 from shoal_toolkit.errors import FAILED, LaunchError, StoppedError, TrainError
 from shoal_toolkit.job.contract import (
     Cluster,

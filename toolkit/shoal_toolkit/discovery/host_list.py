@@ -1,15 +1,43 @@
-"""The hosts of a job as a platform describes them, and the functions by which sources read and check variables."""
+"""The hosts of a job as a platform describes them, and the variables that show each platform."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping
 from typing import NamedTuple
 
-from shoal_toolkit.errors import ContractError
+EXPLICIT_SOURCE = "platforms.find_explicit"
+SOURCES: dict[str, tuple[str, ...]] = {
+    EXPLICIT_SOURCE: ("SHOAL_HOSTS", "SHOAL_HOST_RANK"),
+    "slurm.find_slurm": (
+        *("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODEID", "SLURM_JOB_NUM_NODES"),
+        *("SLURM_NNODES", "SLURM_JOB_ID", "SLURM_STEP_ID"),
+    ),
+    "kubernetes.find_kubeflow": ("PET_NNODES", "PET_NODE_RANK"),
+    "kubernetes.find_kubeflow_v1": ("MASTER_ADDR",),
+    "kubernetes.find_mpi_operator": ("K_MPI_JOB_ROLE",),
+    "kubernetes.find_indexed_job": ("JOB_COMPLETION_INDEX",),
+    "platforms.find_aws_batch": (
+        "AWS_BATCH_JOB_NUM_NODES",
+        "AWS_BATCH_JOB_NODE_INDEX",
+        "AWS_BATCH_JOB_MAIN_NODE_INDEX",
+    ),
+    "platforms.find_skypilot": ("SKYPILOT_NODE_IPS", "SKYPILOT_NODE_RANK", "SKYPILOT_NUM_NODES"),
+}
+HINTS: dict[str, tuple[str, ...]] = {
+    "platforms.find_ray": ("RAY_ADDRESS", "RAY_JOB_ID"),
+    "platforms.find_rank_variables": (
+        *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID"),
+        *("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"),
+    ),
+}
 
-EXPLICIT = "set SHOAL_HOSTS and SHOAL_HOST_RANK on every host"
-_NAME = r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?\.?"
+# With these the MPI Operator makes mpirun in the launcher use ssh and its hostfile.
+_LAUNCH_VARIABLES = (
+    "OMPI_MCA_orte_default_hostfile",
+    "OMPI_MCA_orte_keep_fqdn_hostnames",
+    "OMPI_MCA_orte_set_default_slots",
+    "OMPI_MCA_plm_rsh_args",
+)
 
 
 class Registration(NamedTuple):
@@ -35,75 +63,17 @@ class HostList(NamedTuple):
         return self.hosts[self.rank]
 
 
-def fold(name: str) -> str:
-    """Returns the name of a host as DNS compares it: in lower case, without the dot at the end."""
-    return name.rstrip(".").lower()
+def remove_launch_variables(environ: MutableMapping[str, str]) -> None:
+    """Removes the variables of the MPI Operator for mpirun: `train` names the hosts and starts the daemons itself."""
+    if environ.get("K_MPI_JOB_ROLE"):
+        for name in _LAUNCH_VARIABLES:
+            environ.pop(name, None)
 
 
-def shorten(name: str) -> str:
-    """Returns the folded name of a host without its domain. An IPv4 address stays whole."""
-    folded = fold(name)
-    return folded if re.fullmatch(r"[0-9.]+", folded) else folded.partition(".")[0]
-
-
-def is_local(address: str) -> bool:
-    """Returns whether MASTER_ADDR is a loopback address, or empty."""
-    return address in ("", "localhost", "::1") or address.startswith("127.")
-
-
-def read_number(environ: Mapping[str, str], name: str, least: int = 0) -> int | None:
-    """Returns a variable that is a whole number; None if it is not set or empty.
-
-    Raises:
-        ContractError: If it is something else, or less than `least`.
-    """
-    text = environ.get(name, "").strip()
-    if not text:
-        return None
-    if not (text.isascii() and text.isdecimal()) or int(text) < least:
-        raise ContractError(
-            f"The variable {name} is {text!r}; it must be a whole number of at least {least}. Fix: set it so."
-        )
-    return int(text)
-
-
-def require(environ: Mapping[str, str], name: str, source: str, least: int = 0) -> int:
-    """Returns a variable that is a whole number.
-
-    Raises ContractError if it is missing, something else, or below `least`.
-    """
-    number = read_number(environ, name, least)
-    if number is None:
-        raise ContractError(
-            f"{source}: the variable {name} is missing, although others of this platform are set. Fix: pass all of "
-            f"them into the container, or {EXPLICIT}."
-        )
-    return number
-
-
-def check_hosts(hosts: Sequence[str], rank: int, source: str) -> None:
-    """Checks the names of the hosts, and that each is there once and this host is among them.
-
-    Raises:
-        ContractError: If not.
-    """
-    wrong = [host for host in hosts if not re.fullmatch(_NAME, host)]
-    if wrong or not hosts:
-        raise ContractError(
-            f"{source} gives the hosts {list(hosts)}. {'There are none' if not wrong else f'{wrong[0]!r} is wrong'}. "
-            "Fix: write names or IPv4 addresses."
-        )
-    folded = [fold(host) for host in hosts]
-    if len(set(folded)) != len(hosts):
-        twice = next(host for host in hosts if folded.count(fold(host)) > 1)
-        raise ContractError(f"{source} names the host {twice!r} twice: {list(hosts)}. Fix: name each host once.")
-    if not 0 <= rank < len(hosts):
-        raise ContractError(
-            f"{source} gives this host the rank {rank}, and the job has {len(hosts)} hosts: {list(hosts)}. "
-            f"Ranks are 0 to {len(hosts) - 1}."
-        )
-
-
-def show(environ: Mapping[str, str], *names: str) -> str:
-    """Returns the variables that are set as evidence, such as "SLURM_NODEID=0, SLURM_STEP_NODELIST=n[1-2]"."""
-    return ", ".join(f"{name}={' '.join(environ[name].split())}" for name in names if environ.get(name))
+def list_present(sources: Mapping[str, tuple[str, ...]], environ: Mapping[str, str]) -> list[str]:
+    """Returns the sources of which a variable is set. An empty one counts only for `find_explicit`."""
+    return [
+        name
+        for name, variables in sources.items()
+        if any(variable in environ if name == EXPLICIT_SOURCE else environ.get(variable) for variable in variables)
+    ]

@@ -8,7 +8,8 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from shoal_toolkit.discovery.host_list import EXPLICIT, HostList, require, show
+from shoal_toolkit.discovery.host_list import HostList
+from shoal_toolkit.discovery.variables import EXPLICIT, require, show
 from shoal_toolkit.errors import ContractError
 from shoal_toolkit.files import read_text
 

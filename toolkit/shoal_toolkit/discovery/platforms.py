@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from shoal_toolkit.discovery.host_list import (
+from shoal_toolkit.discovery.host_list import HostList, Registration
+from shoal_toolkit.discovery.kubernetes import SECRET
+from shoal_toolkit.discovery.variables import (
     EXPLICIT,
-    HostList,
-    Registration,
+    expand_hosts,
     fold,
     is_local,
     read_number,
@@ -18,8 +19,6 @@ from shoal_toolkit.discovery.host_list import (
     shorten,
     show,
 )
-from shoal_toolkit.discovery.host_names import expand_hosts
-from shoal_toolkit.discovery.kubernetes import SECRET
 from shoal_toolkit.errors import ContractError
 
 # SHOAL_HOSTS lists the hosts, and SHOAL_HOST_RANK is the index of this one. They count before a platform.

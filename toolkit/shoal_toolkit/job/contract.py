@@ -12,8 +12,7 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shoal_toolkit.discovery.host_list import HostList
-from shoal_toolkit.discovery.sources import find_hosts, warn_about_other_hosts
+from shoal_toolkit.discovery.host_list import HINTS, SOURCES, HostList, list_present
 from shoal_toolkit.errors import ContractError, did_you_mean
 from shoal_toolkit.job.entry import Script, describe_entry, find_script
 from shoal_toolkit.job.launchers import LAUNCHER_KEYS
@@ -169,8 +168,7 @@ def read_cluster(paths: Paths, hostname: str, environ: Mapping[str, str] = {}) -
     path = os.path.join(paths.config, RESOURCE_CONFIG)
     config = _read_object(path)
     if config is None:
-        found = find_hosts(environ, hostname) or _assume_one_host(paths, hostname)
-        return make_cluster(found)
+        return make_cluster(_find_hosts(environ, hostname) or _assume_one_host(paths, hostname))
     hosts = _read_hosts(config, path)
     current = config.get("current_host")
     if current not in hosts:
@@ -190,9 +188,27 @@ def read_cluster(paths: Paths, hostname: str, environ: Mapping[str, str] = {}) -
             hosts,
             hosts.index(current),
             path,
-            warnings=warn_about_other_hosts(hosts, hosts.index(current), environ, hostname),
+            warnings=_warn_about_other_hosts(hosts, hosts.index(current), environ, hostname),
         ),
     )
+
+
+def _find_hosts(environ: Mapping[str, str], hostname: str) -> HostList | None:
+    if not list_present({**SOURCES, **HINTS}, environ):
+        return None
+    from shoal_toolkit.discovery.sources import find_hosts  # only variables of a platform need it
+
+    return find_hosts(environ, hostname)
+
+
+def _warn_about_other_hosts(
+    hosts: tuple[str, ...], rank: int, environ: Mapping[str, str], hostname: str
+) -> tuple[str, ...]:
+    if not list_present(SOURCES, environ):
+        return ()
+    from shoal_toolkit.discovery.sources import warn_about_other_hosts
+
+    return warn_about_other_hosts(hosts, rank, environ, hostname)
 
 
 def make_cluster(found: HostList) -> Cluster:

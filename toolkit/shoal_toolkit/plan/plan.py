@@ -9,7 +9,6 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from shoal_toolkit.discovery.host_list import is_local, shorten
 from shoal_toolkit.errors import did_you_mean
 from shoal_toolkit.job.contract import TOOLKIT_KEYS, Job, read_flag
 from shoal_toolkit.job.launchers import BY_MPIRUN, LAUNCHER_KEYS, PROCESS, Launcher
@@ -272,6 +271,10 @@ def _build_environment(start: Start, arguments: list[str], free_port: str) -> di
 
 def _address_notes(job: Job, hosts: Sequence[str]) -> list[str]:
     address, first = job.environ.get("MASTER_ADDR", ""), hosts[0]
+    if not address:
+        return []
+    from shoal_toolkit.discovery.variables import is_local, shorten
+
     if is_local(address) or shorten(address) == shorten(first) or job.cluster.found.registration is not None:
         return []
     return [

@@ -9,8 +9,9 @@ import pytest
 
 from shoal_toolkit.files import read_table
 from shoal_toolkit.job import contract
+from shoal_toolkit.job.devices import Nic
 from shoal_toolkit.job.launchers import LAUNCHERS, Launcher
-from shoal_toolkit.job.machine import Machine, Nic, read_instance
+from shoal_toolkit.job.machine import Machine, read_instance
 from shoal_toolkit.plan import fabric
 from shoal_toolkit.plan.fabric import NetworkChoice
 

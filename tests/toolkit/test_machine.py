@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from shoal_toolkit.job import machine
-from shoal_toolkit.job.machine import Nic
+from shoal_toolkit.job.devices import Nic, count_gpus, read_nics
 
 ROUTES = """Iface\tDestination\tGateway \tFlags\tRefCnt\tUse\tMetric\tMask\t\tMTU\tWindow\tIRTT
 eth0\t00000000\t010011AC\t0003\t0\t0\t0\t00000000\t0\t0\t0
@@ -55,16 +55,16 @@ def test_gpus_are_the_device_nodes_that_cuda_would_show(tmp_path: Path, visible:
     """Defect 22: the stock toolkit counts what nvidia-smi lists."""
     devices = ["nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm", "nvidia-caps", "null"]
     environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-    assert machine.count_gpus(str(tmp_path), devices, environ) == count
+    assert count_gpus(str(tmp_path), devices, environ) == count
 
 
 @pytest.mark.parametrize(("word", "count"), [("all", 1), ("0", 1), ("none", 0), ("void", 0)])
 def test_a_container_that_shall_have_no_gpu(tmp_path: Path, word: str, count: int) -> None:
-    assert machine.count_gpus(str(tmp_path), ["nvidia0"], {"NVIDIA_VISIBLE_DEVICES": word}) == count
+    assert count_gpus(str(tmp_path), ["nvidia0"], {"NVIDIA_VISIBLE_DEVICES": word}) == count
 
 
 def test_without_device_nodes_there_are_no_gpus(tmp_path: Path) -> None:
-    assert machine.count_gpus(str(tmp_path), ["null"], {"CUDA_VISIBLE_DEVICES": "0"}) == 0
+    assert count_gpus(str(tmp_path), ["null"], {"CUDA_VISIBLE_DEVICES": "0"}) == 0
 
 
 def mig(gpu: int, *minors: int) -> dict[str, str]:
@@ -94,7 +94,7 @@ def test_gpus_cut_into_mig_instances_count_once(
     tmp_path: Path, files: dict[str, str], visible: str | None, count: int
 ) -> None:
     environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-    assert machine.count_gpus(tree(tmp_path, files), ["nvidia0", "nvidia1"], environ) == count
+    assert count_gpus(tree(tmp_path, files), ["nvidia0", "nvidia1"], environ) == count
 
 
 # CPUs
@@ -164,11 +164,11 @@ def test_a_network_card_is_usable_with_its_device_node(tmp_path: Path) -> None:
     card(tmp_path, "rdmap16s27", "efa", "0xefa1", "uverbs0")
     card(tmp_path, "mlx5_0", "mlx5_core", "0x101b", "uverbs1")
     tree(tmp_path, {"dev/infiniband/uverbs0": ""})
-    assert machine.read_nics(str(tmp_path)) == (
+    assert read_nics(str(tmp_path)) == (
         Nic("mlx5_0", "mlx5_core", "0x101b", usable=False),
         Nic("rdmap16s27", "efa", "0xefa1", usable=True),
     )
-    assert machine.read_nics(str(tmp_path / "none")) == ()
+    assert read_nics(str(tmp_path / "none")) == ()
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,9 @@ from shoal_toolkit.job.entry import Script, describe_entry, find_script
 from shoal_toolkit.job.launchers import LAUNCHER_KEYS
 from shoal_toolkit.job.source import (
     Code,
+    CodeSource,
     describe_without_fetching,
-    fetch_code,
+    inspect_code,
     locate_code,
     make_code_directory,
 )
@@ -259,10 +260,7 @@ def read_job(
     toolkit = {key: decoded[key] for key in reserved if key in TOOLKIT_KEYS}
     region = _find_region(environ, toolkit)
     source = locate_code(environ, toolkit, paths.code)
-    if fetch:
-        code = fetch_code(source, paths.code, {**environ, "SAGEMAKER_REGION": region})
-    else:
-        code = describe_without_fetching(source, paths.code)
+    code = _get_code(source, paths, environ, region) if fetch else describe_without_fetching(source, paths.code)
     script = find_script(code, environ, toolkit)
     if fetch and script.needs_no_code:
         make_code_directory(code)
@@ -283,6 +281,14 @@ def read_job(
         metrics=_read_metrics(paths, code, toolkit),
         entry_notes=describe_entry(code, script, environ),
     )
+
+
+def _get_code(source: CodeSource, paths: Paths, environ: Mapping[str, str], region: str) -> Code:
+    if source.in_place:
+        return inspect_code(source.address)
+    from shoal_toolkit.job.fetching import fetch_code  # the SDK's jobs fetch their code, others bring it
+
+    return fetch_code(source, paths.code, {**environ, "SAGEMAKER_REGION": region})
 
 
 def decode(value: Any) -> Any:

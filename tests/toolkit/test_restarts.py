@@ -29,7 +29,8 @@ from shoal_toolkit.run.processes import HostProcesses
 from shoal_toolkit.run.restarts import Restarts
 from shoal_toolkit.run.standby import Standby
 from shoal_toolkit.system.loop import Loop
-from shoal_toolkit.system.process import find_descendants, signal_process
+from shoal_toolkit.system.process import signal_process
+from shoal_toolkit.system.process_tree import find_descendants
 
 from .conftest import TRAIN, Finished, Run, Tree, alive, clean_environment
 from .loopback import NAMES, free_ports, two_trees
@@ -279,7 +280,7 @@ def test_a_job_without_restarts_imports_nothing_of_them(tree: Tree) -> None:
     environment = clean_environment(SAGEMAKER_BASE_DIR=str(tree.base), SAGEMAKER_PROGRAM="train.py")
     code = "import sys; from shoal_toolkit.cli import main; main([]); print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
-    assert "shoal_toolkit.run.first" in done.stdout
+    assert "shoal_toolkit.run.single" in done.stdout
     assert not {"shoal_toolkit.run.restarts", "shoal_toolkit.run.standby"} & set(done.stdout.split())
 
 

@@ -278,7 +278,7 @@ def test_a_daemon_that_has_just_been_started_is_found(
     """As the kernel may show it just after its parent goes on."""
     state, end = shown
     daemon = subprocess.Popen(["sleep", "60"], env={process.MARK: "daemon"}, start_new_session=True)
-    left, stat, carries = [6], process._read_stat, process._has_mark
+    left, stat, carries = [6], process.read_stat, process._has_mark
 
     def stat_at_first(pid: int) -> list[str]:
         fields = stat(pid)
@@ -287,7 +287,7 @@ def test_a_daemon_that_has_just_been_started_is_found(
             fields[0], fields[48] = state, end or fields[48]
         return fields
 
-    monkeypatch.setattr(process, "_read_stat", stat_at_first)
+    monkeypatch.setattr(process, "read_stat", stat_at_first)
     monkeypatch.setattr(
         process, "_has_mark", lambda pid, mark: not (pid == daemon.pid and left[0]) and carries(pid, mark)
     )
@@ -396,7 +396,7 @@ def test_the_start_is_quick_because_nothing_heavy_is_imported(tree: Tree) -> Non
         "threading",
     }
     assert not heavy & set(done.stdout.split())
-    assert "shoal_toolkit.run.first" in done.stdout
+    assert "shoal_toolkit.run.single" in done.stdout
 
 
 def await_end(pid: int) -> None:

@@ -17,7 +17,8 @@ import pytest
 
 from shoal_toolkit.errors import HOST_LOST
 from shoal_toolkit.hosts.wire import HEARTBEAT_SECONDS, LOST_SECONDS
-from shoal_toolkit.system.process import find_descendants, signal_process
+from shoal_toolkit.system.process import signal_process
+from shoal_toolkit.system.process_tree import find_descendants
 
 from .. import impostor
 from ..repeats import times

@@ -333,6 +333,10 @@ def _open_standard_descriptors() -> None:
 
 def _make_role(task: HostTask) -> Host:
     """Imports only the module of this host's role."""
+    if task.is_plain:
+        from shoal_toolkit.run.single import SingleHost
+
+        return SingleHost(task)
     if task.preflight:
         from shoal_toolkit.run.measuring import MeasuringFirstHost, MeasuringWorker
 

@@ -104,9 +104,8 @@ def read_instance(instance_type: str) -> Mapping[str, Any]:
 def _read_devices(root: str, environ: Mapping[str, str]) -> tuple[int, int, tuple[Nic, ...]]:
     """Returns how many GPUs and Neuron devices a process would see, and the network cards."""
     names = list_names(root, "dev")
-    if not any(name.startswith(("nvidia", "neuron")) for name in names) and not list_names(
-        root, "sys/class/infiniband"
-    ):
+    has_cards = bool(list_names(root, "sys/class/infiniband"))
+    if not has_cards and not any(name.startswith(("nvidia", "neuron")) for name in names):
         return 0, 0, ()
     from shoal_toolkit.job.devices import count_gpus, list_numbers, read_nics
 

@@ -1,4 +1,4 @@
-"""The first host: launches, watches, and decides for all. A job of one host has only this role.
+"""The first host: launches, watches, and decides for all. A job of one host has this role too, unless it is plain.
 
 It launches once this host is set up; first_of_several.py waits for all hosts. The result: mpirun ends with the exit
 code of the rank that failed first. Without mpirun, the first rank that fails decides.
@@ -11,20 +11,20 @@ from __future__ import annotations
 import signal
 from collections.abc import Mapping
 from enum import Enum
-from time import monotonic
 from typing import TYPE_CHECKING
 
 from shoal_toolkit.errors import FAILED, SUCCESS, LaunchError, TrainError
 from shoal_toolkit.log import STDERR, STDOUT
+from shoal_toolkit.output.mpirun_log import MpirunLog
 from shoal_toolkit.result.result import Failure, Result
-from shoal_toolkit.run.host import Host, HostTask, describe_sidecar_end
+from shoal_toolkit.run.host import HostTask
+from shoal_toolkit.run.launching import LaunchingHost, describe_sidecar_end
+from shoal_toolkit.run.mpirun import Mpirun
 from shoal_toolkit.run.rank_table import RankTable, explain
+from shoal_toolkit.run.restarts import Restarts
 
 if TYPE_CHECKING:  # imported when needed: sockets and hashes take too long for a job of one host
     from shoal_toolkit.hosts.wire import Channel
-    from shoal_toolkit.output.mpirun_log import MpirunLog
-    from shoal_toolkit.run.mpirun import Mpirun
-    from shoal_toolkit.run.restarts import Restarts
 
 
 class Phase(Enum):
@@ -47,7 +47,7 @@ class Phase(Enum):
         return self in (Phase.CANCELLED, Phase.ENDED)
 
 
-class FirstHost(Host):
+class FirstHost(LaunchingHost):
     """Leads the job."""
 
     _ranks: RankTable  # from the launch on
@@ -60,13 +60,8 @@ class FirstHost(Host):
         self._mpirun: Mpirun | None = None
         self._final_rank: int | None = None  # the first that failed, if that does not restart the job
         self._pending: set[str] = set()  # hosts with a command of their own that has not ended
-        self._first_start = 0.0
         self._unrecorded = ""  # why a worker can't write a success
-        self._restarts: Restarts | None = None
-        if task.may_restart:
-            from shoal_toolkit.run.restarts import Restarts
-
-            self._restarts = Restarts(task.settings, task.paths, self.report)
+        self._restarts = Restarts(task.settings, task.paths, self.report) if task.may_restart else None
 
     # Setting up
 
@@ -107,15 +102,12 @@ class FirstHost(Host):
         self._phase, self._ranks = Phase.RUNNING, RankTable(plan, self.output, self.task.paths)
         self._pending = {host for host in plan.hosts if plan.runs_own_command(host)}
         if plan.has_ranks:
-            from shoal_toolkit.output.mpirun_log import MpirunLog
-
             self._log_of_launcher = MpirunLog()
         if not plan.by_mpirun:
             processes.start()
             return
         processes.prepare_ranks()
         from shoal_toolkit.plan.mpi import set_session_directory
-        from shoal_toolkit.run.mpirun import Mpirun
 
         self._mpirun = Mpirun(self.loop, self._channels, self._check_end)
         if len(plan.ranks) > 1:
@@ -129,13 +121,11 @@ class FirstHost(Host):
             self._note_start(self.name, rank)
 
     def _note_start(self, host: str, rank: int) -> None:
-        """Answers mpirun's request for a daemon with 0. The first start sets `launch_seconds` in the report."""
+        """Answers mpirun's request for a daemon with 0."""
         self._ranks.host_of[rank] = host
         if self._mpirun is not None:
             self._mpirun.note_start(host)
-        if not self._first_start:
-            self._first_start = monotonic()
-            self.report["launch_seconds"] = round(self._first_start - self.task.began, 3)
+        self.note_start()
         if self._restarts is not None and self._ranks.all_started:
             self._restarts.finish()
 
@@ -310,8 +300,7 @@ class FirstHost(Host):
         Before, notes `training_seconds`, and writes the last line of mpirun.
         """
         if not self._phase.has_result:
-            if self._first_start:
-                self.report["training_seconds"] = round(monotonic() - self._first_start, 3)
+            self.note_end()
             self._write_launcher_rest()
             self._phase = Phase.ENDED if self._phase.has_launched else Phase.CANCELLED
         super().set_result(result)

@@ -313,7 +313,7 @@ class FirstOfSeveral(FirstHost):
         shared = {key: value for key, value in self.report.items() if key not in ("current_host", "began")}
         for channel in self._channels.values():
             channel.send(messages.JobEnded(result.exit_code, result.message, shared))
-        self._run_until(lambda: not self._channels, _CONFIRM_SECONDS)
+        self.run_until(lambda: not self._channels, _CONFIRM_SECONDS)
         for host in self._channels:
             write_log(f"{host} has not confirmed the result within {_CONFIRM_SECONDS:.0f} s")
 

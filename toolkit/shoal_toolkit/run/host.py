@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 from shoal_toolkit import redact
 from shoal_toolkit.errors import FAILED, TrainError
 from shoal_toolkit.job.contract import Cluster, Paths
-from shoal_toolkit.job.settings import REPORTED_VARIABLES, TrainSettings
+from shoal_toolkit.job.settings import REPORTED_VARIABLES, TrainSettings, is_members_only
 from shoal_toolkit.log import STDERR, write_log
 from shoal_toolkit.output.output import Output
 from shoal_toolkit.output.pipes import FlowControl
@@ -19,20 +19,16 @@ from shoal_toolkit.result.result import (
     METRICS,
     Failure,
     Result,
-    describe_exit_code,
-    remove_script_failure,
     write_provisional_failure,
     write_result,
 )
-from shoal_toolkit.run.events import HostEvents
-from shoal_toolkit.run.processes import HostProcesses
+from shoal_toolkit.run.script import HostScript, ScriptEvents
 from shoal_toolkit.system.loop import PASSED_SIGNALS, STOP_SIGNALS, Loop
 from shoal_toolkit.system.memory import collect_memory_facts, count_oom_kills
 
 _KILL_SECONDS = 10.0
 _UNREAD_SECONDS = 1.0
 _ECHO_SECONDS = 2.0
-_MIN_DRAIN_SECONDS = 1.0  # for a last upload if the script took the whole grace period
 # In the traceback of a process of multiprocessing (spawn or forkserver) that can't import the script.
 _CHILD_FAILED = b", in _fixup_main_from_"
 _MAX_FAILED_CHILDREN = 10  # of a rank: a Pool starts them again for ever
@@ -64,9 +60,20 @@ class HostTask(NamedTuple):
     def may_restart(self) -> bool:
         return not self.preflight and (self.settings.max_restarts > 0 or self.least_hosts < len(self.hosts))
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether the only host runs one script, once: without set-up, ranks of a launcher, sidecars and restarts."""
+        plan = self.plan
+        if self.preflight or self.may_restart or len(self.hosts) > 1 or not isinstance(plan, LaunchPlan):
+            return False
+        return not (plan.has_ranks or plan.setup or plan.sidecars or is_members_only(self.environ))
 
-class Role(HostEvents, Protocol):
-    """The differences between the two roles of a host, first host and worker."""
+
+class Role(ScriptEvents, Protocol):
+    """The differences between the roles of a host: the only host of a plain script, first host, and worker."""
+
+    def make_processes(self) -> HostScript:
+        """Returns the processes of this host, of which none runs yet. Only for hosts that have a plan."""
 
     def begin(self) -> None:
         """Starts to connect to the other hosts, and to set up this one."""
@@ -76,6 +83,9 @@ class Role(HostEvents, Protocol):
 
     def kill(self) -> None:
         """Ends a job that is being stopped at once."""
+
+    def drain_sidecars(self) -> None:
+        """Lets sidecars finish within the rest of the grace period."""
 
     def send_result(self, result: Result) -> None:
         """Sends the result to the other hosts, or confirms it."""
@@ -100,45 +110,20 @@ class Host(Role):
         self.flow = FlowControl()
         self.output = self._make_output()
         self._oom_kills = count_oom_kills()
-        self._failed_children: dict[int, int] = {}  # rank → number
-        self.processes: HostProcesses | None = None
+        self.failed_children: dict[int, int] = {}  # rank → number
         self.result: Result | None = None
         self.report: dict[str, Any] = make_report(task)
         self.stopped_by = 0  # the signal that stops the job
-        self._grace_ends = float("inf")  # time.monotonic(), once the job is being stopped
-        self._signalled_here = self._hurried = self._gave_up = False
-        self._echo_ends = 0.0
-        if self.has_plan:
-            self.processes = HostProcesses(self.loop, self.flow, self.plan, task.environ, self, self.output.reads_all)
-            if task.may_restart:
-                self.processes.keep_standby(task.settings.standby)
+        self.grace_ends = float("inf")  # time.monotonic(), once the job is being stopped
+        self._signalled_here = self.hurried = self._gave_up = False
+        self._echo_ends = self._first_start = 0.0
+        self.processes = self.make_processes() if self.has_plan else None
 
     @property
     def plan(self) -> LaunchPlan:
         """The plan of this host. Only for hosts that have one."""
         assert isinstance(self.task.plan, LaunchPlan)
         return self.task.plan
-
-    def replan_with(self, hosts: Sequence[str]) -> None:
-        """Plans the next start with these hosts, and notes them for job.json. Without processes it does nothing.
-
-        Raises TrainError if there is no such plan.
-        """
-        if tuple(hosts) == self.plan.hosts or self.processes is None or self.task.plan_with is None:
-            return
-        plan = self.task.plan_with(hosts)
-        self.task = self.task._replace(plan=plan)
-        self.processes.replace_plan(plan)
-        self.report.update(hosts=list(hosts), ranks=plan.world_size)
-
-    def forget_earlier_start(self) -> None:
-        """Forgets what ranks wrote before a restart: the end of their stderr, and the failure file.
-
-        Call it at the next start. Until all hosts are ready for that, ranks of the earlier one may still write.
-        """
-        self.output.forget_tails()
-        self._failed_children.clear()
-        remove_script_failure(self.task.paths)
 
     def write_rank_output(self, stream: int, rank: int, host: str, data: bytes) -> None:
         """Writes output of a rank. Logs that a process of it can't import the script, and ends the job after several.
@@ -148,10 +133,10 @@ class Host(Role):
         self.output.write_rank(stream, rank, host, data)
         if stream != STDERR or self.stopped_by or not (count := data.count(_CHILD_FAILED)):
             return
-        if not self._failed_children:
+        if not self.failed_children:
             write_log(_CHILD_HINT)
-        before = self._failed_children.get(rank, 0)
-        self._failed_children[rank] = before + count
+        before = self.failed_children.get(rank, 0)
+        self.failed_children[rank] = before + count
         if before < _MAX_FAILED_CHILDREN <= before + count:
             from shoal_toolkit.run.rank_table import explain
 
@@ -159,6 +144,17 @@ class Host(Role):
             reason = "The processes that the script starts fail while they import the script, again and again."
             killed = Failure(128 + signal.SIGKILL, f"rank {rank} on {host}", self.plan.script, stderr, reason=reason)
             self.fail_rank(rank, explain(killed)._replace(exit_code=FAILED))
+
+    def note_start(self) -> None:
+        """Notes that a rank has started. The first start sets `launch_seconds` in the report."""
+        if not self._first_start:
+            self._first_start = time.monotonic()
+            self.report["launch_seconds"] = round(self._first_start - self.task.began, 3)
+
+    def note_end(self) -> None:
+        """Sets `training_seconds` in the report, if a rank has started."""
+        if self._first_start:
+            self.report["training_seconds"] = round(time.monotonic() - self._first_start, 3)
 
     def _make_output(self) -> Output:
         """Returns the writer to stdout and stderr. Log lines go through it from now on."""
@@ -230,7 +226,7 @@ class Host(Role):
         if code != self.result.exit_code:
             self.result = Result(code, f"On {self.name} the result could not be written: its log says why.")
         self.send_result(self.result)
-        self._drain_sidecars()
+        self.drain_sidecars()
         self._write_output()  # log lines about the end
         return code
 
@@ -255,7 +251,7 @@ class Host(Role):
         plan = redact.mask_json(plan_to_dict(self.plan))
         return {"plan": {**plan, "variables": redact.mask_environment(variables)}}
 
-    def _run_until(self, finished: Callable[[], bool], seconds: float) -> bool:
+    def run_until(self, finished: Callable[[], bool], seconds: float) -> bool:
         """Serves events until `finished()` or the time limit; returns whether the limit was reached."""
         late: list[bool] = []
         timer = self.loop.call_later(seconds, lambda: late.append(True))
@@ -263,21 +259,12 @@ class Host(Role):
         timer.cancel()
         return bool(late)
 
-    def _drain_sidecars(self) -> None:
-        """Lets sidecars finish within the rest of the grace period, at least 1 s. A second signal ends the wait."""
-        processes = self.processes
-        if processes is None or not processes.draining:
-            return
-        processes.end_sidecars()
-        remaining = min(self.task.settings.stop_grace, self._grace_ends - time.monotonic())
-        self._run_until(lambda: not processes.draining or self._hurried, max(_MIN_DRAIN_SECONDS, remaining))
-
     def _write_output(self) -> None:
         """Writes all output, as long as that takes. A stopped job waits 1 s for the reader of its log."""
         self.output.flush()
         if not self.stopped_by:
             self.loop.run_until(lambda: self.output.empty)
-        elif self._run_until(lambda: self.output.empty, _UNREAD_SECONDS):
+        elif self.run_until(lambda: self.output.empty, _UNREAD_SECONDS):
             self.output.drop()
 
     def collect_facts(self) -> dict[str, int]:
@@ -299,7 +286,7 @@ class Host(Role):
         self._echo_ends = time.monotonic() + _ECHO_SECONDS
         if self._signalled_here:
             write_log(f"received {name} again: killing the ranks now")
-            self._hurried = True
+            self.hurried = True
             self.kill()
             return
         self._signalled_here = True
@@ -318,21 +305,10 @@ class Host(Role):
         if self.stopped_by:
             return False
         self.stopped_by = number
-        self._grace_ends = time.monotonic() + self.task.settings.stop_grace
+        self.grace_ends = time.monotonic() + self.task.settings.stop_grace
         if self.result is None and not self.task.preflight:
             write_provisional_failure(self.task.paths, Result.from_signal(number))
         return True
-
-
-def describe_sidecar_end(name: str, host: str, code: int) -> str:
-    """Returns the message for a sidecar that ended before the job.
-
-    Args:
-        name: The name of the sidecar.
-        host: The host on which it ran.
-        code: Its exit code.
-    """
-    return f"{name} on {host} {describe_exit_code(code)} before the job was over. Its output is in the log."
 
 
 def make_report(task: HostTask) -> dict[str, Any]:

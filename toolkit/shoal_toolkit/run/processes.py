@@ -9,7 +9,7 @@ import os
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from shoal_toolkit.errors import LaunchError
 from shoal_toolkit.job.peer_filter import build_connection_variables
@@ -18,36 +18,33 @@ from shoal_toolkit.log import STDERR, STDOUT, write_log
 from shoal_toolkit.output.lines import Lines, Tail
 from shoal_toolkit.output.pipes import FlowControl, Source
 from shoal_toolkit.plan.plan import LaunchPlan
-from shoal_toolkit.run.events import HostEvents
+from shoal_toolkit.result.setup_failure import explain_setup_failure, format_command
+from shoal_toolkit.run.ranks import LocalRanks, RankEvents, make_run_directory, remove_run_directory
+from shoal_toolkit.run.script import HostScript
 from shoal_toolkit.system.loop import Loop, Timer
-from shoal_toolkit.system.process import (
-    MARK,
-    find_descendants,
-    find_marked,
-    has_orphans,
-    kill_left_behind,
-    read_start_time,
-    signal_group,
-    signal_handlers,
-    signal_marked,
-    signal_process,
-    spawn,
-)
+from shoal_toolkit.system.process import kill_left_behind, signal_group, signal_process, spawn
+from shoal_toolkit.system.process_tree import find_descendants
 
-if TYPE_CHECKING:  # a script without a launcher and restarts needs neither
-    from shoal_toolkit.run.ranks import LocalRanks
+if TYPE_CHECKING:  # without restarts there is none
     from shoal_toolkit.run.standby import Standby
 
-_POLL_SECONDS = 0.1
 _KILL_SECONDS = 10.0
 
-# Returns the reader of a process's stdout (1) or stderr (2).
-ReaderOf = Callable[[int], Callable[[bytes], None]]
 OnSetUp = Callable[["LaunchError | None"], None]
 
 
-class HostProcesses:
-    """The script or launcher of this host (one process at a time), its ranks, and its sidecars."""
+class HostEvents(RankEvents, Protocol):
+    """Called for events of the processes on this host, and of its ranks."""
+
+    def on_launcher_output(self, stream: int, data: bytes) -> None:
+        """The launcher, a set-up command or a sidecar wrote something."""
+
+    def on_sidecar_ended(self, name: str, code: int) -> None:
+        """A sidecar has ended, before the job or at its end."""
+
+
+class HostProcesses(HostScript):
+    """The set-up commands, then the script or launcher of this host, its ranks, and its sidecars."""
 
     def __init__(
         self,
@@ -58,31 +55,17 @@ class HostProcesses:
         events: HostEvents,
         reads_all: bool = False,
     ) -> None:
-        self._loop = loop
-        self._flow = flow
-        self._plan = plan
-        self._given = {**environ, **build_connection_variables(plan.env)}
-        self._environ = self._add_plan(plan)
         self._events = events
-        self._reads_all = reads_all  # no process may write to stdout and stderr of `train` itself
-        self._own_mark = self._mark = os.urandom(8).hex()  # of the commands of this process, of the current command
-        self._sources: list[Source] = []
         self._ranks: LocalRanks | None = None
         self._sidecars: dict[int, tuple[str, list[Source]]] = {}  # pid → name, readers of its output
         self._setup: tuple[Sequence[str], Tail] = ((), Tail())  # the current command, and the end of its output
-        self._on_end: Callable[[int], None] = events.on_command_ended
-        self._pid = self._since = 0
-        self._stopping = self._killed = False
         self._limit = Timer(0, lambda: None)  # for the end before a restart
         self.directory = ""  # the run directory, if ranks run here
         self._standby: Standby | None = None
         self._forks = False  # the standby starts the command, if there is one
         self._has_torchrun = True  # after a restart the hosts may have none, if they keep standbys
-
-    @property
-    def running(self) -> bool:
-        """Whether a set-up command, the script or the launcher runs."""
-        return self._pid != 0
+        environ = {**environ, **build_connection_variables(plan.env)}
+        super().__init__(loop, flow, plan, environ, events, reads_all)
 
     @property
     def draining(self) -> bool:
@@ -114,8 +97,6 @@ class HostProcesses:
 
         def on_end(code: int) -> None:
             if code:
-                from shoal_toolkit.result.setup_failure import explain_setup_failure
-
                 finish(explain_setup_failure(command, code, tail.text()))
             else:
                 self._start_next_setup(commands[1:], finish)
@@ -129,14 +110,12 @@ class HostProcesses:
 
         self._on_end = on_end
         try:
-            self._start(command, self._plan.setup_env, self._plan.cwd, reader_of)
+            self._start_with_pipes(command, self._plan.setup_env, self._plan.cwd, reader_of)
         except LaunchError as error:
             finish(error)
 
     def _on_setup_timeout(self, seconds: int, on_set_up: OnSetUp) -> None:
         """Kills the command without a wait: a process that hangs in the kernel does not end."""
-        from shoal_toolkit.result.setup_failure import format_command
-
         command, tail = self._setup
         self._on_end = lambda _: None
         self.signal_launcher(signal.SIGKILL)
@@ -185,31 +164,14 @@ class HostProcesses:
             self.prepare_ranks()
             self.start_launcher(self._plan.command, {}, cwd=self._plan.cwd)
         else:
-            self._start_script()
-
-    def _start_script(self) -> None:
-        """Starts the script and the sidecars. The script's stderr is always read, for the failure file."""
-        rank = self._plan.rank_of(self._plan.current_host)
-
-        def reader_of(stream: int) -> Callable[[bytes], None]:
-            return lambda data: self._events.on_rank_output(stream, rank, data)
-
-        if self._reads_all:
-            self._start(self._plan.command, {}, self._plan.cwd, reader_of)
-        else:
-            error_read, error_write = os.pipe()
-            self._sources = [Source(self._loop, self._flow, error_read, reader_of(STDERR))]
-            self._spawn(self._plan.command, self._environ, self._plan.cwd, (STDOUT, error_write), [error_write])
-        self._start_sidecars()
-        self._events.on_rank_started(rank)
+            super().start()
+            self._start_sidecars()
 
     def prepare_ranks(self) -> None:
         """Makes the run directory and its FIFOs, in which the ranks of this host report and write.
 
         Raises LaunchError if there is no directory for temporary files.
         """
-        from shoal_toolkit.run.ranks import LocalRanks, make_run_directory
-
         self.directory = make_run_directory()
         count = max(self._plan.ranks.values())
         self._ranks = LocalRanks(self._loop, self._flow, self.directory, count, self._events)
@@ -233,7 +195,7 @@ class HostProcesses:
 
             return read
 
-        self._start(
+        self._start_with_pipes(
             argv,
             {**variables, **directories},
             cwd,
@@ -242,27 +204,6 @@ class HostProcesses:
             blocked=(signal.SIGTERM,) if self._plan.by_mpirun else (),
         )
         self._start_sidecars()
-
-    def _start(
-        self,
-        argv: Sequence[str],
-        variables: Mapping[str, str],
-        cwd: str,
-        reader_of: ReaderOf,
-        blocked: Sequence[int] = (),
-    ) -> None:
-        """Starts a process with pipes that `reader_of` reads. Adds `variables` to the plan's environment."""
-        self._sources, writes = self._make_pipes(reader_of)
-        self._spawn(argv, {**self._environ, **variables}, cwd, (writes[0], writes[1]), writes, blocked)
-
-    def _make_pipes(self, reader_of: ReaderOf) -> tuple[list[Source], list[int]]:
-        """Makes pipes for stdout and stderr of a process. Returns their readers, and the ends to write to."""
-        pipes = [os.pipe(), os.pipe()]
-        sources = [
-            Source(self._loop, self._flow, read, reader_of(stream))
-            for stream, (read, _) in zip((STDOUT, STDERR), pipes)
-        ]
-        return sources, [write for _, write in pipes]
 
     def _start_sidecars(self) -> None:
         """Starts the sidecars that don't run yet. They write to our stdout, unless the log must be read."""
@@ -311,24 +252,20 @@ class HostProcesses:
             return
         if self._ranks is not None:
             self._ranks.stop(number)
-        elif self._pid:
-            signal_group(self._pid, number)
-            signal_marked(self._pid, self._mark, self._since, number)
+        else:
+            super().stop(number)
 
     def pass_on(self, number: int) -> int:
         """Signals the processes of the script on this host that handle a signal. Returns their number."""
-        if self._ranks is not None:
-            return self._ranks.pass_on(number)
-        return signal_handlers(self._pid, number) if self._pid else 0
+        return self._ranks.pass_on(number) if self._ranks is not None else super().pass_on(number)
 
     def signal_launcher(self, number: int) -> None:
         """Signals the script, launcher or set-up command itself, but not its ranks.
 
         mpirun gets SIGINT instead of SIGTERM, which `start_launcher` has blocked for it. Both end it.
         """
-        if self._pid:
-            is_blocked = self._plan.by_mpirun and self._ranks is not None and number == signal.SIGTERM
-            signal_group(self._pid, signal.SIGINT if is_blocked else number)
+        is_blocked = self._plan.by_mpirun and self._ranks is not None and number == signal.SIGTERM
+        super().signal_launcher(signal.SIGINT if is_blocked else number)
 
     def kill(self) -> None:
         """Kills the running command's process group, but not the sidecars.
@@ -336,15 +273,11 @@ class HostProcesses:
         If ranks are tracked, it also kills them and the command's descendants. Other processes are killed when the
         command has ended.
         """
-        self._killed = True
         if self._pid and self._ranks is not None:
             self._ranks.signal(signal.SIGKILL)
             for pid in find_descendants(self._pid):  # ranks that have not reported their start
                 signal_process(pid, signal.SIGKILL)
-        self.signal_launcher(signal.SIGKILL)
-
-    def _add_plan(self, plan: LaunchPlan) -> dict[str, str]:
-        return {**{name: self._given[name] for name in self._given if name not in plan.removed}, **plan.env}
+        super().kill()
 
     def replace_plan(self, plan: LaunchPlan) -> None:
         """Makes the next start use another plan, with the variables of the last restart."""
@@ -420,61 +353,34 @@ class HostProcesses:
             self._ranks.finish()
             self._ranks = None
         if self.directory:
-            from shoal_toolkit.run.ranks import remove_run_directory
-
             remove_run_directory(self.directory)
             self.directory = ""
 
-    def _spawn(
-        self,
-        argv: Sequence[str],
-        env: Mapping[str, str],
-        cwd: str,
-        outputs: tuple[int, int],
-        to_close: list[int],
-        blocked: Sequence[int] = (),
-    ) -> None:
-        """Starts this host's process, marked by a variable. Closes `to_close`, also after an error."""
-        try:
-            standby = self._standby if self._forks else None
-            if standby is not None and (pid := standby.fork(env, outputs, self.directory)):
-                self._pid, self._mark = pid, standby.mark
-            else:
-                if standby is not None and not self._has_torchrun:
-                    write_log("the standby has ended or does not answer: the ranks import their packages themselves")
-                    argv, env = standby.build_cold_start(env, self.directory)
-                self._mark = self._own_mark
-                marks = f"{env.get(MARK, '')} {self._mark}".strip()
-                self._pid = spawn(argv, {**env, MARK: marks}, cwd, *outputs, blocked)
-            self._since = int(read_start_time(self._pid) or self._since)
-        finally:
-            for fd in to_close:
-                os.close(fd)
-        self._loop.on_child(self._pid, self._on_child_ended)
+    def _start_process(
+        self, argv: Sequence[str], env: Mapping[str, str], cwd: str, outputs: tuple[int, int], blocked: Sequence[int]
+    ) -> int:
+        """Starts a process, or has the standby fork it. Returns its pid."""
+        standby = self._standby if self._forks else None
+        if standby is not None:
+            if pid := standby.fork(env, outputs, self.directory):
+                self._mark = standby.mark
+                return pid
+            if not self._has_torchrun:
+                write_log("the standby has ended or does not answer: the ranks import their packages themselves")
+                argv, env = standby.build_cold_start(env, self.directory)
+        return super()._start_process(argv, env, cwd, outputs, blocked)
 
     def _on_child_ended(self, code: int) -> None:
         """Kills the processes that the command left running, and reports its end with `code`."""
-        # Child processes may save a checkpoint. With ranks, LocalRanks waits for them.
-        if self._stopping and not self._killed and self._ranks is None and self._may_be_saving():
-            self._loop.call_later(_POLL_SECONDS, lambda: self._on_child_ended(code))
+        if self._ranks is None:
+            super()._on_child_ended(code)
             return
-        if self._ranks is not None:
-            signal_group(self._pid, signal.SIGKILL)
-            self._ranks.signal(signal.SIGKILL)  # ranks have groups or sessions of their own
-        left = kill_left_behind(self._pid, self._mark, self._since)
-        if self._ranks is not None:
-            self._ranks.finish()
-        elif left and not (self._stopping or self._killed):
-            more = f", and {len(left) - 3} more" if len(left) > 3 else ""
-            write_log(f"the script has ended; processes that it left running are killed: {', '.join(left[:3])}{more}")
-        for source in self._sources:
-            source.finish()
-        self._pid = 0
-        self._on_end(code)
-
-    def _may_be_saving(self) -> bool:
-        """Whether child processes of a stopped script still run, and may save a checkpoint. A shell ends at once."""
-        return has_orphans(self._pid) or bool(find_marked(self._mark, self._since))
+        # Child processes may save a checkpoint: LocalRanks waits for them.
+        signal_group(self._pid, signal.SIGKILL)
+        self._ranks.signal(signal.SIGKILL)  # ranks have groups or sessions of their own
+        kill_left_behind(self._pid, self._mark, self._since)
+        self._ranks.finish()
+        self._report_end(code)
 
 
 def _finish_sources(sources: Sequence[Source], _: int) -> None:

@@ -9,21 +9,16 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable
+from typing import Protocol
 
 from shoal_toolkit.errors import LaunchError
 from shoal_toolkit.log import STDERR, STDOUT
 from shoal_toolkit.output.pipes import FlowControl, Source
 from shoal_toolkit.plan import rank_shell
-from shoal_toolkit.run.events import HostEvents
+from shoal_toolkit.run.script import ScriptEvents
 from shoal_toolkit.system.loop import Loop
-from shoal_toolkit.system.process import (
-    find_descendants,
-    has_orphans,
-    read_start_time,
-    signal_group,
-    signal_handlers,
-    signal_process,
-)
+from shoal_toolkit.system.process import read_start_time, signal_group, signal_process
+from shoal_toolkit.system.process_tree import find_descendants, has_orphans, signal_handlers
 
 _MAX_PARENT_LENGTH = 60  # the path of a socket has at most 107 characters
 _POLL_SECONDS = 0.1
@@ -84,10 +79,17 @@ def _try_remove(remove: Callable[[str], None], path: str) -> None:
         return  # it is gone, or a process still writes there
 
 
+class RankEvents(ScriptEvents, Protocol):
+    """Called for events of the ranks that a launcher starts on this host."""
+
+    def on_rank_ended(self, rank: int, code: int) -> None:
+        """A rank that a launcher started has ended with an exit code."""
+
+
 class LocalRanks:
     """The ranks of this host, at most `count`. Creating it makes their FIFOs in `directory`, and reads them."""
 
-    def __init__(self, loop: Loop, flow: FlowControl, directory: str, count: int, events: HostEvents) -> None:
+    def __init__(self, loop: Loop, flow: FlowControl, directory: str, count: int, events: RankEvents) -> None:
         self._loop = loop
         self._flow = flow
         self._directory = directory

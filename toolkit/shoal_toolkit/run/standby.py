@@ -23,14 +23,8 @@ from shoal_toolkit.files import read_table, read_text
 from shoal_toolkit.plan.plan import LaunchPlan
 from shoal_toolkit.plan.rank_shell import SHELL_VARIABLES
 from shoal_toolkit.system.loop import READ, Loop, Timer
-from shoal_toolkit.system.process import (
-    MARK,
-    find_descendants,
-    kill_left_behind,
-    read_start_time,
-    signal_group,
-    spawn,
-)
+from shoal_toolkit.system.process import MARK, kill_left_behind, read_start_time, signal_group, spawn
+from shoal_toolkit.system.process_tree import find_descendants
 
 _START_SECONDS = 5.0  # after the ranks, which import the frameworks at that time
 _LOOKS = 24  # for the frameworks of the ranks; a script may download data first

@@ -17,11 +17,12 @@ from shoal_toolkit.log import STDERR, write_log
 from shoal_toolkit.output.mpirun_log import MpirunLog
 from shoal_toolkit.preflight.facts import collect_facts
 from shoal_toolkit.result.result import Result, check_writable
-from shoal_toolkit.run.host import Host, HostTask, describe_sidecar_end
+from shoal_toolkit.run.host import HostTask
+from shoal_toolkit.run.launching import LaunchingHost, describe_sidecar_end
 from shoal_toolkit.run.processes import HostProcesses
 
 
-class Worker(Host):
+class Worker(LaunchingHost):
     """Follows the first host. It decides nothing itself, unless the first host is missing or lost."""
 
     def __init__(self, task: HostTask) -> None:

@@ -87,41 +87,7 @@ def _exec(argv: Sequence[str], env: Mapping[str, str], cwd: str, outputs: tuple[
 
 def read_start_time(pid: int) -> str:
     """Returns the start time of a process in clock ticks; empty if it is gone. Distinguishes reused pids."""
-    return "".join(_read_stat(pid)[19:20])
-
-
-def find_descendants(ancestor: int) -> list[int]:
-    """Returns the child processes of a process, their child processes and so on."""
-    parents = {pid: "".join(_read_stat(pid)[1:2]) for pid in _list_pids()}
-    found, generation = [], {str(ancestor)}
-    while generation:
-        children = [pid for pid, parent in parents.items() if parent in generation]
-        found += children
-        generation = {str(pid) for pid in children}
-    return found
-
-
-def signal_handlers(ancestor: int, number: int) -> int:
-    """Signals a process that handles the signal; of one that would die of it, those below it in the same way.
-
-    A process below one that handles it, such as a worker that loads data, gets none. Returns the number of processes.
-    """
-    status = read_text("/proc", str(ancestor), "status")
-    caught = status.partition("\nSigCgt:")[2].split(None, 1)[:1]
-    if caught and int(caught[0], 16) >> (number - 1) & 1:
-        signal_process(ancestor, number)
-        return 1
-    children = [pid for pid in _list_pids() if _read_stat(pid)[1:2] == [str(ancestor)]]
-    return sum(signal_handlers(pid, number) for pid in children)
-
-
-def has_orphans(leader: int) -> bool:
-    """Whether orphaned processes run in a process group: not its leader, not children of the leader, no zombies."""
-    for pid in _list_pids():
-        state, parent, group = [*_read_stat(pid), "", "", ""][:3]
-        if group == str(leader) and pid != leader and parent != str(leader) and state not in ("Z", "X"):
-            return True
-    return False
+    return "".join(read_stat(pid)[19:20])
 
 
 def find_marked(mark: str, since: int) -> list[int]:
@@ -135,7 +101,7 @@ def find_marked(mark: str, since: int) -> list[int]:
         mark: One of the words in the variable MARK, to which each nested `train` adds its own.
         since: Clock ticks; older processes are skipped.
     """
-    return [pid for pid in _list_pids() if _is_running_since(since, _read_stat(pid)) and _has_mark(pid, mark)]
+    return [pid for pid in list_pids() if _is_running_since(since, read_stat(pid)) and _has_mark(pid, mark)]
 
 
 def _is_running_since(since: int, stat: Sequence[str]) -> bool:
@@ -146,13 +112,13 @@ def _is_running_since(since: int, stat: Sequence[str]) -> bool:
 def _await_starts(since: int, deadline: float) -> None:
     """Waits until new processes have an environment, without which their mark can't be seen."""
     # The parent goes on before the kernel has set it up, and a disk may be slow.
-    while time.monotonic() < deadline and any(_is_starting(pid, since) for pid in _list_pids()):
+    while time.monotonic() < deadline and any(_is_starting(pid, since) for pid in list_pids()):
         time.sleep(_START_SECONDS / 100)
 
 
 def _is_starting(pid: int, since: int) -> bool:
     """Whether a process of this user that started at `since` or later has no environment yet, or hangs."""
-    stat = _read_stat(pid)
+    stat = read_stat(pid)
     if len(stat) <= _ENVIRONMENT_END or int(stat[19]) < since or int(stat[6]) & _KERNEL_THREAD:
         return False
     if stat[0] in ("Z", "X"):
@@ -190,7 +156,7 @@ def kill_left_behind(leader: int, mark: str, since: int) -> list[str]:
     deadline = time.monotonic() + _START_SECONDS
     for _ in range(_MAX_ROUNDS):
         _await_starts(since, deadline)
-        session = [pid for pid in _list_pids() if _read_stat(pid)[3:4] == [str(leader)]]
+        session = [pid for pid in list_pids() if read_stat(pid)[3:4] == [str(leader)]]
         left = {*session, *find_marked(mark, since)} - killed
         if not left:
             break
@@ -209,20 +175,6 @@ def _read_command(pid: int) -> list[str]:
     return [" ".join(words)] if words and not any("multiprocessing." in word for word in words) else []
 
 
-def signal_marked(leader: int, mark: str, since: int, number: int) -> None:
-    """Signals the process groups of marked processes, except the leader's: `timeout`, for example, makes one.
-
-    Args:
-        leader: The leader of the group that is not signalled.
-        mark: The mark of the job.
-        since: Clock ticks; older processes are skipped.
-        number: The signal.
-    """
-    groups = {group for pid in find_marked(mark, since) for group in _read_stat(pid)[2:3]}
-    for group in groups - {str(leader)}:
-        signal_group(int(group), number)
-
-
 def signal_process(pid: int, number: int) -> None:
     """Signals a process; ignores one that has ended, or runs as another user now."""
     try:
@@ -231,11 +183,11 @@ def signal_process(pid: int, number: int) -> None:
         return
 
 
-def _list_pids() -> list[int]:
+def list_pids() -> list[int]:
     return [int(name) for name in os.listdir("/proc") if name.isdigit()]
 
 
-def _read_stat(pid: int) -> list[str]:
+def read_stat(pid: int) -> list[str]:
     """Returns the fields of /proc/PID/stat from the third on; none if the process is gone."""
     return read_text(f"/proc/{pid}/stat").rpartition(")")[2].split()
 

@@ -71,6 +71,15 @@ def test_layers_come_in_the_order_in_which_they_change(project: Project, matrix:
     assert positions == sorted(positions)
 
 
+def test_the_layer_of_a_framework_imports_it(project: Project, matrix: BuildSpec) -> None:
+    """In the same instruction, so that it adds no layer, and a change of our own packages does not repeat it."""
+    modules = {"pytorch": "torch", "tensorflow": "tensorflow", "huggingface": "transformers"}
+    for image in matrix.images:
+        (step,) = (step for step in read_steps(project, image) if "framework" in step.folders)
+        assert step.text.startswith("RUN ")
+        assert step.text.endswith(f" \\\n    && HOME=/dev/shm python3 -IB -c 'import {modules[image.framework]}'")
+
+
 def test_the_compiler_stays_in_a_stage_of_its_own(project: Project, matrix: BuildSpec) -> None:
     """That stage knows nothing of the library's Python: a change there compiles nothing."""
     _, engine, *others = render_dockerfile(project, matrix.select("pytorch")).split("\nFROM ")

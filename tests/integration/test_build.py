@@ -318,6 +318,15 @@ def leave_out_the_largest(locks: Path) -> None:
         lock.write_text("".join(line for line in lines if not line.startswith(starts)))
 
 
+def test_a_framework_that_cannot_be_imported_fails_the_build(copied: Path) -> None:
+    leave_out_the_largest(copied / "dockerfiles" / "requirements" / again(PYTORCH_CPU).replace(":", "-"))
+    result = subprocess.run(
+        [SHOAL, "build", again(PYTORCH_CPU)], cwd=copied, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 6
+    assert "ModuleNotFoundError: No module named 'torch'" in result.stderr
+
+
 def test_two_builds_of_one_commit_differ_only_where_the_report_says(client: docker.DockerClient, copied: Path) -> None:
     """Every step runs again, because a variable was added that changes nothing else.
 
@@ -326,6 +335,8 @@ def test_two_builds_of_one_commit_differ_only_where_the_report_says(client: dock
     original = PYTORCH_CPU
     if not SOAK:
         leave_out_the_largest(copied / "dockerfiles" / "requirements" / again(original).replace(":", "-"))
+        template = copied / "dockerfiles" / "again.j2"
+        template.write_text(template.read_text().replace('install.imported("torch")', '""'))
     macros = copied / "dockerfiles" / "macros.j2"
     mark = "export APT_CONFIG=/run/machine/apt.conf"
     assert macros.read_text().count(mark) == 1

@@ -22,10 +22,10 @@ from everyday_scripts import Needs, measure, read_rules, read_scripts, resolve_c
 from report import Figure, finish, make_parser, print_machine
 
 from shoal import docker_client
-from shoal.image import sandbox
+from shoal.image import facts
 from shoal.matrix import project
 from shoal.matrix.spec import BuildSpec, ImageSpec, load
-from shoal.sources import pins
+from shoal.sources import lock
 
 DATA = Path(__file__).with_name("data") / "everyday.json"
 _PROBE = Path(__file__).with_name("everyday_probe.py")
@@ -117,7 +117,7 @@ def ask_image(image: ImageSpec, needs: Needs, everyday: Sequence[str]) -> Covera
     with NamedTemporaryFile("w", suffix=".py") as file:
         file.write(f"{_PROBE.read_text()}\n{call}\n")
         file.flush()
-        found = sandbox.run_probe(docker_client.connect(), image.tag, Path(file.name))
+        found = facts.run_probe(docker_client.connect(), image.tag, Path(file.name))
     lacking = Counter({name: needs.imports[name] for name in found["modules"]})
     lacking.update({name: needs.commands[name] for name in found["commands"]})
     own = {*sys.stdlib_module_names, {"pytorch": "torch"}.get(image.framework, image.framework)}
@@ -162,7 +162,7 @@ def measure_image(
 ) -> Iterator[Figure]:
     """Print what an image lacks and its everyday packages, and yield its figures."""
     general = keep_general(needs[image.framework], list_specific(rules, image.framework))
-    everyday = [pin.name for pin in pins.read_image_pins(here, matrix, image)["everyday"]]
+    everyday = [pin.name for pin in lock.read_image_pins(here, matrix, image)["everyday"]]
     found = ask_image(image, general, everyday)
     print(f"{image.tag}: lacks {sum(found.lacking.values())} of {found.uses} uses")
     rows = Counter(found.lacking).most_common(_SHOWN)

@@ -20,7 +20,7 @@ from shoal.docker_client.images import find_image
 from shoal.matrix.project import Project
 from shoal.matrix.spec import ImageSpec, load
 from shoal.network.settings import read_network_settings
-from shoal.sources.pins import read_image_pins
+from shoal.sources.lock import read_image_pins
 
 PLAIN = "shoal-bench:plain"
 _KEPT = "shoal-bench:kept-{}"

@@ -18,7 +18,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from shoal.matrix.project import Project
-from shoal.sources import packages, release
+from shoal.sources import packages
 
 ROOT = Path(__file__).resolve().parents[1]
 BIN = Path(sys.executable).parent
@@ -30,13 +30,13 @@ def build_all(url: str, output: Path) -> list[Path]:
     for path in output.glob("shoal*"):
         path.unlink()
     with TemporaryDirectory(prefix="shoal-wheels-") as scratch, ThreadPoolExecutor() as pool:
-        files = pool.map(lambda name: _build_package(name, url, Path(scratch, name), output), release.PUBLISHED)
+        files = pool.map(lambda name: _build_package(name, url, Path(scratch, name), output), packages.PUBLISHED)
         return [path for both in files for path in both]
 
 
 def _build_package(package: str, url: str, scratch: Path, output: Path) -> list[Path]:
     """Build a package's sdist, and the wheel from that."""
-    release.write_source_tree(Project(ROOT), package, scratch / "tree", url)
+    packages.write_source_tree(Project(ROOT), package, scratch / "tree", url)
     sdist = _run_backend("sdist", scratch / "tree", scratch / "sdist")
     with tarfile.open(sdist) as tar:
         tar.extractall(scratch / "source", filter="data")

@@ -9,7 +9,7 @@ import pytest
 
 from shoal.matrix.project import Project
 from shoal.matrix.spec import load
-from shoal.sources import pins, render
+from shoal.sources import lock, render
 
 SMALL = Path(__file__).with_name("data") / "small"
 
@@ -20,8 +20,8 @@ def write_locks(project: Project) -> None:
     for image in matrix.images:
         directory = project.lock_directory(image)
         directory.mkdir(parents=True, exist_ok=True)
-        for layer in pins.layers_of(image):
-            header = pins.make_header(project, matrix, image, layer)
+        for layer in lock.layers_of(image):
+            header = lock.make_header(project, matrix, image, layer)
             (directory / f"{layer}.txt").write_text(f"{header}\nof-{layer}==1 --hash=sha256:{64 * '0'}\n")
     render.write_files(render.render_all(project, matrix.images))
 

@@ -24,7 +24,7 @@ import pytest
 
 from shoal import trust
 from shoal.builds import bundle
-from shoal.commands import completion
+from shoal.commands import common
 from shoal.docker_client import archive
 from shoal.errors import SpecError, UsageError
 from shoal.jobs import checkpoints, job_log, results, running, source_files, store
@@ -36,7 +36,7 @@ from shoal.matrix import project as projects
 from shoal.matrix.project import Project
 from shoal.matrix.spec import load
 from shoal.report import output_files
-from shoal.sources import pins, provenance, render
+from shoal.sources import lock, provenance, render
 from shoal.sources.steps import StepCollector
 
 from ..waiting import error_in_time
@@ -405,7 +405,7 @@ def test_a_hostile_project_ends_a_command_with_an_error(name: str, copy: Path, m
     error = error_in_time(lambda: read(copy))
     assert isinstance(error, SpecError) and message in str(error), error
     monkeypatch.chdir(copy)
-    names = completion.complete_images("")
+    names = common.complete_images("")
     assert all(re.fullmatch(r"[a-z0-9.:_-]+", each) for each in names), "a shell may run what it is offered"
 
 
@@ -460,7 +460,7 @@ def test_a_lock_names_no_address_and_no_option(tmp_path: Path, pin: str) -> None
     """pip would read the line on this machine, for a bundle, and build the package that an address names."""
     (tmp_path / "lock.txt").write_text(f"{pin} --hash=sha256:{'0' * 64}\n")
     with pytest.raises(SpecError, match=r"lock\.txt:1: expected 'name==version"):
-        pins.read_lock(tmp_path / "lock.txt")
+        lock.read_lock(tmp_path / "lock.txt")
 
 
 @pytest.mark.parametrize("name", ["x; touch /RAN", "$(touch /RAN)", "-oDir::Bin=x", "A", ""])

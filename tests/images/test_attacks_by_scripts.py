@@ -39,7 +39,7 @@ from shoal.jobs.store import JobRecord, OpenJob
 from shoal.jobs.usage import GpuMeter, GpuUse, read_lines
 from shoal.jobs.volumes import Volume
 from shoal.limits import MIB
-from shoal.report import job_collection, timeline
+from shoal.report import job_collection, timeline_page
 from shoal.report.job_report import read_report
 from shoal.report.packed_log import unpack_log
 
@@ -170,7 +170,7 @@ def write_timeline(directory: Path, span: dict[str, Any], about: dict[str, Any])
         events = [named, {**SPAN, "pid": rank, **changes}]
         (directory / f"smdataparallel_timeline_{rank}.json").write_text(json.dumps(events))
     page = directory / "page.html"
-    timeline.write_timeline_report([directory], page, as_json=True)
+    timeline_page.write_timeline_report([directory], page, as_json=True)
     return page
 
 
@@ -192,7 +192,7 @@ def test_a_timeline_that_fills_the_memory_is_an_error(tmp_path: Path) -> None:
     with (tmp_path / "smdataparallel_timeline_0.json").open("wb") as file:
         file.truncate(64 << 30)
     with pytest.raises(TraceError, match="larger than"):
-        timeline.write_timeline_report([tmp_path], tmp_path / "page.html", as_json=False)
+        timeline_page.write_timeline_report([tmp_path], tmp_path / "page.html", as_json=False)
 
 
 def test_a_report_that_fills_the_memory_is_an_error(tmp_path: Path) -> None:

@@ -17,13 +17,13 @@ from typing import Any
 import pytest
 
 from shoal import docker_client
-from shoal.builds import base_image, bundle, bundled
+from shoal.builds import base_image, bundle, bundled, plan
 from shoal.commands import dependencies
 from shoal.docker_client import containers
 from shoal.errors import BuildError, BundleError, DiskError, UsageError
 from shoal.matrix.project import Project
 from shoal.matrix.spec import BuildSpec
-from shoal.sources import context, pins
+from shoal.sources import lock
 
 from ..tested_images import PYTORCH_CPU, PYTORCH_CU130, PYTORCH_PY313
 from ..waiting import error_in_time
@@ -42,9 +42,9 @@ def write_bundle(directory: Path, *suites: str) -> Path:
 
 def test_a_build_is_given_the_packages_of_its_suite(project: Project, matrix: BuildSpec, tmp_path: Path) -> None:
     host = bundled.read_settings(write_bundle(tmp_path, "bookworm", "trixie"))
-    own = context.install_own_packages(project, "3.11")
+    own = plan.install_own_packages(project, "3.11")
     for image in (matrix.select(PYTORCH_CU130), matrix.select(PYTORCH_PY313)):
-        sources = context.gather_sources(project, matrix, image, own)
+        sources = plan.gather_sources(project, matrix, image, own)
         files = sources.context_files(matrix, host)
         names = {name for name in files if name.startswith("machine/debs/")}
         assert names == {"machine/debs/Packages", f"machine/debs/python3_{image.system.suite}.deb"}
@@ -462,14 +462,14 @@ def test_only_the_wheels_that_are_not_there_are_fetched(
         (scratch / "wheels" / "one.whl").write_bytes(b"whole")
         return subprocess.CompletedProcess([], 0, "", "")
 
-    wanted = [pin for layer in pins.read_image_pins(project, matrix, image).values() for pin in layer]
+    wanted = [pin for layer in lock.read_image_pins(project, matrix, image).values() for pin in layer]
     first, *others = wanted
     monkeypatch.setattr(bundle, "_pip_download", download)
-    monkeypatch.setattr(pins, "find_locked_wheels", lambda *_: iter([(first, tmp_path)]))
+    monkeypatch.setattr(lock, "find_locked_wheels", lambda *_: iter([(first, tmp_path)]))
     (tmp_path / "wheels").mkdir()
     bundle._add_wheels(project, matrix, image, tmp_path / "wheels")
     assert asked == ["".join(f"{pin.name}==={pin.version} --hash=sha256:{pin.sha256}\n" for pin in others)]
     assert [path.name for path in (tmp_path / "wheels").iterdir()] == ["one.whl"]
-    monkeypatch.setattr(pins, "find_locked_wheels", lambda *_: ((pin, tmp_path) for pin in wanted))
+    monkeypatch.setattr(lock, "find_locked_wheels", lambda *_: ((pin, tmp_path) for pin in wanted))
     bundle._add_wheels(project, matrix, image, tmp_path / "wheels")
     assert len(asked) == 1

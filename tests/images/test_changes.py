@@ -13,13 +13,12 @@ import docker.errors
 import pytest
 
 from shoal import docker_client
-from shoal.builds.plan import plan_builds
+from shoal.builds.plan import Sources, gather_sources, install_own_packages, plan_builds
 from shoal.docker_client import archive
 from shoal.matrix.project import Project
 from shoal.matrix.spec import BuildSpec
-from shoal.sources import context, packages
-from shoal.sources.context import Sources
-from shoal.sources.pins import Pin
+from shoal.sources import packages
+from shoal.sources.lock import Pin
 from shoal.sources.record import Decision, Record, decide
 from shoal.sources.steps import BuildStep
 
@@ -30,12 +29,12 @@ BASE = "debian:bookworm-slim@" + "1" * 64
 
 @pytest.fixture(scope="module")
 def own(project: Project) -> dict[str, bytes]:
-    return context.install_own_packages(project, "3.11")
+    return install_own_packages(project, "3.11")
 
 
 @pytest.fixture(scope="module")
 def sources(project: Project, matrix: BuildSpec, own: Mapping[str, bytes]) -> Sources:
-    return context.gather_sources(project, matrix, matrix.select("pytorch"), own)
+    return gather_sources(project, matrix, matrix.select("pytorch"), own)
 
 
 def planned(sources: Sources, changed: Sources, base: str = BASE) -> Decision:
@@ -164,7 +163,7 @@ def test_a_plan_only_reads_the_labels_of_images(
 ) -> None:
     chosen = [matrix.select(tag) for tag in (PYTORCH_CU117, PYTORCH_CPU)]
     identity = "debian:bookworm-slim@" + "1" * 64
-    made = context.gather_sources(project, matrix, chosen[0], own).make_record(identity)
+    made = gather_sources(project, matrix, chosen[0], own).make_record(identity)
     asked: list[str] = []
     monkeypatch.setattr(docker_client, "connect", lambda: docker_with({chosen[0].tag: made}, asked))
     plans = plan_builds(project, matrix, chosen)

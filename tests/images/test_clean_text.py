@@ -169,7 +169,7 @@ def test_errors_are_clean(tmp_path: Path) -> None:
 ALLOWED = {
     ("cli.py", "print_document"),
     # The user's own terminal in a container: `shoal exec` and `shoal shell`.
-    ("docker_client/terminal.py", "os.write"),
+    ("jobs/inside.py", "os.write"),
     # Without Docker, the script runs as this user and has the terminal; its bytes are passed on.
     ("jobs/hosts/local.py", "os.write"),
     ("jobs/background.py", "os.write"),  # a pipe to the parent
@@ -177,7 +177,7 @@ ALLOWED = {
     ("jobs/model_plan.py", "subprocess.run([sys.executable, *_arguments(factory, options, as_json)], check=False)"),
     # Rendered by the console of `shoal.console`, which cleans what it renders.
     ("image/size.py", "console.print(table)"),
-    ("report/timeline.py", "console.print(table, soft_wrap=True)"),
+    ("report/timeline_page.py", "console.print(table, soft_wrap=True)"),
     ("jobs/view.py", "self.console.print(LogLines(text), soft_wrap=True, end='')"),
     ("jobs/summary.py", "console.print()"),
     ("jobs/view.py", "self.console.file.write('\\x1b[J')"),

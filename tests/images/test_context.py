@@ -12,23 +12,23 @@ from pathlib import Path
 
 import pytest
 
+from shoal.builds import plan
 from shoal.docker_client import archive
 from shoal.matrix.project import LAYERS, Project
 from shoal.matrix.spec import BuildSpec
 from shoal.network import settings
 from shoal.network.settings import NetworkSettings
-from shoal.sources import context
-from shoal.sources.pins import Pin, find_locked_wheels
+from shoal.sources.lock import Pin, find_locked_wheels
 
 from ..tested_images import PYTORCH_CPU
 
 PLAIN = NetworkSettings((), (), (), (), None, (), ())
 
 
-def gather(project: Project, matrix: BuildSpec, name: str) -> context.Sources:
+def gather(project: Project, matrix: BuildSpec, name: str) -> plan.Sources:
     image = matrix.select(name)
-    own = context.install_own_packages(project, image.python_version)
-    return context.gather_sources(project, matrix, image, own)
+    own = plan.install_own_packages(project, image.python_version)
+    return plan.gather_sources(project, matrix, image, own)
 
 
 def tar_of(files: dict[str, archive.Content]) -> bytes:

@@ -21,11 +21,12 @@ import pytest
 from shoal import docker_client
 from shoal.builds import base_image, debian_lock
 from shoal.builds.base_image import BaseImage
+from shoal.builds.plan import gather_sources, install_own_packages
 from shoal.commands import dependencies
 from shoal.errors import BuildError, SpecError
 from shoal.matrix.project import Project
 from shoal.matrix.spec import BuildSpec, System
-from shoal.sources import context, debian, record
+from shoal.sources import debian, record
 from shoal.sources.debian import DebianLock
 
 from ..tested_images import HUGGINGFACE_CPU
@@ -110,8 +111,8 @@ def test_what_is_committed_fits_the_matrix(project: Project, matrix: BuildSpec) 
 
 
 def test_a_new_lock_runs_the_steps_again_that_install_from_debian(project: Project, matrix: BuildSpec) -> None:
-    own = context.install_own_packages(project, "3.11")
-    sources = context.gather_sources(project, matrix, matrix.select("pytorch"), own)
+    own = install_own_packages(project, "3.11")
+    sources = gather_sources(project, matrix, matrix.select("pytorch"), own)
     newer = replace(sources, debian={**sources.debian, "lock.txt": b"newer"})
     plan = record.decide("x", sources.make_record("base@1").labels(), newer.make_record("base@1"))
     assert plan.rebuilt[:2] == ("engine", "system")
@@ -271,7 +272,7 @@ def test_a_child_has_a_lock_of_its_own(
     assert debian.read_lock(copy, "bookworm", "huggingface") == DebianLock({}, {LIBC: TWO})
     assert (pulls, [script.endswith(" jq") for script in scripts]) == ([False], [True])
     assert debian.comparison_files(copy, "bookworm") == parent
-    sources = context.gather_sources(copy, matrix, matrix.select(HUGGINGFACE_CPU), {})
+    sources = gather_sources(copy, matrix, matrix.select(HUGGINGFACE_CPU), {})
     assert sources.debian["lock.txt"].decode().splitlines()[1:] == [f"{LIBC} {TWO}", f"{PYTHON} {ONE}"]
     words = debian_lock.describe_drift(copy, sources.image, ["x.deb"])
     assert "not those of dockerfiles/debian/bookworm-huggingface.txt: x.deb." in words

@@ -11,7 +11,7 @@ import pytest
 
 from shoal.matrix.project import Project
 from shoal.matrix.spec import BuildSpec, load
-from shoal.sources import pins, render
+from shoal.sources import lock, render
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 from everyday import GOAL, find_reason, keep_general, list_specific, read_counts
@@ -78,7 +78,7 @@ def test_the_locks_have_what_scripts_import(project: Project, matrix: BuildSpec)
         if image.extends:
             continue
         general = keep_general(needs[image.framework], list_specific(rules, image.framework))
-        names = {pin.name.replace("-", "_") for pin in pins.list_installed(project, matrix, image)}
+        names = {pin.name.replace("-", "_") for pin in lock.list_installed(project, matrix, image)}
         known = {*sys.stdlib_module_names, *OURS, *names, *rules["frameworks"][image.framework]}
         known |= {module for module, name in rules["distributions"].items() if name.replace("-", "_") in names}
         lacking = {name: n for name, n in general.imports.items() if name.partition(".")[0] not in known}
@@ -98,10 +98,10 @@ def test_a_lean_image_is_one_axis_away(project: Project, tmp_path: Path) -> None
     tag = PYTORCH_CPU
     runtime, lean = spec.select(tag), spec.select(f"{tag}-lean")
     assert project.lock_directory(lean) == project.lock_directory(runtime)
-    assert pins.are_current(project, spec, lean)
-    everyday = {pin.name for pin in pins.read_image_pins(project, spec, runtime)["everyday"]}
-    assert {pin.name for pin in pins.list_installed(project, spec, runtime)} - everyday == {
-        pin.name for pin in pins.list_installed(project, spec, lean)
+    assert lock.are_current(project, spec, lean)
+    everyday = {pin.name for pin in lock.read_image_pins(project, spec, runtime)["everyday"]}
+    assert {pin.name for pin in lock.list_installed(project, spec, runtime)} - everyday == {
+        pin.name for pin in lock.list_installed(project, spec, lean)
     }
     steps = [[step.text for step in render.read_steps(project, image)][:-1] for image in (runtime, lean)]
     assert [text for text in steps[0] if text not in steps[1]] == [

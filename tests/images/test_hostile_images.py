@@ -20,18 +20,7 @@ from shoal import limits
 from shoal.commands.common import format_json
 from shoal.docker_client import images
 from shoal.errors import DifferenceError, ImageError, SpecError
-from shoal.image import (
-    advisories,
-    differences,
-    facts,
-    filesystem,
-    inventory,
-    manifest,
-    owners,
-    sandbox,
-    sbom,
-    size_document,
-)
+from shoal.image import advisories, differences, facts, filesystem, inventory, manifest, owners, sbom, size_document
 from shoal.image import archive as image_archive
 from shoal.image.facts import Distribution
 from shoal.sources import record
@@ -213,10 +202,10 @@ def test_names_of_a_bill_of_materials_are_unique_and_have_no_parts_of_an_image()
 
 def test_an_answer_with_halves_of_characters_is_no_traceback(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """They cannot be encoded for the address of a package."""
-    monkeypatch.setattr(sandbox, "run_command", lambda *_: '{"name": "\\ud800", "\\udc00": NaN}')
+    monkeypatch.setattr(facts, "run_command", lambda *_: '{"name": "\\ud800", "\\udc00": NaN}')
     (tmp_path / "probe.py").touch()
     client: Any = None
-    assert sandbox.run_probe(client, "a:1", tmp_path / "probe.py") == {"name": "?", "?": "NaN"}
+    assert facts.run_probe(client, "a:1", tmp_path / "probe.py") == {"name": "?", "?": "NaN"}
 
 
 def test_a_chain_of_headers_is_an_error() -> None:

@@ -24,7 +24,7 @@ from shoal.docker_client import containers
 from shoal.docker_client import images as engine_images
 from shoal.errors import ImageError
 from shoal.image import facts as inside
-from shoal.image import manifest, probe, sandbox, sbom
+from shoal.image import manifest, probe, sbom
 from shoal.image.facts import ImageFacts, read_facts
 from shoal.matrix.project import Project
 from shoal.matrix.spec import BuildSpec
@@ -189,7 +189,7 @@ def test_probe_container_has_no_privileges() -> None:
     """The image's own Python runs, which may be any program."""
     image = SimpleNamespace(attrs={"Config": {"Volumes": {"/data": {}}}})
     client: Any = FakeDocker(image, logs=lambda stderr, stream: iter([b"{}"]))
-    assert sandbox.run_probe(client, "foreign:1", Path(probe.__file__)) == {}
+    assert inside.run_probe(client, "foreign:1", Path(probe.__file__)) == {}
     made = client.made[0].settings
     assert {name: made[name] for name in ("user", "cap_drop", "security_opt", "read_only", "network_mode")} == {
         "user": "65534:65534",
@@ -229,12 +229,12 @@ def test_probe_container_has_no_privileges() -> None:
 def test_an_image_that_cannot_be_inspected_is_an_error(command: list[str], fake: dict[str, Any], problem: str) -> None:
     client: Any = FakeDocker(**fake)
     with pytest.raises(ImageError, match=problem):
-        sandbox.run_command(client, "foreign:1", command)
+        inside.run_command(client, "foreign:1", command)
 
 
 def test_output_of_an_image_is_decoded_in_every_case() -> None:
     client: Any = FakeDocker(logs=lambda stderr, stream: iter([b"warning"] if stderr else [b"a\xc3", b"\xa4\xff"]))
-    assert sandbox.run_command(client, "foreign:1", ["a"]) == "a\u00e4\ufffd"
+    assert inside.run_command(client, "foreign:1", ["a"]) == "a\u00e4\ufffd"
 
 
 def test_an_image_that_docker_lacks_is_not_inspected() -> None:
@@ -244,12 +244,12 @@ def test_an_image_that_docker_lacks_is_not_inspected() -> None:
     client: Any = FakeDocker()
     client.images.get = get
     with pytest.raises(ImageError, match=r"^foreign:1: Docker does not have this image\. Fix: build it or pull it"):
-        sandbox.run_command(client, "foreign:1", ["a"])
+        inside.run_command(client, "foreign:1", ["a"])
     assert client.made == []
 
 
 def ask_image(monkeypatch: pytest.MonkeyPatch, says: str) -> ImageFacts:
-    monkeypatch.setattr(sandbox, "run_command", lambda *_: says)
+    monkeypatch.setattr(inside, "run_command", lambda *_: says)
     image = SimpleNamespace(id="sha256:own", attrs={"Created": "2026-01-01", "Size": 5}, labels={"own": "1"})
     client: Any = SimpleNamespace(images=SimpleNamespace(get=lambda _: image))
     return read_facts(client, "foreign:1")

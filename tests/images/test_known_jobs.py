@@ -16,9 +16,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from shoal.docker_client import terminal
 from shoal.errors import UsageError
-from shoal.jobs import running
+from shoal.jobs import inside, running
 from shoal.jobs.checkpoints import CONTENT
 from shoal.jobs.hosts import docker as docker_hosts
 from shoal.jobs.job import LOCAL, RESOURCE_CONFIG, JobRequest
@@ -207,7 +206,7 @@ def test_frames_are_written_to_their_streams(monkeypatch: pytest.MonkeyPatch) ->
         return len(data)
 
     monkeypatch.setattr(os, "write", write)
-    frames = terminal._Frames()
+    frames = inside._Frames()
     for byte in b"\1\0\0\0\0\0\0\3out\2\0\0\0\0\0\0\3err\1\0\0\0\0\0\0\1!":
         frames.add(bytes([byte]))
     assert written == {1: b"out!", 2: b"err"}

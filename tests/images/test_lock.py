@@ -22,7 +22,7 @@ from shoal.limits import MIB
 from shoal.matrix.project import Project
 from shoal.matrix.spec import load
 from shoal.network import settings
-from shoal.sources import lock, pins
+from shoal.sources import lock
 
 DEPENDENCIES = (
     "early; python_version < '3.13'",
@@ -158,7 +158,7 @@ def test_an_image_for_cpus_locks_no_cuda_packages(
         assert cuda.read_text() == before
     else:
         lock.lock_image(small_copy, matrix, image)
-        assert [pin.name for pin in pins.read_lock(cuda)] == ["nvidia-cublas"]
+        assert [pin.name for pin in lock.read_lock(cuda)] == ["nvidia-cublas"]
 
 
 def test_an_index_without_digests_is_an_error() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from shoal.errors import SpecError
-from shoal.network import pip_settings
+from shoal.network import settings
 
 LIST = re.compile(r"^(global|install|:env:)\.([\w-]+)='(.*)'$", re.MULTILINE)
 
@@ -57,21 +57,21 @@ def test_settings_equal_those_of_pip(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     environment = machine | variables
-    found = pip_settings.read_pip_settings(environment)
+    found = settings.read_pip_settings(environment)
     assert found == told_by_pip(environment)
 
 
 def test_environment_overrides_files(machine: dict[str, str]) -> None:
-    assert pip_settings.read_pip_settings(machine)["timeout"] == "3"
-    assert pip_settings.read_pip_settings(machine | {"PIP_TIMEOUT": "60"})["timeout"] == "60"
-    assert pip_settings.read_pip_settings(machine)["extra-index-url"] == "https://a.example https://b.example"
+    assert settings.read_pip_settings(machine)["timeout"] == "3"
+    assert settings.read_pip_settings(machine | {"PIP_TIMEOUT": "60"})["timeout"] == "60"
+    assert settings.read_pip_settings(machine)["extra-index-url"] == "https://a.example https://b.example"
 
 
 def test_empty_values_are_ignored(machine: dict[str, str]) -> None:
     """`pip config list` shows them, but `pip install` ignores them."""
     path = Path(machine["HOME"], ".config", "pip", "pip.conf")
     path.write_text(path.read_text() + "index-url =\n")
-    found = pip_settings.read_pip_settings(machine | {"PIP_INDEX_URL": "", "PIP_TIMEOUT": ""})
+    found = settings.read_pip_settings(machine | {"PIP_INDEX_URL": "", "PIP_TIMEOUT": ""})
     assert (found["index-url"], found["timeout"]) == ("https://two.example/simple", "3")
 
 
@@ -79,4 +79,4 @@ def test_invalid_file_is_an_error(machine: dict[str, str]) -> None:
     path = Path(machine["HOME"], ".pip", "pip.conf")
     path.write_text("no section\n")
     with pytest.raises(SpecError, match=f"{path}: not a valid pip configuration"):
-        pip_settings.read_pip_settings(machine)
+        settings.read_pip_settings(machine)

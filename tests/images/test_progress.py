@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from shoal.builds import buildkit, progress
-from shoal.builds.buildkit import BuildFailed, OutputLine, StepEvent
-from shoal.builds.progress import BuildProgress
+from shoal.builds import progress
+from shoal.builds.progress import BuildFailed, BuildProgress, OutputLine, StepEvent
 from shoal.protobuf import split_fields
 from shoal.sources.steps import one_line
 
@@ -42,7 +41,7 @@ def test_buildkit_steps_logs_and_failure() -> None:
         trace(vertex(name, field(5, stamp(100)), field(6, stamp(102, 500_000_000)), field(7, b"exit code: 1"))),
         {"error": "process did not complete"},
     ]
-    assert list(buildkit.read_events(stream)) == [
+    assert list(progress.read_events(stream)) == [
         StepEvent("sha256:1", 3, 10, "RUN pip install", "started"),
         *(OutputLine("sha256:1", line) for line in ("one", "two", "50%", "100%", "café, and no line end")),
         StepEvent("sha256:1", 3, 10, "RUN pip install", "failed", 2.5, "exit code: 1"),
@@ -53,7 +52,7 @@ def test_buildkit_steps_logs_and_failure() -> None:
 def test_buildkit_cached_step_and_chore() -> None:
     done = (field(5, stamp(5)), field(6, stamp(5)))
     stream = [trace(vertex("[1/2] FROM base", *done, field(4, 1))), trace(vertex("exporting to image", *done))]
-    first, second = buildkit.read_events(stream)
+    first, second = progress.read_events(stream)
     assert first == StepEvent("sha256:1", 1, 2, "FROM base", "cached")
     assert second == StepEvent("sha256:1", 0, 0, "exporting to image", "done")
 

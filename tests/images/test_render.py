@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from ruamel.yaml import YAML
 
+from shoal.builds.plan import gather_sources
 from shoal.errors import SpecError
 from shoal.matrix.project import Project
 from shoal.matrix.spec import VERSIONS, BuildSpec, load
 from shoal.network.settings import read_network_settings
-from shoal.sources import context
-from shoal.sources.pins import read_image_pins, read_lock
+from shoal.sources.lock import read_image_pins, read_lock
 from shoal.sources.record import decide
 from shoal.sources.render import read_steps, render_all, render_dockerfile
 
@@ -203,10 +203,10 @@ def test_a_childs_own_files_are_inputs_of_its_steps(project: Project, matrix: Bu
     tool = tmp_path / "dockerfiles" / "files" / "own" / "bin" / "tool"
     tool.parent.mkdir(parents=True)
     tool.write_text("1")
-    own = context.gather_sources(Project(tmp_path), matrix, child, {})
+    own = gather_sources(Project(tmp_path), matrix, child, {})
     assert own.context_files(matrix, read_network_settings())["own/bin/tool"] == b"1"
     tool.write_text("2")
-    other = context.gather_sources(Project(tmp_path), matrix, child, {})
+    other = gather_sources(Project(tmp_path), matrix, child, {})
     plan = decide("x", own.make_record("base@1").labels(), other.make_record("base@1"))
     assert plan.reasons == ("own/bin/tool changed",)
     tool.with_name("link").symlink_to("/etc/passwd")

@@ -28,9 +28,8 @@ from shoal.errors import ImageError, UsageError
 from shoal.formats import format_byte_change, format_bytes, format_share
 from shoal.image import archive as image_archive
 from shoal.image import deflate, inventory, size
-from shoal.image.inventory import Inventory, Sum
+from shoal.image.inventory import Inventory, Sum, compare_sizes, layer_title
 from shoal.image.owners import TAR, DebianPackage, FileOwner, PythonDistribution
-from shoal.image.size_comparison import compare_sizes, layer_title
 from shoal.matrix.spec import BuildSpec
 
 from .command import shoal_command

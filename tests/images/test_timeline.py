@@ -17,9 +17,18 @@ from hypothesis import strategies as st
 from shoal.errors import ShoalError, TraceError, UsageError
 from shoal.formats import format_time
 from shoal.report import timeline_page, timeline_text, trace
-from shoal.report.intervals import Intervals, clip, difference, intersection, length, union
-from shoal.report.timeline import write_timeline_report
-from shoal.report.timeline_analysis import Analysis, analyse, list_caveats
+from shoal.report.timeline_analysis import (
+    Analysis,
+    Intervals,
+    analyse,
+    clip,
+    difference,
+    intersection,
+    length,
+    list_caveats,
+    union,
+)
+from shoal.report.timeline_page import write_timeline_report
 
 from .command import shoal_command
 

@@ -15,13 +15,13 @@ from pathlib import Path
 import pytest
 
 from shoal import trust
-from shoal.commands import completion
+from shoal.builds.plan import install_own_packages
+from shoal.commands import common
 from shoal.errors import SpecError
 from shoal.matrix import project as projects
 from shoal.matrix.project import Project
 from shoal.matrix.spec import BuildSpec, load
 from shoal.sources import lock
-from shoal.sources.context import install_own_packages
 from shoal.sources.provenance import read_provenance
 from shoal.sources.render import read_steps, read_templates
 
@@ -151,7 +151,7 @@ def test_each_way_to_change_a_project_is_found(copy: Project, place: str, change
     change(copy.root / place)
     with pytest.raises(SpecError, match="shoal trust"):
         projects.find(copy.root)
-    assert completion.complete_images("pytorch") == [] or Path.cwd() != copy.root
+    assert common.complete_images("pytorch") == [] or Path.cwd() != copy.root
 
 
 @needs_root
@@ -323,7 +323,7 @@ def test_a_hostile_yaml_file_is_an_error_at_once(name: str, copy: Project, monke
     with pytest.raises(SpecError, match=words) as caught:
         load(copy.buildspec)
     assert len(str(caught.value)) < 10_000
-    assert completion.complete_images("") == []
+    assert common.complete_images("") == []
     assert time.monotonic() - started < 3
     assert not (copy.root / "RAN").exists()
 

@@ -18,7 +18,7 @@ import pytest
 from docker.models.containers import Container
 
 from shoal.docker_client import containers
-from shoal.image import sandbox
+from shoal.image import facts
 from shoal.matrix.spec import ImageSpec, load
 
 from ..containers import ROOT
@@ -30,7 +30,7 @@ LOWER = [parent.tag for image in MATRIX.images if (parent := MATRIX.parent(image
 """Images that others extend, and which so have all that these have: tests of what both have ask the others."""
 PROBE = Path(__file__).with_name("image_probe.py").read_text()
 SCRATCH = {"TMPDIR": "/dev/shm"}
-# Some of those of `shoal.image.sandbox`; commands are run as several users.
+# Some of those of `shoal.image.facts`; commands are run as several users.
 _SETTINGS: dict[str, Any] = {
     "user": "0:0",
     "working_dir": "/",
@@ -143,5 +143,5 @@ def ask_running_containers(monkeypatch: pytest.MonkeyPatch, image_containers: Im
     `test_a_container_of_its_own_says_the_same` shows that this makes no difference.
     """
     monkeypatch.setattr(
-        sandbox, "run_command", lambda _, tag, command: image_containers.of(tag).run(*command, user=sandbox.NOBODY)
+        facts, "run_command", lambda _, tag, command: image_containers.of(tag).run(*command, user=facts.NOBODY)
     )

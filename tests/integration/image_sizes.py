@@ -12,7 +12,7 @@ from pathlib import Path
 
 import docker
 
-from shoal.image import sandbox
+from shoal.image import facts
 
 MIB = 1024**2
 _PROBE = Path(__file__).with_name("image_sizes_probe.py")
@@ -60,7 +60,7 @@ def measure_parts(client: docker.DockerClient, tag: str, base: str) -> ImagePart
         tag: The tag of the image.
         base: The tag of the Debian image below all its layers.
     """
-    found = sandbox.run_probe(client, tag, _PROBE)
+    found = facts.run_probe(client, tag, _PROBE)
     packages, below = (_package_sizes(client, image) for image in (tag, base))
     return ImageParts(
         tag=tag,
@@ -73,7 +73,7 @@ def measure_parts(client: docker.DockerClient, tag: str, base: str) -> ImagePart
 
 def _package_sizes(client: docker.DockerClient, tag: str) -> dict[str, int]:
     """Return the bytes that Debian packages take, by name."""
-    rows = (line.split() for line in sandbox.run_command(client, tag, _DPKG).splitlines())
+    rows = (line.split() for line in facts.run_command(client, tag, _DPKG).splitlines())
     return {name: int(kib) * 1024 for name, kib in rows}
 
 

@@ -17,7 +17,7 @@ import pytest
 from shoal.builds import builder
 from shoal.docker_client import archive, images
 from shoal.errors import ImageError
-from shoal.image import differences, facts, sandbox
+from shoal.image import differences, facts
 from shoal.matrix.project import Project
 
 from .test_build import TAG, build, probe, template
@@ -111,6 +111,6 @@ def test_an_image_that_is_inspected_fills_no_volume_and_no_memory(
         container.commit(*tag.split(":"), changes="VOLUME /data")
     finally:
         container.remove(v=True)
-    assert "Read-only file system" in sandbox.run_command(client, tag, ["sh", "-c", "touch /data/x 2>&1; true"])
+    assert "Read-only file system" in facts.run_command(client, tag, ["sh", "-c", "touch /data/x 2>&1; true"])
     with pytest.raises(ImageError, match="cannot be inspected"):
-        sandbox.run_command(client, tag, ["python3", "-c", "bytearray(3 << 30)"])
+        facts.run_command(client, tag, ["python3", "-c", "bytearray(3 << 30)"])

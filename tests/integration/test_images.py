@@ -10,8 +10,8 @@ import docker
 import pytest
 import tomllib
 
-from shoal.image import facts, manifest, sandbox, sbom
-from shoal.image.facts import ImageFacts
+from shoal.image import facts, manifest, sbom
+from shoal.image.facts import ImageFacts, run_command
 from shoal.matrix.project import Project
 from shoal.matrix.spec import ImageSpec
 
@@ -221,7 +221,7 @@ def test_a_probe_has_no_rights(client: docker.DockerClient, image: ImageSpec) ->
         "grep -E 'Uid|Cap|NoNewPrivs' /proc/self/status; ls /sys/class/net;"
         " touch /tmp/x 2>&1; cat /etc/shadow 2>&1; mount -t tmpfs none /mnt 2>&1; su -c id 2>&1; true"
     )
-    said = sandbox.run_command(client, image.tag, ["sh", "-c", script])
+    said = run_command(client, image.tag, ["sh", "-c", script])
     words = [line.split() for line in said.splitlines()]
     facts = {line[0].rstrip(":"): line[1:] for line in words if line[0].endswith(":")}
     assert set(facts["Uid"]) == {"65534"}

@@ -18,8 +18,8 @@ import pytest
 from docker.utils import exclude_paths
 
 from shoal import docker_client
-from shoal.builds import base_image, buildkit
-from shoal.builds.buildkit import BuildFailed, OutputLine
+from shoal.builds import base_image, progress
+from shoal.builds.progress import BuildFailed, OutputLine
 from shoal.matrix.spec import BuildSpec
 from shoal.network.settings import read_network_settings
 
@@ -90,7 +90,7 @@ def built(tag: str, directory: Path, dockerfile: str = "Dockerfile", **arguments
             buildargs={**arguments, **dict(read_network_settings().proxies)},
             decode=True,
         )
-        events = list(buildkit.read_events(answer))
+        events = list(progress.read_events(answer))
     failures = [event.message for event in events if isinstance(event, BuildFailed)]
     assert not failures, "\n".join([*(event.line for event in events if isinstance(event, OutputLine)), *failures])
     try:

@@ -22,10 +22,10 @@ from rich.console import Console
 from rich.progress import Progress
 
 from shoal import docker_client
-from shoal.builds import base_image, buildkit, bundled, debian_lock, graph, plan
+from shoal.builds import base_image, bundled, debian_lock, graph, plan
 from shoal.builds.base_image import BaseImage, Say
 from shoal.builds.plan import BuildPlan
-from shoal.builds.progress import BuildProgress, make_display
+from shoal.builds.progress import BuildProgress, make_display, read_events
 from shoal.console import print_line
 from shoal.docker_client import archive, containers
 from shoal.docker_client.images import find_image, read_labels, remove_replaced
@@ -277,7 +277,7 @@ def _send(
         with streams.reading(response):
             # chunk_size=None hands over each chunk as it comes.
             lines = containers.split_lines(response.iter_content(chunk_size=None))
-            for event in buildkit.read_events(json.loads(line) for line in lines if line.strip()):
+            for event in read_events(json.loads(line) for line in lines if line.strip()):
                 progress.show(event)
 
 

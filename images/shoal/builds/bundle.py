@@ -30,7 +30,8 @@ from shoal.errors import BuildError, BundleError, DiskError, UsageError, is_disk
 from shoal.matrix.project import Project, find_shipped
 from shoal.matrix.spec import BuildSpec, ImageSpec, System
 from shoal.network.settings import NetworkSettings, pip_environment, read_network_settings, read_settings_for
-from shoal.sources import debian, lock, packages, pins, release
+from shoal.sources import debian, lock, packages
+from shoal.sources.packages import write_source_tree
 
 INSTALL = "python3 -m venv .venv && .venv/bin/pip install --no-index --find-links {directory} shoal"
 """The command that installs `shoal` from a bundle, for users to type."""
@@ -127,7 +128,7 @@ def add_shoal(scratch_parent: Path, target: Path) -> None:
     constraint = [f"--constraint={pinned}"] if pinned.is_file() else []
     with _scratch(scratch_parent) as scratch:
         (scratch / "own").mkdir()
-        release.write_source_tree(shipped, "images", scratch / "tree")
+        write_source_tree(shipped, "images", scratch / "tree")
         own = packages.build_wheel(scratch / "tree", scratch / "own")
         result = _pip_download(scratch, ["--only-binary=:all:", *constraint, str(own)])
         if result.returncode:
@@ -245,8 +246,8 @@ def _add_wheels(project: Project, spec: BuildSpec, image: ImageSpec, directory: 
 
     pip tries the configured indexes, then the image's own. Raises `BuildError` with pip's words, or `DiskError`.
     """
-    wanted = [pin for layer in pins.read_image_pins(project, spec, image).values() for pin in layer]
-    present = [*pins.find_locked_wheels(wanted, [directory])]
+    wanted = [pin for layer in lock.read_image_pins(project, spec, image).values() for pin in layer]
+    present = [*lock.find_locked_wheels(wanted, [directory])]
     names = {f"{WHEELS}/{path.name}" for _, path in present}
     if not (missing := [pin for pin in wanted if pin not in {pin for pin, _ in present}]):
         return names

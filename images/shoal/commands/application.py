@@ -13,7 +13,7 @@ import sys
 import traceback
 
 from shoal.clean_text import print_error
-from shoal.commands import completion
+from shoal.commands import common
 from shoal.commands.common import app, convert_error, print_failure
 from shoal.errors import ShoalError
 
@@ -31,7 +31,7 @@ def main() -> None:
     Imports the modules with commands; for a command of `images`, that module alone. Turns the garbage collector on
     again. SIGTERM and SIGHUP end a command as an interrupt does: running containers are stopped and removed.
     """
-    completion.join_words(os.environ)
+    common.join_words(os.environ)
     for module in ("images",) if _IMAGE_COMMANDS & {*sys.argv[1:2]} else _MODULES:
         importlib.import_module(f"shoal.commands.{module}")
     _install_signal_handlers()

@@ -9,7 +9,9 @@ import dataclasses
 import functools
 import inspect
 import json
-from collections.abc import Callable, Iterable, Sequence
+import os
+import re
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_type_hints
 
@@ -24,13 +26,63 @@ from rich.console import Console
 from shoal import __version__, docker_client
 from shoal.builds import builder
 from shoal.clean_text import print_document, print_error
-from shoal.commands import completion
 from shoal.console import CleanConsole, console, print_line
 from shoal.docker_client import images as docker_images
 from shoal.errors import DockerError, ShoalError, SpecError, UsageError, convert_os_error
 from shoal.matrix import project, spec
-from shoal.sources import pins
+from shoal.sources import lock
 from shoal.sources.render import GeneratedFile
+
+_HEAD = "_SHOAL_COMPLETE_HEAD"
+_SPLIT = "\x1f"
+
+
+def join_words(environment: MutableMapping[str, str]) -> None:
+    """Joins the words that bash splits at colons, so that a tag is one argument again. Changes `environment`.
+
+    Does nothing unless bash asks for completion. The last word keeps only the part that bash will replace. The part
+    before it is stored for `complete_images`.
+    """
+    if environment.get("_SHOAL_COMPLETE") != "complete_bash":
+        return
+    words = environment["COMP_WORDS"].split("\n")[: int(environment["COMP_CWORD"]) + 1]
+    # An empty word after a colon was begun by a space.
+    joined = re.sub(r"\n:(\n(?=.)|\Z)", f":{_SPLIT}", "\n".join(words))
+    *before, last = joined.split("\n")
+    head, _, part = last.rpartition(_SPLIT)
+    words = [*(word.replace(_SPLIT, "") for word in before), part]
+    environment.update({"COMP_WORDS": "\n".join(words), "COMP_CWORD": str(len(before)), _HEAD: head})
+
+
+def complete_images(incomplete: str) -> list[str]:
+    """Returns the frameworks and tags that begin with `incomplete`; for bash, only the part after the last colon.
+
+    Returns none if there are no image definitions, or if buildspec.yml is wrong.
+    """
+    try:
+        matrix = spec.load(project.find(Path.cwd()).buildspec)
+    except (ShoalError, OSError):
+        return []
+    head = os.environ.get(_HEAD, "")
+    names = (*matrix.defaults, *(image.tag for image in matrix.images))
+    return [name.removeprefix(head) for name in names if name.startswith(head + incomplete)]
+
+
+def complete_jobs(incomplete: str) -> list[str]:
+    """Returns the names of this user's jobs on this machine that begin with `incomplete`, running ones first."""
+    from shoal.jobs.store import list_jobs  # takes longer than commands on images that repeat
+
+    try:
+        names = (each.name for each in list_jobs() if each.name.startswith(incomplete))
+        return list(dict.fromkeys(filter(str.isprintable, names)))
+    except OSError:
+        return []
+
+
+def complete_jobs_and_images(incomplete: str) -> list[str]:
+    """Returns the names of jobs, and then of images, that begin with `incomplete`."""
+    return [*complete_jobs(incomplete), *complete_images(incomplete)]
+
 
 EVERY_DAY, BUILD, RUN, INSPECT, SET_UP = "Every day", "Build images", "Run jobs", "Inspect images", "Set up"
 """The panels of `shoal --help`."""
@@ -62,23 +114,19 @@ _NAMES_HELP = "Tags, frameworks, or globs on tags such as 'pytorch-*-gpu-*'."
 
 def _images(more: str) -> Any:
     help_ = f"{_NAMES_HELP} {more}"
-    return typer.Argument(metavar="[IMAGE]...", help=help_, autocompletion=completion.complete_images)
+    return typer.Argument(metavar="[IMAGE]...", help=help_, autocompletion=complete_images)
 
 
 Images = Annotated[list[str] | None, _images("Default: all images.")]
 NamedImages = Annotated[list[str] | None, _images("Required without --all.")]
-Image = Annotated[
-    str, typer.Argument(help="Tag, or framework from buildspec.yml.", autocompletion=completion.complete_images)
-]
+Image = Annotated[str, typer.Argument(help="Tag, or framework from buildspec.yml.", autocompletion=complete_images)]
 OptionalImage = Annotated[
     str | None,
-    typer.Argument(help="Tag, or framework from buildspec.yml.", autocompletion=completion.complete_images),
+    typer.Argument(help="Tag, or framework from buildspec.yml.", autocompletion=complete_images),
 ]
 Skip = Annotated[
     list[str] | None,
-    typer.Option(
-        "--skip", metavar="IMAGE", help="Leave out these images. Repeatable.", autocompletion=completion.complete_images
-    ),
+    typer.Option("--skip", metavar="IMAGE", help="Leave out these images. Repeatable.", autocompletion=complete_images),
 ]
 EveryImage = Annotated[bool, typer.Option("--all", help="All images of buildspec.yml.")]
 _documents = {"wanted": False, "printed": False}
@@ -273,7 +321,7 @@ def raise_stale(
     here: project.Project, matrix: spec.BuildSpec, images: Iterable[spec.ImageSpec], files: Iterable[GeneratedFile]
 ) -> None:
     """Raises `SpecError` if locks of images do not fit, or generated files are stale. Other such errors are printed."""
-    problems = pins.find_stale(here, matrix, images)
+    problems = lock.find_stale(here, matrix, images)
     if stale := [str(file.path) for file in files if file.state == "stale"]:
         problems.append(f"not up to date with the templates: {', '.join(stale)}. Fix: shoal render")
     raise_first(map(SpecError, problems))

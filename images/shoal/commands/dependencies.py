@@ -30,7 +30,7 @@ from shoal.console import print_line, print_lines
 from shoal.errors import SpecError
 from shoal.matrix.project import Project
 from shoal.matrix.spec import BuildSpec, ImageSpec
-from shoal.sources import lock, pins, render
+from shoal.sources import lock, render
 
 
 @app.command("lock", rich_help_panel=BUILD, epilog="More: CONTRIBUTING.md")
@@ -76,7 +76,7 @@ def lock_images(
                 paths = lock.lock_image(here, matrix, image)
             locked.add(here.lock_directory(image))
             for path in paths:
-                count = len(pins.read_lock(path))
+                count = len(lock.read_lock(path))
                 locks.append(lock.LockFile(image.tag, path, count))
                 print_line(f"{count:3} pins  {path}", progress)
     finally:  # if a child cannot be resolved, the images before it stay locked
@@ -95,8 +95,8 @@ def _check_locks(here: Project, matrix: BuildSpec, images: list[ImageSpec], *, a
         locks = [
             lock.LockFile(image.tag, here.lock_directory(image) / f"{layer}.txt", len(found))
             for image in images
-            if pins.are_current(here, matrix, image)
-            for layer, found in pins.read_image_pins(here, matrix, image).items()
+            if lock.are_current(here, matrix, image)
+            for layer, found in lock.read_image_pins(here, matrix, image).items()
         ]
         print_json(lock.LockedImages(locks, files))
     raise_stale(here, matrix, images, files)
@@ -125,7 +125,7 @@ def _needs_lock(
         return False
     parent = matrix.parent(image)
     parent_locked = parent is not None and here.lock_directory(parent) in locked
-    return image.tag in chosen or (parent_locked and not pins.are_current(here, matrix, image))
+    return image.tag in chosen or (parent_locked and not lock.are_current(here, matrix, image))
 
 
 @app.command("bundle", rich_help_panel=BUILD, epilog="More: docs/offline.md")

@@ -13,7 +13,7 @@ from rich.markup import escape
 
 from shoal import docker_client
 from shoal.clean_text import print_document
-from shoal.commands import completion
+from shoal.commands import common
 from shoal.commands.common import (
     INSPECT,
     AsJson,
@@ -38,7 +38,7 @@ AnyImage = Annotated[
     typer.Argument(
         metavar="IMAGE",
         help="Framework from buildspec.yml, or any tag. NAME is NAME:latest.",
-        autocompletion=completion.complete_images,
+        autocompletion=common.complete_images,
     ),
 ]
 OutputFile = Annotated[Path | None, typer.Option("-o", "--output", help="Output file. Default: standard output.")]

@@ -77,7 +77,7 @@ from shoal.jobs.store import (
 from shoal.jobs.variables import parse_secrets, read_environment, restore_environment
 from shoal.jobs.view import LiveView, PlainView, View, can_show_panel
 from shoal.jobs.volumes import Volume
-from shoal.report import job_collection, timeline
+from shoal.report import job_collection, timeline_page
 from shoal.report.job_page import render_comparison_page
 from shoal.report.job_report import PAGE, read_report
 from shoal.report.output_files import choose_files, write_files
@@ -440,8 +440,8 @@ def report_timeline(
 
     Example: shoal timeline jobs/my-job
     """
-    analysis, written = timeline.write_timeline_report(paths, page, as_json)
-    timeline.print_timeline_report(console, analysis)
+    analysis, written = timeline_page.write_timeline_report(paths, page, as_json)
+    timeline_page.print_timeline_report(console, analysis)
     print_written(written)
 
 

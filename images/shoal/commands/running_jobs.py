@@ -10,7 +10,7 @@ import typer
 
 from shoal import trust
 from shoal.clean_text import print_log_line
-from shoal.commands import completion
+from shoal.commands import common
 from shoal.commands.common import (
     EVERY_DAY,
     RUN,
@@ -36,7 +36,7 @@ from shoal.report.job_report import PAGE
 _MOST_ENDED = 20
 _HEADER = ["name", "state", "exit code", "image", "hosts", "started", "elapsed", "directory"]
 _JOB_HELP = "Name of a job, or its directory."
-Job = Annotated[str, typer.Argument(metavar="JOB", help=_JOB_HELP, autocompletion=completion.complete_jobs)]
+Job = Annotated[str, typer.Argument(metavar="JOB", help=_JOB_HELP, autocompletion=common.complete_jobs)]
 Host = Annotated[str | None, typer.Option("--host", metavar="NAME", help="Host, such as algo-2. Default: the first.")]
 
 
@@ -167,7 +167,7 @@ def open_shell(
         typer.Argument(
             metavar="JOB|IMAGE",
             help="Running job, or else a tag or framework.",
-            autocompletion=completion.complete_jobs_and_images,
+            autocompletion=common.complete_jobs_and_images,
         ),
     ],
     host: Host = None,

@@ -21,8 +21,7 @@ from shoal.errors import UsageError
 from shoal.formats import format_byte_change, format_bytes, format_count, format_share
 from shoal.image import inventory
 from shoal.image.archive import Blobs
-from shoal.image.inventory import Inventory, Layer, Sum
-from shoal.image.size_comparison import Change, Comparison, compare_sizes, layer_title
+from shoal.image.inventory import Change, Comparison, Inventory, Layer, Sum, compare_sizes, layer_title
 from shoal.matrix.spec import BuildSpec
 
 _CHUNK = 1024 * 1024  # bytes

@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from shoal.image.inventory import Inventory, Layer, Sum
+from shoal.image.inventory import Change, Comparison, Inventory, Layer, State, Sum, compare_sizes
 from shoal.image.owners import DebianPackage, FileOwner, PythonDistribution
-from shoal.image.size_comparison import Change, Comparison, State, compare_sizes
 
 
 @dataclass(frozen=True)

@@ -2,23 +2,29 @@
 
 A build gets them as files in the context's `machine/` directory, which is mounted only while a step runs. Proxies are
 build arguments too; Docker does not record those.
+
+pip's settings are read as pip's documentation defines (Configuration). Why not by `pip config list`, which prints the
+same: docs/decisions/written-by-hand.md.
 """
 
 from __future__ import annotations
 
+import configparser
 import contextlib
 import functools
 import os
 import platform
 import re
 import subprocess
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from shoal import trust
+from shoal.errors import SpecError
 from shoal.matrix.project import Project
-from shoal.network import credentials, pip_settings
+from shoal.network import credentials
 
 _PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "FTP_PROXY", "ALL_PROXY", "NO_PROXY")
 # pip's settings that builds can use. Local paths in them are left out and reported; the wheels of local find-links
@@ -146,7 +152,7 @@ def read_network_settings() -> NetworkSettings:
     Raises:
         SpecError: If a file of pip is not valid.
     """
-    pip = pip_settings.read_pip_settings()
+    pip = read_pip_settings()
     netrc = credentials.read_netrc()
     kept, left_out = _select_pip_settings(pip)
     kept |= {key: " ".join(map(netrc.add_credentials, kept[key].split())) for key in _URL_KEYS if key in kept}
@@ -191,7 +197,7 @@ def pip_environment() -> dict[str, str]:
     Raises:
         SpecError: If a file of pip is not valid.
     """
-    found = (path for _, path in _ca_bundles(pip_settings.read_pip_settings()) if path.is_file())
+    found = (path for _, path in _ca_bundles(read_pip_settings()) if path.is_file())
     path = next(found, None)
     return {**os.environ, "PIP_CERT": str(path)} if path else dict(os.environ)
 
@@ -280,3 +286,61 @@ def _parse_deb822_sources(text: str) -> Iterator[str]:
         for uri in fields.get("URIs", "").split():
             for suite in fields.get("Suites", "").split():
                 yield f"deb {uri} {suite} {' '.join(fields.get('Components', 'main').split())}"
+
+
+_SECTIONS = ("global", "install")
+"""The sections that apply to `pip install`, in ascending priority."""
+_NOT_OPTIONS = ("version", "help")
+
+
+def read_pip_settings(environment: Mapping[str, str] = os.environ, prefix: str = sys.prefix) -> dict[str, str]:
+    """Returns the settings of `pip install`, by option. Line breaks become spaces; empty values are left out.
+
+    As in pip, no file is read if PIP_CONFIG_FILE is `os.devnull`.
+
+    Args:
+        environment: The environment variables to read.
+        prefix: The Python environment, which may have a pip.conf.
+
+    Raises:
+        SpecError: If a file is not a valid configuration. pip fails on it too.
+    """
+    settings: dict[str, dict[str, str]] = {section: {} for section in _SECTIONS}
+    if environment.get("PIP_CONFIG_FILE") != os.devnull:
+        for path in _config_files(environment, Path(prefix)):
+            parser = _parse_file(path)
+            for section in filter(parser.has_section, _SECTIONS):
+                settings[section] |= {_option_name(key): value for key, value in parser.items(section)}
+    variables = {_option_name(key[4:]): value for key, value in environment.items() if key.startswith("PIP_")}
+    stages = (*settings.values(), {key: value for key, value in variables.items() if key not in _NOT_OPTIONS})
+    return {key: value.replace("\n", " ").strip() for stage in stages for key, value in stage.items() if value}
+
+
+def _parse_file(path: Path) -> configparser.RawConfigParser:
+    """Reads one file of pip; a missing or unreadable one is empty. Raises `SpecError` if it is not valid."""
+    parser = configparser.RawConfigParser()
+    try:
+        parser.read(path)
+    except (configparser.Error, UnicodeDecodeError) as error:
+        raise SpecError(f"{path}: not a valid pip configuration: {error}. Fix: correct the file") from error
+    return parser
+
+
+def _config_files(environment: Mapping[str, str], prefix: Path) -> Iterator[Path]:
+    """Yields the files that pip reads, in ascending priority; they may not exist."""
+    home = Path(environment.get("HOME") or Path.home())
+    for directory in (environment.get("XDG_CONFIG_DIRS") or "/etc/xdg").split(os.pathsep):
+        yield Path(directory, "pip", "pip.conf")
+    yield Path("/etc/pip.conf")
+    own = environment.get("PIP_CONFIG_FILE")
+    if not own or not Path(own).exists():
+        yield home / ".pip" / "pip.conf"
+        yield Path(environment.get("XDG_CONFIG_HOME") or home / ".config", "pip", "pip.conf")
+    yield prefix / "pip.conf"
+    if own:
+        yield Path(own)
+
+
+def _option_name(key: str) -> str:
+    """Returns the name of an option for `--Name_of`, a key of a file or the rest of a PIP_ variable."""
+    return key.lower().replace("_", "-").removeprefix("--")

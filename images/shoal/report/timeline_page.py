@@ -1,6 +1,7 @@
-"""Renders the page of a timeline: one self-contained HTML file, from timeline.html.j2.
+"""`shoal timeline`: reads the timelines of a job's ranks, and writes an HTML page and a merged trace.
 
-This module lays out the pictures: a window of time becomes 0 to `UNITS` horizontally, and rows become pixels.
+The page is one self-contained file, from timeline.html.j2. In its pictures, a window of time becomes 0 to `UNITS`
+horizontally, and rows become pixels.
 """
 
 from __future__ import annotations
@@ -8,12 +9,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
+from rich.console import Console
+from rich.table import Table
+
+from shoal.console import print_line
 from shoal.formats import format_bandwidth, format_bytes, format_time
-from shoal.report import timeline_text
-from shoal.report.intervals import Interval, clip, length
+from shoal.report import output_files, timeline_text, trace
 from shoal.report.output_files import render_page
-from shoal.report.timeline_analysis import Analysis, RankReport, list_caveats
+from shoal.report.timeline_analysis import Analysis, Interval, RankReport, analyse, clip, length, list_caveats
 from shoal.report.trace import Span, Timeline
 
 UNITS = 10_000
@@ -216,3 +221,39 @@ def _list_kinds(timeline: Timeline) -> list[str]:
 
 def _collective_key(span: Span) -> tuple[object, ...]:
     return span.name, span.args.get("bucket"), span.args.get("group")
+
+
+def write_timeline_report(paths: Sequence[Path], output: Path, as_json: bool) -> tuple[Analysis, list[Path]]:
+    """Writes the page, and with `as_json` the merged trace next to it.
+
+    Args:
+        paths: Timelines, or directories with timelines.
+
+    Returns:
+        The analysis, and the files that were written.
+
+    Raises:
+        UsageError: If a path does not exist, or a file cannot be written.
+        TraceError: If a file is not a timeline, or files are from different jobs.
+        DiskError: If the disk is full.
+    """
+    files = trace.find_files(paths)
+    page, *others = output_files.choose_files(output, as_json, files)
+    analysis = analyse(trace.read_timeline(files))
+    texts = {page: render_timeline_page(analysis)}
+    texts |= {other: trace.format_merged_trace(analysis.timeline) for other in others}
+    output_files.write_files(output, texts)
+    return analysis, list(texts)
+
+
+def print_timeline_report(console: Console, analysis: Analysis) -> None:
+    """Prints the summary, caveats and a table of the ranks."""
+    for sentence in (*timeline_text.summarize_timeline(analysis), *list_caveats(analysis)):
+        print_line(sentence, console)
+    table = Table(box=None)
+    columns = [column for column in timeline_text.COLUMNS if column.on_terminal]
+    for column in columns:
+        table.add_column(column.name, justify="right", no_wrap=True)
+    for report in analysis.ranks:
+        table.add_row(*(column.text(report) for column in columns))
+    console.print(table, soft_wrap=True)

@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from shoal.formats import NONE, format_bandwidth, format_bytes, format_count, format_percent, format_time
-from shoal.report.intervals import length
-from shoal.report.timeline_analysis import Analysis, RankReport
+from shoal.report.timeline_analysis import Analysis, RankReport, length
 from shoal.report.trace import Span
 
 

@@ -15,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from smdistributed.modelparallel.backend.config import PLACEMENTS, check, read_config
+from smdistributed.modelparallel.backend.context import GROUPS, Grid
 from smdistributed.modelparallel.backend.exceptions import SMPConfigError, SMPUnsupportedError
 from smdistributed.modelparallel.backend.partition import SLACK, cut, largest_of
-from smdistributed.modelparallel.backend.ranks import GROUPS, Grid
 from smdistributed.modelparallel.backend.schedule import Schedule, Turn, TurnKind
 
 

@@ -17,10 +17,9 @@ from smdistributed.core.launch import LaunchError
 from smdistributed.core.store import LocalStore
 from smdistributed.modelparallel.backend import api, context, rendezvous
 from smdistributed.modelparallel.backend.config import check
-from smdistributed.modelparallel.backend.context import Context
+from smdistributed.modelparallel.backend.context import Context, Grid
 from smdistributed.modelparallel.backend.exceptions import MicrobatchError, SMPRuntimeError, StepUsageError
 from smdistributed.modelparallel.backend.object_exchange import ObjectExchange
-from smdistributed.modelparallel.backend.ranks import Grid
 from smdistributed.modelparallel.backend.rendezvous import connect_ranks
 from smdistributed.modelparallel.backend.splitting import ArgumentSplitter, merge
 from smdistributed.modelparallel.backend.transport import Access, Transport

@@ -19,9 +19,9 @@ import tensorflow as tf
 
 from shoal_checkpoint import STOPPED, position, seconds_left
 from shoal_checkpoint.directories import CheckpointError, SavedSteps
-from shoal_checkpoint.tensorflow import split, storage
+from shoal_checkpoint.tensorflow import storage
 from shoal_checkpoint.tensorflow.random_states import RandomStates
-from shoal_checkpoint.tensorflow.ranks import Ranks
+from shoal_checkpoint.tensorflow.ranks import Ranks, share_samples, weigh_samples
 
 __all__ = ["Checkpoint", "CheckpointError"]
 
@@ -122,7 +122,7 @@ class Checkpoint:
         if global_batch is None:
             yield from self._save_between(self._rest_of(dataset, unit))
             return
-        shares = split.share(dataset, global_batch, self._ranks.rank, self._ranks.size)
+        shares = share_samples(dataset, global_batch, self._ranks.rank, self._ranks.size)
         for batch, weight in self._save_between(self._rest_of(shares, unit)):
             self.weight = float(weight)
             yield batch
@@ -177,8 +177,8 @@ class Checkpoint:
 
         unit = self._samples_per_step(batch_size, global_batch)
         if global_batch is not None:
-            shares = split.share(dataset, global_batch, self._ranks.rank, self._ranks.size)
-            dataset = shares.map(split.weigh_samples)
+            shares = share_samples(dataset, global_batch, self._ranks.rank, self._ranks.size)
+            dataset = shares.map(weigh_samples)
         metrics = (self._resumed or {}).get("metrics") or []
         rest = self._rest_of(dataset, unit)
         if self._batches and int(dataset.cardinality()) >= 0:

@@ -34,11 +34,11 @@ from smdistributed.core.torch.devices import open_cuda, select_device
 from smdistributed.core.torch.engine_selection import open_engine
 from smdistributed.core.torch.native_backend import NativeBackend
 from smdistributed.core.torch.recording import record_collective
-from smdistributed.core.torch.sparse import all_reduce_sparse
 from smdistributed.core.torch.tensors import (
     DTYPES,
     OPS,
     Flattened,
+    all_reduce_sparse,
     flat_of,
     premultiplied_by,
     read_only,

@@ -18,7 +18,6 @@ from smdistributed.dataparallel.tensorflow.collectives import (
     overlap,
 )
 from smdistributed.dataparallel.tensorflow.gathering import allgather, alltoall, barrier, broadcast_object, join
-from smdistributed.dataparallel.tensorflow.gradients import DistributedGradientTape
 from smdistributed.dataparallel.tensorflow.job import (
     init,
     is_initialized,
@@ -29,7 +28,7 @@ from smdistributed.dataparallel.tensorflow.job import (
     size,
 )
 from smdistributed.dataparallel.tensorflow.normalization import SyncBatchNormalization
-from smdistributed.dataparallel.tensorflow.optimizer import DistributedOptimizer
+from smdistributed.dataparallel.tensorflow.optimizer import DistributedGradientTape, DistributedOptimizer
 
 Average, Sum, Min, Max = ReduceOp.AVERAGE, ReduceOp.SUM, ReduceOp.MIN, ReduceOp.MAX  # Horovod's names
 get_rank, get_world_size, get_local_rank = rank, size, local_rank  # other libraries look for these

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from smdistributed.core.launch import Launch, read_launch
-from smdistributed.core.tensorflow.devices import take_gpu
-from smdistributed.core.tensorflow.group import Group, open_group
+from smdistributed.core.tensorflow.group import Group, open_group, take_gpu
 from smdistributed.dataparallel import _start_requested_profiler
 from smdistributed.dataparallel.exceptions import SMDDPError
 

@@ -15,7 +15,7 @@ import torch.distributed
 from torch.distributed import ProcessGroup, Work
 
 from smdistributed.core.launch import read_launch
-from smdistributed.core.torch.rendezvous import open_store
+from smdistributed.core.torch.engine_selection import open_store
 from smdistributed.dataparallel.exceptions import SMDDPError
 from smdistributed.dataparallel.reduce_op import ReduceOp
 from smdistributed.dataparallel.torch.torch_smddp import BACKEND

@@ -1,4 +1,4 @@
-"""The job as this process knows it after `smp.init`: configuration, ranks and groups. `backend.api` reads it.
+"""The job as this process knows it after `smp.init`: configuration, grid of ranks, groups. `backend.api` reads it.
 
 Also starts the timeline that SMP_TIMELINE asks for.
 """
@@ -8,14 +8,69 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from smdistributed.core import timeline
 from smdistributed.core.launch import Launch, read_launch
-from smdistributed.modelparallel.backend.config import Config, read_config
+from smdistributed.modelparallel.backend.config import PLACEMENTS, Config, read_config
 from smdistributed.modelparallel.backend.exceptions import SMPConfigError, StepUsageError
 from smdistributed.modelparallel.backend.object_exchange import ObjectExchange
-from smdistributed.modelparallel.backend.ranks import Grid
+
+GROUPS = {"WORLD": "", "MP_GROUP": "D", "DP_GROUP": "P", "PP_GROUP": "DT", "TP_GROUP": "DP", "RDP_GROUP": "PT"}
+"""Groups by the coordinates that their members share: D (reduced data parallel), P (stage), T (tensor parallel)."""
+
+
+@dataclass(frozen=True)
+class Grid:
+    """All ranks of a job: `size` is stages × tensors × replicas.
+
+    `order`: the coordinates D, P and T; the rightmost one varies fastest with the rank.
+    """
+
+    size: int
+    stages: int
+    tensors: int
+    order: str
+
+    @classmethod
+    def of(cls, config: Config, size: int) -> Grid:
+        """Raises SMPConfigError for part of a replica, or for several replicas without `ddp` or `horovod`."""
+        stages, tensors = config.pipeline_parallel_degree, config.tensor_parallel_degree
+        if size % (stages * tensors):
+            raise SMPConfigError(
+                f"'partitions' is {stages}, but the job has {size} ranks. Fix: start a multiple of {stages * tensors}."
+            )
+        if size > stages * tensors and not (config.ddp or config.horovod):
+            raise SMPConfigError(
+                f"The job has {size} ranks for {stages * tensors} partitions. Fix: set 'ddp' to true to train "
+                f"{size // (stages * tensors)} replicas, or start {stages * tensors} ranks."
+            )
+        return cls(size, stages, tensors, PLACEMENTS[config.placement_strategy])
+
+    @cached_property
+    def coordinates(self) -> tuple[dict[str, int], ...]:
+        """The coordinates D, P and T of every rank."""
+        sizes = {"D": self.size // (self.stages * self.tensors), "P": self.stages, "T": self.tensors}
+        found = []
+        for rank in range(self.size):
+            rest, at = rank, {}
+            for letter in reversed(self.order):
+                rest, at[letter] = divmod(rest, sizes[letter])
+            found.append(at)
+        return tuple(found)
+
+    def group(self, name: str, rank: int) -> tuple[int, ...]:
+        """Lists the ranks, ascending, of the group with that name (a key of GROUPS) that has `rank` as a member."""
+        shared = GROUPS[name]
+        mine = [self.coordinates[rank][letter] for letter in shared]
+        everybody = range(self.size)
+        return tuple(r for r in everybody if [self.coordinates[r][letter] for letter in shared] == mine)
+
+    def groups(self, name: str) -> tuple[tuple[int, ...], ...]:
+        return tuple(dict.fromkeys(self.group(name, rank) for rank in range(self.size)))
+
 
 _TIMELINE_VARIABLE, _TIMELINE_FILE = "SMP_TIMELINE", "smp_timeline.json"
 
@@ -59,7 +114,7 @@ class Context:
         _current = self
 
     def group(self, name: str) -> tuple[int, ...]:
-        """Returns this rank's group, as ascending ranks of the job. `name` is a key of `backend.ranks.GROUPS`."""
+        """Returns this rank's group, as ascending ranks of the job. `name` is a key of GROUPS."""
         self.require()
         return self.grid.group(name, self.rank)
 

@@ -15,7 +15,7 @@ import tensorflow as tf
 from smdistributed.core.options import warn_without_effect
 from smdistributed.core.tensorflow import operations
 from smdistributed.modelparallel.backend.exceptions import StepUsageError
-from smdistributed.modelparallel.tensorflow import saving
+from smdistributed.modelparallel.tensorflow.checkpoints import note_dtypes, save_model
 from smdistributed.modelparallel.tensorflow.model_trace import ModelTrace, trace_model
 from smdistributed.modelparallel.tensorflow.partition import StageAssignment
 from smdistributed.modelparallel.tensorflow.stage_variables import (
@@ -103,7 +103,7 @@ class DistributedModel(tf.keras.Model):  # type: ignore[misc]
         Raises:
             StepUsageError: Before the first step.
         """
-        saving.save_model(self, save_path)
+        save_model(self, save_path)
 
 
 def register_post_partition_hook(hook: Callable[[], object]) -> Callable[[], object]:
@@ -136,7 +136,7 @@ def plan_call(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tran
     Then rank 0 prints the partition, variables get their values, and the post-partition hooks run. Raises
     SMPConfigError or SMPUnsupportedError if the model cannot be split.
     """
-    saving.note_dtypes(model, args)
+    note_dtypes(model, args)
     trace = trace_model(model, args, kwargs, is_split=state.cfg.partitions > 1)
     stages = _stage_assignment(model)
     with tf.init_scope():

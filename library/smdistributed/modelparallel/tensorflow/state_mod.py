@@ -9,12 +9,10 @@ from typing import Any
 
 from smdistributed.core.options import warn_without_effect
 from smdistributed.core.store import open_store
-from smdistributed.core.tensorflow.devices import take_gpu
-from smdistributed.core.tensorflow.group import Group, open_group
+from smdistributed.core.tensorflow.group import Group, open_group, take_gpu
 from smdistributed.modelparallel.backend.config import Config
-from smdistributed.modelparallel.backend.context import Context, start_timeline
+from smdistributed.modelparallel.backend.context import Context, Grid, start_timeline
 from smdistributed.modelparallel.backend.exceptions import SMPUnsupportedError
-from smdistributed.modelparallel.backend.ranks import Grid
 from smdistributed.modelparallel.backend.rendezvous import connect_ranks
 from smdistributed.modelparallel.backend.transport import Access, Transport
 from smdistributed.modelparallel.tensorflow.stage_variables import own_variable

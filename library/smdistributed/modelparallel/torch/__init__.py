@@ -75,9 +75,8 @@ from smdistributed.modelparallel.torch.script.api import (
 from smdistributed.modelparallel.torch.script.checkpoints import load, resume_from_checkpoint, save, save_checkpoint
 from smdistributed.modelparallel.torch.script.model import DistributedModel
 from smdistributed.modelparallel.torch.script.optimizer import DistributedOptimizer
-from smdistributed.modelparallel.torch.script.splitting import StepOutput
 from smdistributed.modelparallel.torch.script.state import state
-from smdistributed.modelparallel.torch.script.step import step
+from smdistributed.modelparallel.torch.script.step import StepOutput, step
 from smdistributed.modelparallel.torch.script.unsupported import (
     prepare_optimizer,
     set_tensor_parallelism,

@@ -14,8 +14,8 @@ import torch
 
 from smdistributed.modelparallel.backend.object_exchange import ObjectExchange
 from smdistributed.modelparallel.backend.transport import Transport
-from smdistributed.modelparallel.torch.pipeline.devices import move_here
 from smdistributed.modelparallel.torch.pipeline.packing import Meta, from_buffer, meta_of, pack, to_buffer, unpack
+from smdistributed.modelparallel.torch.pipeline.tasks import move_here
 
 
 class MessageKind(enum.IntEnum):

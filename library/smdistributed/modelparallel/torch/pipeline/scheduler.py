@@ -14,12 +14,16 @@ from collections.abc import Callable
 from smdistributed.modelparallel.backend.exceptions import SMPRuntimeError
 from smdistributed.modelparallel.backend.schedule import Slot, Turn, TurnKind, TurnRequest, WorkerThreads
 from smdistributed.modelparallel.backend.transport import Transport, Waiter
-from smdistributed.modelparallel.torch.pipeline import devices
 from smdistributed.modelparallel.torch.pipeline.failures import Failures
 from smdistributed.modelparallel.torch.pipeline.messages import StageMessage
 from smdistributed.modelparallel.torch.pipeline.observation import StageObserver
-from smdistributed.modelparallel.torch.pipeline.random_numbers import Generators
-from smdistributed.modelparallel.torch.pipeline.tasks import StageTask, as_current_task, current_task
+from smdistributed.modelparallel.torch.pipeline.tasks import (
+    Generators,
+    StageTask,
+    as_current_task,
+    current_task,
+    select_device,
+)
 
 
 class Reply(Waiter):
@@ -68,7 +72,7 @@ class Scheduler:
         self, transport: Transport, failures: Failures, observer: StageObserver, receives_events: bool
     ) -> None:
         self._transport, self._failures, self._observer, self._receives = transport, failures, observer, receives_events
-        self._workers = WorkerThreads(devices.select_device)
+        self._workers = WorkerThreads(select_device)
         self._lock = threading.Lock()
         self._events: queue.SimpleQueue[StageMessage | None] = queue.SimpleQueue()
         self._idle: _IdleScript | None = None

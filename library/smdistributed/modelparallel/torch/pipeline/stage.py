@@ -19,15 +19,19 @@ from smdistributed.modelparallel.backend.config import TIMEOUT_FIX, Config
 from smdistributed.modelparallel.backend.exceptions import SMPRuntimeError
 from smdistributed.modelparallel.backend.schedule import Schedule, Slot, TurnKind
 from smdistributed.modelparallel.backend.transport import Transport
-from smdistributed.modelparallel.torch.pipeline import devices
 from smdistributed.modelparallel.torch.pipeline.calls import ReceivedInputs, RemoteCall
 from smdistributed.modelparallel.torch.pipeline.failures import Failures, Peers
 from smdistributed.modelparallel.torch.pipeline.messages import MessageKind, StageMessage
 from smdistributed.modelparallel.torch.pipeline.observation import StageObserver
 from smdistributed.modelparallel.torch.pipeline.packing import pack, unpack
-from smdistributed.modelparallel.torch.pipeline.random_numbers import derive_seed, draw_seed
 from smdistributed.modelparallel.torch.pipeline.scheduler import Reply, RunningStep, Scheduler, require_task
-from smdistributed.modelparallel.torch.pipeline.tasks import StageTask, ThreadModes
+from smdistributed.modelparallel.torch.pipeline.tasks import (
+    StageTask,
+    ThreadModes,
+    derive_seed,
+    draw_seed,
+    remember_device,
+)
 
 _MICROBATCH_DONE = StageMessage(MessageKind.FINISHED, -1, -1, -1, None, None, [])
 Hop = tuple[int, tuple[str, ...]]
@@ -62,7 +66,7 @@ class Stage:
     def begin(self, config: Config) -> None:
         """Enters the next step, and handles messages of it that came early. Raises the pipeline's failure."""
         self.failures.raise_if_failed()
-        devices.remember_device()
+        remember_device()
         simple, microbatches = config.pipeline == "simple", config.microbatches
         window = microbatches if simple else config.active_microbatches - self.index
         slot = Slot(Schedule(window, config.deterministic_server))

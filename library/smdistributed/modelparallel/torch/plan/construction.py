@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from smdistributed.modelparallel.backend.config import Config
-from smdistributed.modelparallel.torch.pipeline.random_numbers import derive_seed
+from smdistributed.modelparallel.torch.pipeline.tasks import derive_seed
 from smdistributed.modelparallel.torch.plan.trace import storage_address
 
 _SMALL = 4096

@@ -20,10 +20,9 @@ from smdistributed.modelparallel.backend.exceptions import (
     SMPUnsupportedError,
     StepUsageError,
 )
-from smdistributed.modelparallel.torch.pipeline import devices
 from smdistributed.modelparallel.torch.pipeline.module_manager import ModuleManager
 from smdistributed.modelparallel.torch.pipeline.module_routing import route_calls
-from smdistributed.modelparallel.torch.pipeline.tasks import current_task
+from smdistributed.modelparallel.torch.pipeline.tasks import current_task, move_all_here
 from smdistributed.modelparallel.torch.plan.construction import dtype_of
 from smdistributed.modelparallel.torch.plan.manual_partition import manual_stages
 from smdistributed.modelparallel.torch.script import clipping, state_dicts
@@ -137,7 +136,7 @@ class DistributedModel(WrappedModel):
             stages = choose_stages(self._state, self.manager, self._resumed_stages, args, kwargs)
             self._state.stage.partition(stages)
             self.apply_partition(stages)
-        args, kwargs = devices.move_all_here((args, kwargs))
+        args, kwargs = move_all_here((args, kwargs))
         if self._dtype is None:
             return self.module(*args, **kwargs)
         return to_single(self.module(*to_half(args, self._dtype), **kwargs), self._dtype)

@@ -18,15 +18,14 @@ from smdistributed.core.launch import set_torch_environment
 from smdistributed.core.torch.backend import BACKEND, register
 from smdistributed.core.torch.devices import select_device
 from smdistributed.modelparallel.backend.config import read_verify_steps, timeout_seconds
-from smdistributed.modelparallel.backend.context import Context, start_timeline
+from smdistributed.modelparallel.backend.context import GROUPS, Context, Grid, start_timeline
 from smdistributed.modelparallel.backend.exceptions import StepUsageError
-from smdistributed.modelparallel.backend.ranks import GROUPS, Grid
 from smdistributed.modelparallel.backend.rendezvous import connect_ranks
 from smdistributed.modelparallel.backend.transport import Access, Transport
-from smdistributed.modelparallel.torch.pipeline import devices
 from smdistributed.modelparallel.torch.pipeline.messages import MessageKind, open_object_exchange, receive
 from smdistributed.modelparallel.torch.pipeline.module_manager import ModuleManager
 from smdistributed.modelparallel.torch.pipeline.stage import Stage
+from smdistributed.modelparallel.torch.pipeline.tasks import remember_device
 from smdistributed.modelparallel.torch.script.gradients import StepGradients
 from smdistributed.modelparallel.torch.script.half_precision import MasterWeights
 
@@ -87,7 +86,7 @@ class TorchState(Context):
                 self._open_group(ranks)
         if torch.cuda.is_available():
             select_device()
-        devices.remember_device()
+        remember_device()
         store = PrefixStore("smp", dist.distributed_c10d._get_default_store())
         master = os.environ.get("MASTER_ADDR", "127.0.0.1")
         is_on_one_host = launch.local_world_size == self.grid.size  # a script may have made a larger group itself

@@ -26,9 +26,15 @@ from smdistributed.modelparallel.torch.pipeline.activations import remove_checkp
 from smdistributed.modelparallel.torch.pipeline.module_manager import ModuleManager
 from smdistributed.modelparallel.torch.pipeline.module_routing import calls_routed_by
 from smdistributed.modelparallel.torch.pipeline.packing import pack
-from smdistributed.modelparallel.torch.pipeline.random_numbers import Generators, derive_seed, draw_seed
 from smdistributed.modelparallel.torch.pipeline.stage import Hop, Stage
-from smdistributed.modelparallel.torch.pipeline.tasks import StageTask, as_current_task, current_task
+from smdistributed.modelparallel.torch.pipeline.tasks import (
+    Generators,
+    StageTask,
+    as_current_task,
+    current_task,
+    derive_seed,
+    draw_seed,
+)
 from smdistributed.modelparallel.torch.script.model import DistributedModel
 from smdistributed.modelparallel.torch.script.state import TorchState
 

@@ -52,7 +52,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "script",
         "amp nn optimizers patches state_mod utils",
     ),
-    "shoal_rehearsal": ("after_import settings", "notice replacements", "torch tensorflow"),
+    "shoal_rehearsal": ("settings", "import_hooks", "torch tensorflow"),
 }
 """What each package consists of, lowest layer first. A part imports only parts of lower layers."""
 

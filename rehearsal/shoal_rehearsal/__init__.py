@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import sys
 
-from shoal_rehearsal.after_import import call_after_import
-from shoal_rehearsal.replacements import ReplacementFinder
+from shoal_rehearsal.import_hooks import ReplacementFinder, call_after_import
 from shoal_rehearsal.settings import RehearsalError, is_enabled, read_settings
 
 __all__ = ["RehearsalError", "activate"]

@@ -15,7 +15,7 @@ from tests.library.nccl_stand_in import OLDEST, stand_in
 from torch._C._distributed_c10d import HashStore
 
 from smdistributed.core.torch import devices
-from smdistributed.core.torch.native_backend import NativeBackend
+from smdistributed.core.torch.devices import NativeBackend
 from smdistributed.dataparallel.exceptions import SMDDPError, SMDDPNCCLError
 
 MINUTE = timedelta(minutes=1)

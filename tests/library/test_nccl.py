@@ -24,7 +24,7 @@ from torch._C._distributed_c10d import HashStore
 
 import smdistributed.core.torch
 from smdistributed.core import timeline
-from smdistributed.core.torch import native_backend, per_device, process_group, recording
+from smdistributed.core.torch import devices, per_device, process_group, recording
 
 RANKS = Path(__file__).parent / "ranks"
 LIBRARY = Path(smdistributed.core.torch.__file__).parents[2]
@@ -42,7 +42,7 @@ def calls_on(names: set[str]) -> set[tuple[str, int]]:
 
     `*pair` counts as two.
     """
-    files = (Path(inspect.getfile(module)) for module in (process_group, native_backend))
+    files = (Path(inspect.getfile(module)) for module in (process_group, devices))
     return {
         (node.func.attr, len(node.args) + sum(isinstance(argument, ast.Starred) for argument in node.args))
         for file in files

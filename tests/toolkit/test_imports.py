@@ -85,8 +85,8 @@ def test_looking_for_a_framework_changes_nothing(site: Path) -> None:
 def test_beside_a_rehearsal(site: Path) -> None:
     """Its finder and ours ask each other; it extends the framework after the import."""
     program = f"""\
-import shoal_rehearsal.after_import as after_import
-after_import.call_after_import("torch", lambda: print("rehearsed"))
+from shoal_rehearsal.import_hooks import call_after_import
+call_after_import("torch", lambda: print("rehearsed"))
 import torch; {STATE}"""
     assert sorted(run(site, program)) == ["True True", "rehearsed", "torch False"]
     swapped = program.replace(

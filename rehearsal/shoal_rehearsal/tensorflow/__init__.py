@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from shoal_rehearsal import notice
+from shoal_rehearsal.settings import prepare_notice, print_notice
 
 if TYPE_CHECKING:
     from shoal_rehearsal.settings import RehearsalSettings
@@ -42,7 +42,7 @@ def emulate_gpus(settings: RehearsalSettings) -> None:
     Operations on GPUs run on the CPU, by soft placement, which it turns on.
     """
     real = tf.config.list_physical_devices(_GPU)
-    notice.prepare(settings, len(real))
+    prepare_notice(settings, len(real))
     if real:
         tf.config.set_visible_devices([], _GPU)
     tf.config.set_soft_device_placement(True)
@@ -94,7 +94,7 @@ def _list_functions(gpus: EmulatedGpus) -> dict[str, Callable[[Any], Any]]:
     def listing(found: Callable[[], list[Any]]) -> Callable[[Any], Any]:
         def stand_in(real: Any) -> Any:
             def answer(device_type: str | None = None) -> list[Any]:
-                notice.print_notice()
+                print_notice()
                 # Without GPUs, which are hidden. Also for GPUs: TensorFlow's first listing may call other packages.
                 others = [device for device in real(device_type) if device.device_type != _GPU]
                 return others + (found() if device_type in (_GPU, None) else [])

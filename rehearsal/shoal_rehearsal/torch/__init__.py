@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from shoal_rehearsal import notice
+from shoal_rehearsal.settings import prepare_notice
 from shoal_rehearsal.torch import (
     amp,
-    checkpoints,
     cuda,
     distributed,
     function_mode,
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
 
 def emulate_gpus(settings: RehearsalSettings) -> None:
     """Patches torch, in this process and in threads that start later. It cannot be undone. It prepares the notice."""
-    notice.prepare(settings, real=torch.cuda.device_count())  # before it is replaced
-    parts = cuda, streams, amp, checkpoints, module_behavior, distributed, printing, tensor_sources, function_mode
+    prepare_notice(settings, real=torch.cuda.device_count())  # before it is replaced
+    parts = cuda, streams, amp, module_behavior, distributed, printing, tensor_sources, function_mode
     for part in parts:
         part.patch(settings.gpus)

@@ -8,7 +8,7 @@ from typing import Protocol, Union, runtime_checkable
 
 import torch
 
-from shoal_rehearsal import notice
+from shoal_rehearsal.settings import print_notice
 
 CPU = torch.device("cpu")
 # The device that tensors of unknown placement report, so that tensors created "on their device" have unknown placement
@@ -40,7 +40,7 @@ def set_count(count: int) -> None:
 
 def count() -> int:
     """Returns the number of emulated devices, and prints the notice when first called."""
-    notice.print_notice()
+    print_notice()
     return _count
 
 

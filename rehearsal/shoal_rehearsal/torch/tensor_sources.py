@@ -1,14 +1,16 @@
-"""Places tensors that are created outside of torch's override mechanism."""
+"""Places tensors that are created outside of torch's override mechanism, also by loading a checkpoint."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.multiprocessing.reductions
-from torch.utils import _device
+from torch.utils import _device, checkpoint
 
+from shoal_rehearsal.torch import devices
 from shoal_rehearsal.torch.devices import CPU
 from shoal_rehearsal.torch.placement import (
     common_placement,
@@ -18,10 +20,13 @@ from shoal_rehearsal.torch.placement import (
     tensors_in,
 )
 
+_BEFORE_TORCHS_OWN = 5  # torch's restorers have 10 and more
+
 
 def patch(_: int) -> None:
     """Patches functions that create tensors: results get the placement of inputs, the default device or the CPU."""
     _patch_parameters()
+    _patch_checkpoints()
     tensor: Any = torch.Tensor
     function: Any = torch.autograd.Function
     function.apply = classmethod(_placing_with_arguments(function.__dict__["apply"].__func__))
@@ -96,3 +101,31 @@ def _patch_default_device() -> None:
         return handle(self, func, types, args, kwargs)
 
     context.__torch_function__ = handle_on_cpu
+
+
+def _patch_checkpoints() -> None:
+    """Lets torch load storages of CUDA tensors, and activation checkpointing ignore emulated devices.
+
+    It compares saved tensors, seen without the mode, with recomputed ones, seen with it: their devices would differ.
+    """
+    torch.serialization.register_package(_BEFORE_TORCHS_OWN, lambda storage: None, _restore)
+    checks: dict[str, Callable[[torch.Tensor], Any]] = getattr(checkpoint, "_allowed_determinism_checks_to_fns", {})
+    for name, found in checks.items():
+        checks[name] = _without_devices(found)
+
+
+def _without_devices(function: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
+    @functools.wraps(function)
+    def describe(tensor: torch.Tensor) -> Any:
+        with torch._C.DisableTorchFunction():
+            return function(tensor)
+
+    return describe
+
+
+def _restore(storage: Any, location: str) -> Any:
+    """Returns the storage if its location is CUDA; None leaves it to torch. Raises RuntimeError for no such device."""
+    if not devices.is_cuda(location):
+        return None
+    devices.resolve(location)
+    return storage

@@ -30,9 +30,8 @@ from smdistributed.core.native import supports_reduction
 from smdistributed.core.network_engines import MonitoredEngine
 from smdistributed.core.torch.buckets import describe_bucket
 from smdistributed.core.torch.collective_queue import CollectiveQueue
-from smdistributed.core.torch.devices import open_cuda, select_device
+from smdistributed.core.torch.devices import NativeBackend, open_cuda, select_device
 from smdistributed.core.torch.engine_selection import open_engine
-from smdistributed.core.torch.native_backend import NativeBackend
 from smdistributed.core.torch.recording import record_collective
 from smdistributed.core.torch.tensors import (
     DTYPES,

@@ -1,1 +1,0 @@
-"""Names that published scripts import from AWS's own tests."""

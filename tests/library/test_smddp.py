@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -240,6 +241,35 @@ def test_a_failure_in_backward_names_the_bucket(guarded: Guarded) -> None:
     assert "ended while rank 0 waited in all_reduce" in first
     assert "The tensor is bucket " in first
     assert "of the gradients (" in first
+
+
+BY_NAME = """
+import sys, warnings, torch.distributed as dist
+from torch import nn, ones
+warnings.simplefilter("error")
+for backend in ("gloo", "cpu:smddp,cuda:nccl", "smddp"):
+    dist.init_process_group(backend)
+    summed = ones(3)
+    dist.all_reduce(summed)
+    nn.parallel.DistributedDataParallel(nn.Linear(3, 1))(summed).sum().backward()
+    print(f"{backend} {summed.tolist()} {'smdistributed.dataparallel' in sys.modules}\\n", end="")
+    dist.destroy_process_group()
+"""
+
+
+@pytest.mark.once
+@pytest.mark.mpi
+def test_the_name_of_the_backend_is_enough(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(BY_NAME)
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    ended = subprocess.run((*torchrun, script), capture_output=True, text=True, timeout=120)
+    for line in (
+        "gloo [2.0, 2.0, 2.0] False",
+        "cpu:smddp,cuda:nccl [2.0, 2.0, 2.0] True",
+        "smddp [2.0, 2.0, 2.0] True",
+    ):
+        assert ended.stdout.splitlines().count(line) == 2, ended.stderr
 
 
 @pytest.mark.once

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal_toolkit.result import diagnosis, setup_failure
+from shoal_toolkit.result import diagnosis, newer_torch, setup_failure
 from shoal_toolkit.result.result import Failure
 from shoal_toolkit.system import memory
 
@@ -224,6 +224,8 @@ FULL = "OSError: [Errno 28] No space left on device"
 LIMITED = {"oom_kills": 2, "memory_limit": 1 << 29}
 
 
+NEWER = "ImportError: cannot import name"
+INSTALLED = "(/usr/local/lib/python3.11/site-packages/torch/x/__init__.py)"
 SPEC = "Error while finding module specification for"
 NO_MODULE: tuple[int, dict[str, int], str] = (1, {}, "The image has no module accelerate.")
 READ_ONLY: tuple[int, dict[str, int], str] = (
@@ -260,6 +262,8 @@ TORCH_FULL = "[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 
             {},
             "This image only has sagemaker_training.environment;",
         ),
+        (f"{BEGIN}AssertionError: Unknown backend type smddp", 1, {}, "Fix: import smdistributed.dataparallel.torch"),
+        (f"{BEGIN}torch._inductor.exc.InductorError: InvalidCxxCompiler: No working C++", 1, {}, "ends in -devel"),
         (RELATIVE, 1, {}, "Fix: name the module, such as -m package.module"),
         (
             f"{BEGIN}  File\nRuntimeError: operator torchvision::nms does not exist",
@@ -360,6 +364,37 @@ def test_a_known_fix_is_printed(stderr: str, code: int, facts: dict[str, int], s
 )
 def test_advice_that_does_not_fit_is_not_printed(stderr: str, code: int, facts: dict[str, int], unsaid: str) -> None:
     assert unsaid not in message(stderr, code, facts=facts)
+
+
+# What scripts of 2025 and 2026 import first, and what an image with torch 2.0.1 has.
+@pytest.mark.parametrize(
+    ("exception", "advice"),
+    [
+        (f"{NEWER} 'fully_shard' from 'torch.distributed.fsdp' {INSTALLED}", "fully_shard came with torch 2.6, and"),
+        (f"{NEWER} 'RMSNorm' from 'torch.nn' {INSTALLED}", "torch.nn.RMSNorm came with torch 2.4, and this"),
+        (f"{NEWER} 'init_device_mesh' from 'torch.distributed.device_mesh' {INSTALLED}", "came with torch 2.2"),
+        ("AttributeError: module 'torch' has no attribute 'accelerator'", "torch.accelerator came with torch 2.6"),
+        ("AttributeError: module 'torch.amp' has no attribute 'GradScaler'", "GradScaler came with torch 2.3"),
+        ("ModuleNotFoundError: No module named 'torch.nn.attention.flex_attention'", "torch.nn.attention came with"),
+        ("ModuleNotFoundError: No module named 'torch.distributed.pipelining'", "such as pytorch-latest"),
+    ],
+)
+def test_a_name_of_a_later_torch_is_explained(exception: str, advice: str) -> None:
+    assert advice in newer_torch.find_newer_torch(exception, "2.0.1+cu117")
+    assert not newer_torch.find_newer_torch(exception, "2.16.0")
+
+
+@pytest.mark.parametrize(
+    "exception",
+    [
+        f"{NEWER} 'fully_shard' from 'torch.distributed.fsdp' (/opt/ml/code/torch/distributed/fsdp.py)",
+        f"{NEWER} 'no_such_name' from 'torch.distributed.fsdp' {INSTALLED}",
+        "ModuleNotFoundError: No module named 'torchvision.transforms.v2'",
+        "ValueError: module 'torch.amp' has no GradScaler",
+    ],
+)
+def test_another_missing_name_is_not_explained_by_a_later_torch(exception: str) -> None:
+    assert not newer_torch.find_newer_torch(exception, "2.0.1")
 
 
 def test_every_text_of_the_table_can_be_printed() -> None:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from shoal_toolkit import redact
 from shoal_toolkit.files import read_table
+from shoal_toolkit.result.newer_torch import find_newer_torch
 from shoal_toolkit.result.result import Failure, describe_exit_code
 from shoal_toolkit.system import disks
 
@@ -179,7 +180,9 @@ class _Placeholders(dict[str, str]):
 
 
 def _find_advice(failure: Failure, cause: Cause) -> tuple[str, str]:
-    """Returns a better head and the advice from data/failures.json; both empty if the cause is unknown there."""
+    """Returns a better head and the advice; both empty if neither data/failures.json nor a later torch explains it."""
+    if advice := find_newer_torch(cause.head):
+        return "", advice
     for entry in _read_failures()["advice"]:
         match = _match_advice(entry, failure, cause)
         if match is not None:

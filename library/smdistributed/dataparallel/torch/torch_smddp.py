@@ -3,6 +3,8 @@
     import smdistributed.dataparallel.torch.torch_smddp
     torch.distributed.init_process_group(backend="smddp")
 
+With torch 2.5 and later the name alone is enough, if the variables of `env://` are set (core/torch/by_name.py).
+
 All collectives of torch.distributed then work, for CPU and CUDA tensors of any shape and strides. All ranks get bitwise
 the same result. Real, complex and sparse tensors have sums and averages; float16 and bfloat16 are summed in float32.
 Real dtypes also have minima, maxima and products. Integers also have bitwise reductions.

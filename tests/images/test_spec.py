@@ -80,7 +80,8 @@ def test_the_matrix_holds_the_promised_images(matrix: BuildSpec) -> None:
 
 
 def test_a_further_release_is_one_entry(project: Project, matrix: BuildSpec, tmp_path: Path) -> None:
-    further = "  - {framework: pytorch, version: 9.9.9, device: cpu, requirements: [torch==9.9.9+cpu], disk_gib: 4}\n"
+    place = "version: 9.9.9, device: cpu, systems: [debian12]"
+    further = f"  - {{framework: pytorch, {place}, requirements: [torch==9.9.9+cpu], disk_gib: 4}}\n"
     versions = (project.templates / "versions.yml").read_text()
     more = load_text(tmp_path, project.buildspec.read_text(), versions.replace("releases:\n", f"releases:\n{further}"))
     tag = "pytorch-training:9.9.9-cpu-py311-debian12"
@@ -240,6 +241,12 @@ def test_an_image_extends_the_base_of_its_os(tmp_path: Path) -> None:
         ("disk_gib: 16\n", f"disk_gib: 0x{'f' * 5000}\n", 10, ["releases.0.disk_gib", "100000", "thousands of digits"]),
         ("    requirements: [torch==2.0.1]\n", "    requirements: []\n", 9, ["releases.0.requirements", "at least 1"]),
         ("    disk_gib: 16\n", "    disk_gib: 16\n    index: whl\n", 11, ["releases.0.index: 'whl' is not among"]),
+        (
+            "    disk_gib: 16\n",
+            "    disk_gib: 16\n    systems: [debian31]\n",
+            11,
+            ["systems.0: 'debian31'", "'debian13'?"],
+        ),
         ("python: py311", "pyton: py311", 2, ["systems.debian12.pyton", "Did you mean 'python'?"]),
         ("sources: sources.list", "sources: apt", 2, ["systems.debian12.sources", "or 'debian.sources'"]),
         ("mxnet, version: 1.9.1", "pytorch, version: 2.0.1", 12, ["releases.2: makes the same tag as releases.1"]),
@@ -281,6 +288,11 @@ def check_told(path: Path, line: int, words: list[str], text: str) -> None:
     assert any(part.startswith(f"{path}:{line}: ") for part in text.splitlines()), text
     for word in words:
         assert word in text
+
+
+def test_a_release_is_built_on_its_systems_only(tmp_path: Path) -> None:
+    limited = VERSIONS.replace("    disk_gib: 16\n", "    disk_gib: 16\n    systems: [debian12]\n")
+    assert {image.os for image in load_text(tmp_path, versions=limited).images} == {"debian12"}
 
 
 def test_a_binary_file_is_reported(tmp_path: Path) -> None:

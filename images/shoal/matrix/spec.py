@@ -44,6 +44,8 @@ class _Needs(StrictModel):
     """An entry of buildspec.yml's `indexes`, for files that PyPI does not have."""
     disk_gib: Annotated[int, pydantic.Field(gt=0, le=100_000)]
     """The free space that a cold build needs, in GiB."""
+    hold: Annotated[str, pydantic.Field(min_length=1)] | None = None
+    """Why `shoal upgrade` leaves this entry as it is."""
 
 
 class Release(_Needs):
@@ -55,6 +57,8 @@ class Release(_Needs):
     """The CUDA version of a gpu release."""
     everyday: tuple[str, ...] = ()
     """pip requirements in addition to buildspec.yml's `everyday`, for this release."""
+    systems: Annotated[tuple[Word, ...], pydantic.Field(min_length=1)] | None = None
+    """The systems that have wheels of it. A missing list means all systems."""
 
     @pydantic.model_validator(mode="after")
     def _cuda_belongs_to_gpu(self) -> Release:
@@ -158,6 +162,8 @@ class VersionsFile(StrictModel):
         for number, release in enumerate(self.releases):
             needed = (*everyday, *release.everyday)
             for name, system in self.systems.items():
+                if name not in (release.systems or (name,)):
+                    continue
                 variants = [*system.variants(), *([("lean", ())] if needed else ())]
                 for variant, packages in variants:
                     place = {"os": name, "system": system, "python": system.python}
@@ -329,7 +335,8 @@ def load(path: Path) -> BuildSpec:
     file, document = yaml_file.read_yaml(path, BuildFile)
     versions, versions_document = yaml_file.read_yaml(path.parent / VERSIONS, VersionsFile)
     combinations = versions.combinations(file.everyday)
-    mistakes = [versions_document.locate(*problem) for problem in _problems_of_versions(versions, combinations, file)]
+    problems = (*_problems_of_versions(versions, combinations, file), *_problems_of_places(versions))
+    mistakes = [versions_document.locate(*problem) for problem in problems]
     candidates = [image for _, image in combinations]
     allowed = [image for image in candidates if file.axes.allow(image)]
     images = tuple(_drop_excluded(allowed, file.exclude))
@@ -373,6 +380,15 @@ def _problems_of_versions(
             if entry.index is not None and entry.index not in file.indexes:
                 hint = did_you_mean(entry.index, file.indexes)
                 yield (key, number, "index"), f"{entry.index!r} is not among buildspec.yml's indexes.{hint}"
+
+
+def _problems_of_places(versions: VersionsFile) -> Iterator[tuple[Location, str]]:
+    """Yields place and message of each unknown system that a release names."""
+    for number, release in enumerate(versions.releases):
+        for position, name in enumerate(release.systems or ()):
+            if name not in versions.systems:
+                hint = f"{did_you_mean(name, versions.systems)} There are: {', '.join(versions.systems)}"
+                yield ("releases", number, "systems", position), f"{name!r} is not among systems.{hint}"
 
 
 def _problems_of_axes(file: BuildFile, candidates: list[ImageSpec]) -> Iterator[tuple[Location, str]]:

@@ -15,7 +15,7 @@ import pytest
 
 from shoal_toolkit.result import diagnosis, newer_torch, setup_failure
 from shoal_toolkit.result.result import Failure
-from shoal_toolkit.system import memory
+from shoal_toolkit.system import failure_facts, memory
 
 from .conftest import TRAIN, Run, Tree, clean_environment
 from .loopback import started, two_trees
@@ -543,7 +543,7 @@ def test_kills_since_the_start_are_counted(tmp_path: Path, kind: str) -> None:
     before = memory.count_oom_kills(str(tmp_path))
     assert before == (3, 5)
     write(tmp_path, {counter: form.format(4), "proc/vmstat": "oom_kill 7\n", **dict([LIMITS[kind]])})
-    assert memory.collect_memory_facts(before, str(tmp_path)) == {
+    assert failure_facts.collect_memory_facts(before, str(tmp_path)) == {
         "oom_kills": 1,
         "machine_oom_kills": 2,
         "memory_limit": 1 << 29,
@@ -554,7 +554,7 @@ def test_kills_since_the_start_are_counted(tmp_path: Path, kind: str) -> None:
 @pytest.mark.parametrize("text", ["max\n", "9223372036854771712\n", ""])
 def test_no_limit(tmp_path: Path, text: str) -> None:
     write(tmp_path, {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/memory.max": text})
-    facts = memory.collect_memory_facts(memory.count_oom_kills(str(tmp_path)), str(tmp_path))
+    facts = failure_facts.collect_memory_facts(memory.count_oom_kills(str(tmp_path)), str(tmp_path))
     assert (facts["memory_limit"], facts["oom_kills"]) == (0, 0)
 
 

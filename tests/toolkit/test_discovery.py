@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from shoal_toolkit.discovery import sources
 from shoal_toolkit.discovery.host_list import HINTS, SOURCES, HostList
-from shoal_toolkit.discovery.sources import find_hosts
-from shoal_toolkit.discovery.variables import expand_hosts
+from shoal_toolkit.discovery.sources import expand_hosts, find_hosts
 from shoal_toolkit.errors import ContractError
 from shoal_toolkit.job.contract import Paths, read_cluster
 from shoal_toolkit.job.settings import take_settings, warn_without_secret

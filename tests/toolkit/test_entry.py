@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal_toolkit.errors import ContractError
-from shoal_toolkit.job import contract, entry
+from shoal_toolkit.job import code, contract
 from shoal_toolkit.plan.arguments import MAX_ARGUMENT_BYTES, build_script_command, format_arguments, shorten_for_mpirun
 
 from .conftest import Run, Tree
@@ -112,7 +112,7 @@ def test_a_function_is_called(tree: Tree, mpi4py: bool) -> None:
     assert (job.script.name, job.script.module_name) == ("", "")
 
 
-@pytest.mark.parametrize("name", sorted(entry.STOCK_TOOLKITS))
+@pytest.mark.parametrize("name", sorted(code.STOCK_TOOLKITS))
 def test_the_stock_toolkits_own_function_is_passed_over(tree: Tree, name: str) -> None:
     """A Dockerfile that was made for the stock toolkit sets it."""
     made = planned(tree, SAGEMAKER_TRAINING_MODULE=name)

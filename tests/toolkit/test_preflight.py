@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from shoal_toolkit.hosts.measure import NetworkMeter
 from shoal_toolkit.hosts.messages import Measured
 from shoal_toolkit.job.contract import Paths, read_cluster, read_job
 from shoal_toolkit.plan.plan import make_plan
 from shoal_toolkit.preflight.facts import FREE, collect_facts
 from shoal_toolkit.preflight.findings import check_network, compare_facts, describe_network
+from shoal_toolkit.preflight.measure import NetworkMeter
 from shoal_toolkit.run.measuring import plan_rounds
 from shoal_toolkit.system.loop import Loop
 

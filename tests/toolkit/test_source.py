@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shoal_toolkit.errors import ContractError
-from shoal_toolkit.job import source
+from shoal_toolkit.job.code import locate_code
 from shoal_toolkit.sidecars import unpack
 
 from .conftest import TRAIN, Run, Tree, alive, clean_environment
@@ -98,7 +98,7 @@ def test_the_code_directory_itself_may_be_named(tree: Tree, run: Run) -> None:
 def test_the_variable_beats_the_hyperparameter_and_both_the_code_directory(tree: Tree, tmp_path: Path) -> None:
     def found(variable: str = "", hyperparameter: object = None) -> str:
         toolkit = {"sagemaker_submit_directory": hyperparameter}
-        return source.locate_code({"SAGEMAKER_SUBMIT_DIRECTORY": variable}, toolkit, str(tree.code)).address
+        return locate_code({"SAGEMAKER_SUBMIT_DIRECTORY": variable}, toolkit, str(tree.code)).address
 
     here, there = tmp_path / "here", tmp_path / "there"
     here.mkdir()

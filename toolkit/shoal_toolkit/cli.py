@@ -25,6 +25,7 @@ from typing import NoReturn
 from shoal_toolkit import __version__, redact
 from shoal_toolkit.discovery.host_list import remove_launch_variables
 from shoal_toolkit.errors import FAILED, LaunchError, StoppedError, TrainError
+from shoal_toolkit.job.code import PYTHON
 from shoal_toolkit.job.contract import (
     Cluster,
     Job,
@@ -35,7 +36,6 @@ from shoal_toolkit.job.contract import (
     read_job,
     read_paths,
 )
-from shoal_toolkit.job.entry import PYTHON
 from shoal_toolkit.job.machine import read_machine
 from shoal_toolkit.job.settings import (
     TrainSettings,

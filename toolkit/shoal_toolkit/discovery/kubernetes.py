@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping
 
 from shoal_toolkit.discovery.host_list import HostList
-from shoal_toolkit.discovery.variables import EXPLICIT, require, show
+from shoal_toolkit.discovery.sources import EXPLICIT, require, show
 from shoal_toolkit.errors import ContractError
 from shoal_toolkit.files import read_text
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from shoal_toolkit.discovery.host_list import HostList, Registration
 from shoal_toolkit.discovery.kubernetes import SECRET
-from shoal_toolkit.discovery.variables import (
+from shoal_toolkit.discovery.sources import (
     EXPLICIT,
     expand_hosts,
     fold,

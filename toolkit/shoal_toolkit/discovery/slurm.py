@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from shoal_toolkit.discovery.host_list import HostList
-from shoal_toolkit.discovery.variables import EXPLICIT, expand_hosts, read_number, require, shorten, show
+from shoal_toolkit.discovery.sources import EXPLICIT, expand_hosts, read_number, require, shorten, show
 from shoal_toolkit.errors import ContractError
 
 _SECRET = (

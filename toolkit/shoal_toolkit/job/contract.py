@@ -14,16 +14,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shoal_toolkit.discovery.host_list import HINTS, SOURCES, HostList, list_present
 from shoal_toolkit.errors import ContractError, did_you_mean
-from shoal_toolkit.job.entry import Script, describe_entry, find_script
-from shoal_toolkit.job.launchers import LAUNCHER_KEYS
-from shoal_toolkit.job.source import (
+from shoal_toolkit.job.code import (
     Code,
     CodeSource,
+    Script,
+    describe_entry,
     describe_without_fetching,
+    find_script,
     inspect_code,
     locate_code,
     make_code_directory,
 )
+from shoal_toolkit.job.launchers import LAUNCHER_KEYS
 
 if TYPE_CHECKING:  # few jobs define metrics
     from shoal_toolkit.job.metrics import MetricPattern

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from shoal_toolkit.errors import WRONG_CONFIGURATION, ContractError, LaunchError
-from shoal_toolkit.job.source import Code, CodeSource, inspect_code
+from shoal_toolkit.job.code import Code, CodeSource, inspect_code
 from shoal_toolkit.system.process import signal_group, spawn
 
 

@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shoal_toolkit.errors import ContractError, did_you_mean
-from shoal_toolkit.job.entry import COMMAND, FUNCTION, MODULE, Script
+from shoal_toolkit.job.code import COMMAND, FUNCTION, MODULE, Script
 
 STORE_TRUE = "sagemaker_store_true"
 JSON_ARGUMENTS = "sagemaker_json_arguments"

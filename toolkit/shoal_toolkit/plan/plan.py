@@ -287,7 +287,7 @@ def _address_notes(job: Job, hosts: Sequence[str]) -> list[str]:
     address, first = job.environ.get("MASTER_ADDR", ""), hosts[0]
     if not address:
         return []
-    from shoal_toolkit.discovery.variables import is_local, shorten
+    from shoal_toolkit.discovery.sources import is_local, shorten
 
     if is_local(address) or shorten(address) == shorten(first) or job.cluster.found.registration is not None:
         return []

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from shoal_toolkit.errors import ContractError
+from shoal_toolkit.job.code import S3
 from shoal_toolkit.job.contract import Job
 from shoal_toolkit.job.machine import Machine
-from shoal_toolkit.job.source import S3
 
 
 def install_commands(job: Job, machine: Machine) -> list[tuple[str, ...]]:

@@ -17,7 +17,7 @@ from shoal_toolkit import redact
 from shoal_toolkit.files import read_table
 from shoal_toolkit.result.newer_torch import find_newer_torch
 from shoal_toolkit.result.result import Failure, describe_exit_code
-from shoal_toolkit.system import disks
+from shoal_toolkit.system import failure_facts
 
 # All in bytes, but for the last.
 _MAX_TEXT = 1024
@@ -189,7 +189,7 @@ def _find_advice(failure: Failure, cause: Cause) -> tuple[str, str]:
             values = _Placeholders(
                 {name: _format_fact(name, value) for name, value in failure.facts.items()}, **match.groupdict()
             )
-            values["full"] = disks.list_full_mounts(failure.facts)
+            values["full"] = failure_facts.list_full_mounts(failure.facts)
             if "channel" in values:  # the name of the variable is in capitals
                 values["channel"] = values["channel"].lower()
             return entry.get("head", "").format_map(values), entry["advice"].format_map(values)

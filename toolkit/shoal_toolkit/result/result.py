@@ -48,7 +48,7 @@ class Failure(NamedTuple):
     where: str  # such as "rank 1 on algo-2", or "mpirun"
     command: Sequence[str]
     stderr: str  # its end
-    facts: Mapping[str, int] = {}  # about its host: see system/memory.py and system/disks.py
+    facts: Mapping[str, int] = {}  # about its host: see system/failure_facts.py
     launcher: bool = False  # a launcher failed, not a rank
     reason: str = ""  # given if stderr is not to be searched for it
 

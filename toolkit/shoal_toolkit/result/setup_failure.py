@@ -13,7 +13,7 @@ from shoal_toolkit import redact
 from shoal_toolkit.errors import LaunchError
 from shoal_toolkit.files import read_table
 from shoal_toolkit.job.machine import find_installed_version
-from shoal_toolkit.system import disks
+from shoal_toolkit.system import failure_facts
 
 _CONFLICT = re.compile(r"^The conflict is caused by:\n((?: +\S.*\n?)+)", re.MULTILINE)
 _ASKED, _FIXED = "The user requested ", "The user requested (constraint) "
@@ -79,7 +79,7 @@ def _explain_known(output: str) -> str:
     for entry in read_table("failures")["pip"]:
         if found := re.search(entry["words"], output):
             values = {"host": _find_host(output), **found.groupdict("")}
-            values["full"] = ", ".join(disks.find_full_mounts()) or "a file system"
+            values["full"] = ", ".join(failure_facts.find_full_mounts()) or "a file system"
             return str(entry["head"]).format_map({name: text.strip() for name, text in values.items()})
     return ""
 

@@ -22,11 +22,11 @@ from shoal_toolkit.errors import FAILED, HOST_LOST, SUCCESS
 from shoal_toolkit.hosts import messages
 from shoal_toolkit.hosts.wire import Channel
 from shoal_toolkit.log import write_log
+from shoal_toolkit.preflight.check import Preflight
 from shoal_toolkit.result.result import Result
 from shoal_toolkit.run.first import FirstHost, Phase
-from shoal_toolkit.run.gathering import Gathering
 from shoal_toolkit.run.host import HostTask
-from shoal_toolkit.run.preflight import Preflight
+from shoal_toolkit.run.members import Gathering
 
 _CONFIRM_SECONDS = 5.0  # for the workers, to confirm the result
 _DELIVERY_SECONDS = 30  # for hosts that start later than a failure before the launch

@@ -24,7 +24,7 @@ from shoal_toolkit.result.result import (
 )
 from shoal_toolkit.run.script import HostScript, ScriptEvents
 from shoal_toolkit.system.loop import PASSED_SIGNALS, STOP_SIGNALS, Loop
-from shoal_toolkit.system.memory import collect_memory_facts, count_oom_kills
+from shoal_toolkit.system.memory import count_oom_kills
 
 _KILL_SECONDS = 10.0
 _UNREAD_SECONDS = 1.0
@@ -272,7 +272,7 @@ class Host(Role):
 
         The number of GPUs is 0 until this host has its plan.
         """
-        from shoal_toolkit.system.disks import collect_disk_facts
+        from shoal_toolkit.system.failure_facts import collect_disk_facts, collect_memory_facts
 
         gpus = int(self.plan.env.get("SM_NUM_GPUS", 0)) if self.has_plan else 0
         return {**collect_memory_facts(self._oom_kills), **collect_disk_facts(), "gpus": gpus}

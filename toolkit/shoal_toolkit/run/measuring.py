@@ -8,14 +8,14 @@ from typing import Any
 
 from shoal_toolkit.errors import FAILED, SUCCESS
 from shoal_toolkit.hosts import messages
-from shoal_toolkit.hosts.measure import NetworkMeter
 from shoal_toolkit.hosts.messages import Measure, Measured
 from shoal_toolkit.log import clean_line
+from shoal_toolkit.preflight.check import Preflight
 from shoal_toolkit.preflight.findings import HostFinding, check_network, describe_network
+from shoal_toolkit.preflight.measure import NetworkMeter
 from shoal_toolkit.result.result import Result
 from shoal_toolkit.run.first_of_several import FirstOfSeveral
 from shoal_toolkit.run.host import HostTask
-from shoal_toolkit.run.preflight import Preflight
 from shoal_toolkit.run.worker import Worker
 
 PORT = "measure_port"  # the fact that tells the first host where a host can be measured

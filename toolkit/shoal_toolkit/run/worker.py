@@ -11,10 +11,10 @@ from shoal_toolkit.errors import FAILED, HOST_LOST, LaunchError, TrainError
 from shoal_toolkit.hosts import messages
 from shoal_toolkit.hosts.agent import Agent
 from shoal_toolkit.hosts.daemons import build_daemon_command
-from shoal_toolkit.hosts.probe import Probe
 from shoal_toolkit.hosts.wire import Channel
 from shoal_toolkit.log import STDERR, write_log
 from shoal_toolkit.output.mpirun_log import MpirunLog
+from shoal_toolkit.preflight.check import Probe
 from shoal_toolkit.preflight.facts import collect_facts
 from shoal_toolkit.result.result import Result, check_writable
 from shoal_toolkit.run.host import HostTask

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from shoal_toolkit.errors import ContractError, LaunchError, TrainError
-from shoal_toolkit.job.source import S3
+from shoal_toolkit.job.code import S3
 
 _SUFFIXES = (".tar.gz", ".tgz")
 _BLOCK = 1 << 20

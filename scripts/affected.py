@@ -84,7 +84,7 @@ def _commands_of(path: Path) -> Iterator[Path]:
     texts = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
     names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names}
     if "shoal_command" in names or 'with_name("shoal")' in path.read_text():
-        yield from (COMMANDS.parent / "cli.py", COMMANDS / "application.py")
+        yield COMMANDS.parent / "cli.py"
         words = {text.split(maxsplit=1)[0] for text in texts if text.strip()}
         yield from (module for command, module in _commands().items() if command in words)
 

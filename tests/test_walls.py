@@ -18,7 +18,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "shoal": (
         "clean_text errors trust",
         "console formats limits",
-        "tar_stream protobuf",
+        "protobuf",
         "matrix",
         "network docker_client",
         "sources",

@@ -14,10 +14,11 @@ import pydantic
 from reference_pages.commands import list_commands
 from reference_pages.markdown import code, page, table, wrap
 from shoal import doctor, scaffold
-from shoal.builds import builder, bundle, cache, debian_lock, listing, push
+from shoal.builds import builder, bundle, debian_lock, listing, push
 from shoal.image import advisories, differences, manifest, size_document
 from shoal.jobs import store
 from shoal.jobs.hosts import docker
+from shoal.matrix import project
 from shoal.sources import lock, record, render
 from shoal_toolkit.plan.explain import ExplainedPlan
 from smdistributed.modelparallel.__main__ import Estimate
@@ -50,7 +51,7 @@ _RESULTS: Mapping[str, Callable[..., Any] | str] = {
     "bundle": bundle.fill_bundle,
     "lock": lock.LockedImages,
     "lock --bases": debian_lock.lock_systems,
-    "cache prune": cache.prune_cache,
+    "cache prune": project.prune_cache,
     "doctor": doctor.run_checks,
     "new": scaffold.write_project,
     "init": scaffold.write_definitions,

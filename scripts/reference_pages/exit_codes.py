@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 
 from reference_pages.commands import list_commands
 from reference_pages.markdown import code, page, table
-from shoal.commands.application import EXIT_SIGNALS
+from shoal.cli import EXIT_SIGNALS
 from shoal.errors import ShoalError
 from shoal_toolkit import errors
 from shoal_toolkit.system.loop import STOP_SIGNALS

@@ -159,9 +159,9 @@ def _check_foreign(name: str, words: Sequence[str], place: Place) -> str:
 @cache
 def _shoal() -> Any:
     """The application, with all commands."""
-    from shoal.commands import application
+    from shoal import cli
 
-    for module in application._MODULES:
+    for module in cli.MODULES:
         importlib.import_module(f"shoal.commands.{module}")
     from shoal.commands.common import app
 

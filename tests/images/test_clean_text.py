@@ -172,9 +172,9 @@ ALLOWED = {
     ("jobs/inside.py", "os.write"),
     # Without Docker, the script runs as this user and has the terminal; its bytes are passed on.
     ("jobs/hosts/local.py", "os.write"),
-    ("jobs/background.py", "os.write"),  # a pipe to the parent
+    ("jobs/processes.py", "os.write"),  # a pipe to the parent
     ("jobs/inside.py", "subprocess.Popen(command, cwd=tree / 'code', env=environment)"),
-    ("jobs/model_plan.py", "subprocess.run([sys.executable, *_arguments(factory, options, as_json)], check=False)"),
+    ("commands/estimate.py", "subprocess.run([sys.executable, *_arguments(factory, options, as_json)], check=False)"),
     # Rendered by the console of `shoal.console`, which cleans what it renders.
     ("image/size.py", "console.print(table)"),
     ("report/timeline_page.py", "console.print(table, soft_wrap=True)"),

@@ -16,8 +16,8 @@ import requests
 import urllib3.exceptions
 
 import shoal as package
-from shoal import docker_client
-from shoal.commands import application, dependencies, images
+from shoal import cli, docker_client
+from shoal.commands import common, dependencies, images
 from shoal.commands.common import app
 from shoal.errors import DiskError, SpecError
 from shoal.matrix import selectors
@@ -230,10 +230,10 @@ def test_defects_keep_their_traceback(monkeypatch: pytest.MonkeyPatch, capsys: p
     def wrong() -> None:
         raise OSError("of no file\x1b[2J")
 
-    monkeypatch.setattr(application, "app", lambda **_: wrong())
+    monkeypatch.setattr(common, "app", lambda **_: wrong())
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     with pytest.raises(SystemExit, match="1"):
-        application.main()
+        cli.main()
     shown = capsys.readouterr().err
     assert "Traceback (most recent call last)" in shown
     assert "OSError: of no file\ufffd[2J" in shown
@@ -255,10 +255,10 @@ def test_each_failure_is_converted_to_a_message_and_exit_code(
     def fail(**_: object) -> None:
         raise error
 
-    monkeypatch.setattr(application, "app", fail)
+    monkeypatch.setattr(common, "app", fail)
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     with pytest.raises(SystemExit) as ended:
-        application.main()
+        cli.main()
     assert ended.value.code == code
     assert capsys.readouterr().err.startswith(f"shoal: {words}")
 
@@ -520,9 +520,9 @@ def test_interrupt_during_imports_is_not_swallowed(project: Project) -> None:
 
 
 def test_only_what_a_command_needs_is_loaded() -> None:
-    """`_IMAGE_COMMANDS` are the commands of the module `images`, which imports less than the others."""
+    """`IMAGE_COMMANDS` are the commands of the module `images`, which imports less than the others."""
     commands = {command.name: command.callback.__module__ for command in app.registered_commands if command.callback}
     own = {name for name, module in commands.items() if module == images.__name__}
-    assert own == application._IMAGE_COMMANDS
-    code = "import sys, shoal.commands.images; print({'shoal.builds.bundle', 'shoal.sources.lock'} & {*sys.modules})"
+    assert own == cli.IMAGE_COMMANDS
+    code = "import sys, shoal.commands.images; print({'shoal.builds.bundle', 'shoal.jobs.job'} & {*sys.modules})"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"

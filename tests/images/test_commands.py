@@ -13,12 +13,13 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from shoal import cli
 from shoal.builds import base_image
-from shoal.commands import application, common, deploy, setup
+from shoal.commands import common, deploy, setup
 from shoal.matrix.project import Project
 from shoal.matrix.spec import BuildSpec
 
-for _module in application._MODULES:
+for _module in cli.MODULES:
     importlib.import_module(f"shoal.commands.{_module}")
 
 
@@ -87,4 +88,4 @@ def test_all_modules_of_commands_are_loaded() -> None:
     folder = Path(str(common.__file__)).parent
     assert isinstance(common.app, typer.Typer)
     defining = {path.stem for path in folder.glob("*.py") if ".command(" in path.read_text()} - {"common"}
-    assert defining == set(application._MODULES)
+    assert defining == set(cli.MODULES)

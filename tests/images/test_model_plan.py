@@ -11,9 +11,8 @@ import typer
 from tests.fake_docker import FakeDocker
 
 from shoal import docker_client
-from shoal.commands import jobs
+from shoal.commands import estimate, script
 from shoal.errors import UsageError
-from shoal.jobs import model_plan
 
 
 def print_plan(*, stream: bool = False, follow: bool = False, stdout: bool = True, stderr: bool = True) -> Any:
@@ -28,7 +27,7 @@ def test_in_a_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     client = FakeDocker(logs=print_plan, wait=lambda: {"StatusCode": 1})
     monkeypatch.setattr(docker_client, "connect", lambda: client)
     with pytest.raises(typer.Exit) as ended:
-        jobs.plan_model("a:1", f"{tmp_path}/model.py:make", ["--devices", "2"], as_json=True)
+        estimate.plan_model("a:1", f"{tmp_path}/model.py:make", ["--devices", "2"], as_json=True)
     told = capsys.readouterr()
     assert (ended.value.exit_code, json.loads(told.out), told.err) == (1, {"plans": []}, "a warning\n")
     (made,) = client.made
@@ -38,7 +37,7 @@ def test_in_a_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     (mount,) = made.settings["mounts"]
     assert (mount["Source"], mount["Target"], mount["ReadOnly"]) == (str(tmp_path), made.settings["working_dir"], True)
     with pytest.raises(typer.Exit):
-        jobs.plan_model("a:1", f"{tmp_path}/model.py:make")
+        estimate.plan_model("a:1", f"{tmp_path}/model.py:make")
     assert "a warning" in capsys.readouterr().out
     assert "--json" not in client.made[-1].command
 
@@ -47,11 +46,11 @@ def test_in_a_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
 def test_a_factory_without_a_file_is_an_error(tmp_path: Path, factory: str) -> None:
     (tmp_path / "model.py").write_text("")
     with pytest.raises(UsageError, match=r"expected FILE\.py:NAME"):
-        jobs.plan_model("a:1", factory.format(tmp_path))
+        estimate.plan_model("a:1", factory.format(tmp_path))
 
 
 def test_with_this_machines_python(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(model_plan, "_COMMAND", ("-c", "import sys; print(sys.argv[1:])"))
+    monkeypatch.setattr(estimate, "_COMMAND", ("-c", "import sys; print(sys.argv[1:])"))
     with pytest.raises(typer.Exit):
-        jobs.plan_model("pytorch", "m.py:f", engine=jobs.RunEngine.none, as_json=True)
+        estimate.plan_model("pytorch", "m.py:f", engine=script.RunEngine.none, as_json=True)
     assert capfd.readouterr().out == "['m.py:f', '--json']\n"

@@ -129,6 +129,8 @@ Skip = Annotated[
     typer.Option("--skip", metavar="IMAGE", help="Leave out these images. Repeatable.", autocompletion=complete_images),
 ]
 EveryImage = Annotated[bool, typer.Option("--all", help="All images of buildspec.yml.")]
+
+
 _documents = {"wanted": False, "printed": False}
 """Whether this command has `--json`, and whether it has printed its document."""
 

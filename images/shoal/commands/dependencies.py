@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import functools
 import shlex
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
 from rich.markup import escape
 
 from shoal.builds import bundle, debian_lock
@@ -66,26 +67,32 @@ def lock_images(
         return
     chosen = {image.tag for image in matrix.choose(images or (), skip or ())}
     progress = progress_console(as_json)
-    locks = []
-    locked: set[Path] = set()
+    locks: list[lock.LockFile] = []
     try:
-        for image in matrix.choose(skip=skip or ()):  # parents first
-            if not _needs_lock(here, matrix, image, chosen, locked):
-                continue
-            with progress.status(escape(f"resolving {image.tag}")):
-                paths = lock.lock_image(here, matrix, image)
-            locked.add(here.lock_directory(image))
-            for path in paths:
-                count = len(lock.read_lock(path))
-                locks.append(lock.LockFile(image.tag, path, count))
-                print_line(f"{count:3} pins  {path}", progress)
+        for found in _lock_chosen(here, matrix, chosen, matrix.choose(skip=skip or ()), progress):
+            locks.append(found)
+            print_line(f"{found.pins:3} pins  {found.path}", progress)
     finally:  # if a child cannot be resolved, the images before it stay locked
+        locked = {found.path.parent for found in locks}
         variants = [image for image in matrix.images if here.lock_directory(image) in locked]
         files = render.write_files(render.render_all(here, variants))
     if as_json:
         print_json(lock.LockedImages(locks, files))
     else:
         print_lines(map(str, files))
+
+
+def _lock_chosen(
+    here: Project, matrix: BuildSpec, chosen: Collection[str], images: Iterable[ImageSpec], progress: Console
+) -> Iterator[lock.LockFile]:
+    """Locks the images that need it, parents first. Yields the lock files that were written."""
+    locked: set[Path] = set()
+    for image in images:
+        if _needs_lock(here, matrix, image, chosen, locked):
+            with progress.status(escape(f"resolving {image.tag}")):
+                paths = lock.lock_image(here, matrix, image)
+            locked.add(here.lock_directory(image))
+            yield from (lock.LockFile(image.tag, path, len(lock.read_lock(path))) for path in paths)
 
 
 def _check_locks(here: Project, matrix: BuildSpec, images: list[ImageSpec], *, as_json: bool) -> None:

@@ -1,4 +1,4 @@
-"""Commands on training jobs: run, estimate and timeline."""
+"""The command `run`: its options become a job, which runs to its end here or in the background."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import signal
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,9 +21,7 @@ from shoal import docker_client
 from shoal.builds import builder
 from shoal.commands.common import (
     EVERY_DAY,
-    RUN,
     AsJson,
-    Image,
     OptionalImage,
     app,
     convert_error,
@@ -32,10 +29,8 @@ from shoal.commands.common import (
     open_project,
     parse_pairs,
     print_json,
-    print_written,
     progress_console,
     report_builds,
-    reports,
     resolve_tag,
     takes_fields_of,
 )
@@ -47,18 +42,21 @@ from shoal.commands.script import (
     Hyperparameters,
     Include,
     ListFiles,
+    Local,
+    RunEngine,
     Script,
     ScriptCommand,
+    choose_engine,
     print_source,
     print_source_notes,
     read_options,
     split_script,
     warn_of_visible_secrets,
 )
-from shoal.console import CleanConsole, console, print_line
+from shoal.console import CleanConsole, print_line
 from shoal.docker_client import images as docker_images
 from shoal.errors import ImageError, UsageError
-from shoal.jobs import background, metric_definitions, model_plan, store, summary, trackers
+from shoal.jobs import metric_definitions, processes, store, summary, trackers
 from shoal.jobs.hosts.docker import run_job_in_docker
 from shoal.jobs.hosts.local import list_loopback_names, run_job_locally
 from shoal.jobs.job import DOCKER, LOCAL, FinishedJob, JobRequest
@@ -77,10 +75,7 @@ from shoal.jobs.store import (
 from shoal.jobs.variables import parse_secrets, read_environment, restore_environment
 from shoal.jobs.view import LiveView, PlainView, View, can_show_panel
 from shoal.jobs.volumes import Volume
-from shoal.report import job_collection, timeline_page
-from shoal.report.job_page import render_comparison_page
-from shoal.report.job_report import PAGE, read_report
-from shoal.report.output_files import choose_files, write_files
+from shoal.report import job_collection
 
 _GPUS_HELP = "GPUs of the job, divided evenly between hosts: indexes or UUIDs from nvidia-smi -L. Default: all."
 _CHECKPOINTS_HELP = (
@@ -103,8 +98,6 @@ _METRIC_HELP = (
     "Metric of the live view, the report and metrics.jsonl, as in an estimator's metric definitions. Its value is the"
     " first group of the expression in the log. Repeatable."
 )
-_UNKNOWN_OPTIONS = {"ignore_unknown_options": True}
-_PLAN_HELP = "--mp-parameters JSON, --devices N, --memory GIB, --optimizer sgd|momentum|adam."
 
 
 _SECRET_HELP = (
@@ -119,23 +112,6 @@ _READERS: Mapping[str, Callable[[Any], Any]] = {
 }
 _EXTENDED = ("channels", "hyperparameters", "environment", "taken")
 """Fields of a resumed job that are extended by those that are given again, name by name."""
-
-
-class RunEngine(StrEnum):
-    """The place in which a job runs: Docker, or this machine without Docker."""
-
-    docker = DOCKER
-    none = LOCAL
-
-
-Local = Annotated[bool, typer.Option("--local", help="Run on this machine, without Docker: --engine none.")]
-
-
-def choose_engine(engine: RunEngine | None, local: bool) -> RunEngine | None:
-    """Returns the value of `--engine` or `--local`; None if neither is given. Raises `UsageError` for both."""
-    if local and engine is RunEngine.docker:
-        raise UsageError("--local and --engine docker: contradict each other. Fix: leave out one")
-    return RunEngine.none if local else engine
 
 
 @dataclass(frozen=True)
@@ -310,19 +286,10 @@ def run_job(options: RunOptions) -> None:
     if options.list_files:
         print_source(request.selection, options.as_json)
         return
-    given = parse_pairs("--hyperparameter", options.hyperparameters)
-    warn_of_visible_secrets(options.env, given, options.arguments, _VISIBLE_FIX)
-    if request.source is None:
-        _check_image_has_script(resolve_tag(request.image), request)
-    else:
-        print_source_notes(request.selection)
+    _print_warnings(request, options)
     progress = progress_console(options.as_json)
-    build_seconds = None
-    if options.build and request.engine == DOCKER:
-        tag, build_seconds = _build_image(request.image, progress)
-    else:
-        tag = resolve_tag(request.image)
-    moved = background.fork_to_background() if options.detach else None
+    tag, build_seconds = _prepare_image(request, options.build, progress)
+    moved = processes.fork_to_background() if options.detach else None
     if isinstance(moved, Path):
         _print_started(read_job(moved), options.as_json)
         return
@@ -400,67 +367,6 @@ def _print_report(progress: Console, page: Path | None) -> None:
         print_line(f"report: {page}", progress)
 
 
-@app.command("estimate", rich_help_panel=RUN, epilog="More: docs/modelparallel.md", context_settings=_UNKNOWN_OPTIONS)
-def plan_model(
-    image: Image,
-    factory: Annotated[str, typer.Argument(metavar="FILE.py:NAME", help="Function that returns (model, batch).")],
-    options: Annotated[list[str] | None, typer.Argument(metavar="[OPTION]...", help=_PLAN_HELP)] = None,
-    engine: Annotated[
-        RunEngine | None,
-        typer.Option("--engine", help="none: use this machine's Python, without Docker. Default: docker."),
-    ] = None,
-    local: Local = False,
-    as_json: AsJson = False,
-) -> None:
-    """Estimate how model parallelism would split a model, and recommend mp_parameters. Trains nothing.
-
-    Reports memory per stage, idle time and the partition. Models may have any size, as they run on the meta device.
-
-    Example: shoal estimate pytorch model.py:make --memory 16
-    """
-    if choose_engine(engine, local) is RunEngine.none:
-        code = model_plan.run_locally(factory, options or [], as_json=as_json)
-    else:
-        tag, progress = resolve_tag(image), progress_console(as_json)
-        code = model_plan.run_in_container(tag, factory, options or [], progress, as_json=as_json)
-    raise typer.Exit(code)
-
-
-@app.command("timeline", rich_help_panel=RUN, epilog="More: docs/timeline.md")
-def report_timeline(
-    paths: Annotated[
-        list[Path], typer.Argument(metavar="FILE|DIRECTORY...", help="Timelines recorded by the ranks of a job.")
-    ],
-    page: Annotated[Path, typer.Option("-o", "--output", help="HTML page to write.")] = Path("timeline.html"),
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Also write one Chrome trace of all ranks to a .json file next to the page.")
-    ] = False,
-) -> None:
-    """Write an HTML page that shows when ranks computed, communicated and waited, and which rank is slowest.
-
-    Example: shoal timeline jobs/my-job
-    """
-    analysis, written = timeline_page.write_timeline_report(paths, page, as_json)
-    timeline_page.print_timeline_report(console, analysis)
-    print_written(written)
-
-
-@reports.command("compare", epilog="More: docs/job-report.md")
-def report_comparison(
-    first: Annotated[Path, typer.Argument(metavar="A", help="Directory of a job, or its report.html.")],
-    second: Annotated[Path, typer.Argument(metavar="B", help="Directory of another job, or its report.html.")],
-    page: Annotated[Path, typer.Option("-o", "--output", help="HTML page to write.")] = Path("comparison.html"),
-) -> None:
-    """Write an HTML page with the curves of two jobs and the settings in which they differ.
-
-    Example: shoal report compare jobs/one jobs/other
-    """
-    read = [path / PAGE if path.is_dir() else path for path in (first, second)]
-    choose_files(page, as_json=False, read=read)
-    write_files(page, {page: render_comparison_page(*(read_report(path) for path in read))})
-    print_written([page])
-
-
 def _open_view(opened: OpenJob, progress: Console, options: RunOptions) -> contextlib.AbstractContextManager[View]:
     if options.plain or options.as_json or not can_show_panel(progress, os.environ):
         return contextlib.nullcontext(PlainView(progress))
@@ -472,10 +378,22 @@ def _open_view(opened: OpenJob, progress: Console, options: RunOptions) -> conte
     return LiveView(progress, opened.log, opened.name, hosts, ranks, definitions)
 
 
-def _build_image(name: str, progress: Console) -> tuple[str, float]:
-    """Prints the result, or raises the error of a failed build. Returns the tag, and the time in seconds."""
+def _print_warnings(request: JobRequest, options: RunOptions) -> None:
+    """Prints notes about the code, and a warning for each visible secret. Raises `UsageError` if there is no script."""
+    given = parse_pairs("--hyperparameter", options.hyperparameters)
+    warn_of_visible_secrets(options.env, given, options.arguments, _VISIBLE_FIX)
+    if request.source is None:
+        _check_image_has_script(resolve_tag(request.image), request)
+    else:
+        print_source_notes(request.selection)
+
+
+def _prepare_image(request: JobRequest, build: bool, progress: Console) -> tuple[str, float | None]:
+    """Builds the image if `build`, and prints the result. Returns its tag, and the seconds that the build took."""
+    if not build or request.engine != DOCKER:
+        return resolve_tag(request.image), None
     here, matrix = open_project()
-    image = matrix.select(name)
+    image = matrix.select(request.image)
     started = time.monotonic()
     report_builds(builder.build_images(here, matrix, [image], progress, jobs=1), progress)
     return image.tag, time.monotonic() - started

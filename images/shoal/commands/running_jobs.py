@@ -1,9 +1,10 @@
-"""Commands on jobs that another command runs or has run: ps, logs, stop, exec and shell."""
+"""Commands on jobs that another command runs or has run: ps, logs, stop, timeline, report, exec and shell."""
 
 from __future__ import annotations
 
 import sys
 from datetime import datetime, timedelta
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -18,10 +19,12 @@ from shoal.commands.common import (
     app,
     print_columns,
     print_json,
+    print_written,
     progress_console,
+    reports,
     resolve_tag,
 )
-from shoal.console import print_line
+from shoal.console import console, print_line
 from shoal.errors import UsageError
 from shoal.jobs import inside, stopping, store
 from shoal.jobs.inside import choose_host
@@ -31,7 +34,10 @@ from shoal.jobs.processes import STOP_SECONDS
 from shoal.jobs.store import LOST, OUTPUT, RUNNING, STOPPED, KnownJob, find_job, find_running_job
 from shoal.jobs.summary import describe_stop
 from shoal.jobs.volumes import Volume
-from shoal.report.job_report import PAGE
+from shoal.report import timeline_page
+from shoal.report.job_page import render_comparison_page
+from shoal.report.job_report import PAGE, read_report
+from shoal.report.output_files import choose_files, write_files
 
 _MOST_ENDED = 20
 _HEADER = ["name", "state", "exit code", "image", "hosts", "started", "elapsed", "directory"]
@@ -141,6 +147,41 @@ def stop_job(name: Job, as_json: AsJson = False) -> None:
         print_json(stopped.describe())
     else:
         print_line(_describe_state(stopped))
+
+
+@app.command("timeline", rich_help_panel=RUN, epilog="More: docs/timeline.md")
+def report_timeline(
+    paths: Annotated[
+        list[Path], typer.Argument(metavar="FILE|DIRECTORY...", help="Timelines recorded by the ranks of a job.")
+    ],
+    page: Annotated[Path, typer.Option("-o", "--output", help="HTML page to write.")] = Path("timeline.html"),
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Also write one Chrome trace of all ranks to a .json file next to the page.")
+    ] = False,
+) -> None:
+    """Write an HTML page that shows when ranks computed, communicated and waited, and which rank is slowest.
+
+    Example: shoal timeline jobs/my-job
+    """
+    analysis, written = timeline_page.write_timeline_report(paths, page, as_json)
+    timeline_page.print_timeline_report(console, analysis)
+    print_written(written)
+
+
+@reports.command("compare", epilog="More: docs/job-report.md")
+def report_comparison(
+    first: Annotated[Path, typer.Argument(metavar="A", help="Directory of a job, or its report.html.")],
+    second: Annotated[Path, typer.Argument(metavar="B", help="Directory of another job, or its report.html.")],
+    page: Annotated[Path, typer.Option("-o", "--output", help="HTML page to write.")] = Path("comparison.html"),
+) -> None:
+    """Write an HTML page with the curves of two jobs and the settings in which they differ.
+
+    Example: shoal report compare jobs/one jobs/other
+    """
+    read = [path / PAGE if path.is_dir() else path for path in (first, second)]
+    choose_files(page, as_json=False, read=read)
+    write_files(page, {page: render_comparison_page(*(read_report(path) for path in read))})
+    print_written([page])
 
 
 @app.command("exec", rich_help_panel=RUN, epilog="More: docs/background-jobs.md")

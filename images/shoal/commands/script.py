@@ -1,4 +1,4 @@
-"""The script of a job on the command line, and its arguments after `--`."""
+"""Options of commands on jobs: the script and its arguments after `--`, and the place in which they run."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import dataclasses
 import functools
 import shlex
 from collections.abc import Callable, Mapping
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
+import typer
 import typer.core
 
 from shoal.clean_text import print_error
@@ -16,7 +18,7 @@ from shoal.commands.common import parse_pairs, print_columns, print_json
 from shoal.console import print_line
 from shoal.errors import UsageError, did_you_mean
 from shoal.jobs.distribution import parse_distribution
-from shoal.jobs.job import JobSpec
+from shoal.jobs.job import DOCKER, LOCAL, JobSpec
 from shoal.jobs.source_files import Selection, describe_source, list_rows, list_source
 from shoal.jobs.variables import describe_visible_secrets
 
@@ -52,6 +54,25 @@ Hyperparameters = Annotated[
 Env = Annotated[list[str] | None, typer.Option("--env", "-e", metavar="NAME[=VALUE]", help=_ENV_HELP)]
 EnvFile = Annotated[list[Path] | None, typer.Option("--env-file", metavar="FILE", help=_ENV_FILE_HELP)]
 ListFiles = Annotated[bool, typer.Option("--list-files", help=_LIST_HELP)]
+
+
+class RunEngine(StrEnum):
+    """The place in which a job runs: Docker, or this machine without Docker."""
+
+    docker = DOCKER
+    none = LOCAL
+
+
+Local = Annotated[bool, typer.Option("--local", help="Run on this machine, without Docker: --engine none.")]
+
+
+def choose_engine(engine: RunEngine | None, local: bool) -> RunEngine | None:
+    """Returns the value of `--engine` or `--local`; None if neither is given. Raises `UsageError` for both."""
+    if local and engine is RunEngine.docker:
+        raise UsageError("--local and --engine docker: contradict each other. Fix: leave out one")
+    return RunEngine.none if local else engine
+
+
 _READERS: Mapping[str, Callable[[Any], Any]] = {
     "arguments": tuple,
     "include": tuple,

@@ -9,10 +9,10 @@ import typer
 
 from shoal import doctor, scaffold, trust
 from shoal.builds import base_image
-from shoal.builds.cache import prune_cache
 from shoal.commands.common import EVERY_DAY, SET_UP, AsJson, app, open_project, print_json, print_written
 from shoal.console import print_line, print_lines
 from shoal.errors import UsageError
+from shoal.matrix.project import prune_cache
 
 
 @app.command("doctor", rich_help_panel=EVERY_DAY, epilog="More: docs/install.md")

@@ -22,9 +22,9 @@ from docker.models.containers import Container
 from docker.models.networks import Network
 from docker.types import LogConfig
 
+from shoal.docker_client.archive import open_stream
 from shoal.errors import ImageError
 from shoal.limits import MOST_LOG_LINE, MOST_PROCESSES, MOST_REPORT
-from shoal.tar_stream import open_stream
 
 JOB_LABEL = "shoal.job"
 _LOG = {"max-size": "64m"}

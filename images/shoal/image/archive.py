@@ -19,10 +19,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import IO, Any, Literal, cast
 
+from shoal.docker_client.archive import open_stream
 from shoal.errors import ImageError
 from shoal.image import deflate
 from shoal.limits import MOST_LAYER, MOST_LAYER_ENTRIES, MOST_LAYER_TEXT, MOST_LAYERS, MOST_PATH
-from shoal.tar_stream import open_stream
 
 Kind = Literal["file", "directory", "symlink", "hardlink"]
 WHITEOUT, OPAQUE = ".wh.", ".wh..wh..opq"

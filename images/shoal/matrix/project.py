@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -187,3 +187,31 @@ def _walk(path: str, *, deep: bool) -> Iterator[tuple[str, os.stat_result]]:
                 raise SpecError(f"{path[:200]}…: in more than {MOST_DEPTH} directories. Fix: remove them")
             if deep and stat.S_ISDIR(status.st_mode):
                 pending += [(entry.path, depth + 1) for entry in os.scandir(path)]
+
+
+@dataclass(frozen=True)
+class Removed:
+    """A file that was removed."""
+
+    path: Path
+    bytes: int
+
+
+def prune_cache(cache: Path, bases: Collection[Path]) -> list[Removed]:
+    """Removes logs of builds, installed copies of our packages, and archives of base images.
+
+    Args:
+        cache: The directory of caches. Other files in it stay.
+        bases: The archives of base images to keep.
+
+    Returns:
+        The files that were removed. Another command may have removed some of the others meanwhile.
+    """
+    paths = [path for glob in ("logs/*.log", "installed/*.tar", "base-*.tar") for path in sorted(cache.glob(glob))]
+    removed = []
+    for path in paths:
+        if path not in bases:
+            with contextlib.suppress(FileNotFoundError):
+                removed.append(Removed(path, path.stat().st_size))
+                path.unlink()
+    return removed

@@ -31,6 +31,7 @@ from rich.console import Console
 from shoal import docker_client
 from shoal.console import print_line
 from shoal.docker_client import archive, containers, images
+from shoal.docker_client.archive import open_stream
 from shoal.docker_client.users import ROOT, Owner, find_owner
 from shoal.errors import ShoalError, UsageError
 from shoal.jobs import checkpoints, gpus, job, results, run, variables
@@ -52,7 +53,6 @@ from shoal.jobs.store import OpenJob
 from shoal.jobs.usage import GpuMeter, Usage
 from shoal.jobs.view import View
 from shoal.limits import GIB
-from shoal.tar_stream import open_stream
 
 _LIST_SECONDS = 10
 _SHOWN_OMISSIONS = 20  # of a directory

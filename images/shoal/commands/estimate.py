@@ -1,4 +1,4 @@
-"""Runs `shoal estimate`: the `plan` command of the model-parallel library, in an image or on this machine."""
+"""The command `estimate`: runs the `plan` command of the model-parallel library, in an image or on this machine."""
 
 from __future__ import annotations
 
@@ -6,18 +6,57 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
 
 import docker.types
+import typer
 from rich.console import Console
 
 from shoal import docker_client
 from shoal.clean_text import print_document
+from shoal.commands.common import (
+    RUN,
+    AsJson,
+    Image,
+    app,
+    progress_console,
+    resolve_tag,
+)
+from shoal.commands.script import Local, RunEngine, choose_engine
 from shoal.console import print_line
 from shoal.docker_client import containers
 from shoal.errors import UsageError
 
+_UNKNOWN_OPTIONS = {"ignore_unknown_options": True}
+_PLAN_HELP = "--mp-parameters JSON, --devices N, --memory GIB, --optimizer sgd|momentum|adam."
 _COMMAND = ("-m", "smdistributed.modelparallel", "plan")
 _DIRECTORY = "/opt/plan"
+
+
+@app.command("estimate", rich_help_panel=RUN, epilog="More: docs/modelparallel.md", context_settings=_UNKNOWN_OPTIONS)
+def plan_model(
+    image: Image,
+    factory: Annotated[str, typer.Argument(metavar="FILE.py:NAME", help="Function that returns (model, batch).")],
+    options: Annotated[list[str] | None, typer.Argument(metavar="[OPTION]...", help=_PLAN_HELP)] = None,
+    engine: Annotated[
+        RunEngine | None,
+        typer.Option("--engine", help="none: use this machine's Python, without Docker. Default: docker."),
+    ] = None,
+    local: Local = False,
+    as_json: AsJson = False,
+) -> None:
+    """Estimate how model parallelism would split a model, and recommend mp_parameters. Trains nothing.
+
+    Reports memory per stage, idle time and the partition. Models may have any size, as they run on the meta device.
+
+    Example: shoal estimate pytorch model.py:make --memory 16
+    """
+    if choose_engine(engine, local) is RunEngine.none:
+        code = run_locally(factory, options or [], as_json=as_json)
+    else:
+        tag, progress = resolve_tag(image), progress_console(as_json)
+        code = run_in_container(tag, factory, options or [], progress, as_json=as_json)
+    raise typer.Exit(code)
 
 
 def run_locally(factory: str, options: Sequence[str], *, as_json: bool) -> int:

@@ -26,7 +26,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # One for all checkouts: mypy compares digests. The first run takes half a minute of a core.
 export MYPY_CACHE_DIR ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/shoal-tests/mypy
 
-.PHONY: all-tests bench bench-start check-and-test-without-docker help setup setup-all doctor engine known-image image images train test test-fast test-integration conformance faults sagemaker soak cluster-demo check fix docs docs-serve reference wheels render lock bench-faults bench-launch bench-logs bench-live bench-resume bench-dataparallel bench-link bench-members bench-scale bench-cluster bench-gpu bench-modelparallel bench-tensorflow bench-images bench-everyday bench-house clean
+.PHONY: all-tests bench check-and-test-without-docker help setup setup-all doctor engine known-image image images train test test-fast test-integration conformance faults sagemaker soak cluster-demo check fix docs docs-serve reference wheels render lock clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -141,10 +141,6 @@ sagemaker: setup-all image #: install the SageMaker SDKs, record their requests 
 soak: setup-all images #: run the random tests for hours; SEED=<number> repeats a run
 	@SHOAL_SOAK=1 $(if $(SEED),SHOAL_SEED=$(SEED)) $(PYTEST) tests -m soak --timeout 3600
 
-bench-faults: IMAGE := pytorch-training:2.13.0-cpu-py311-debian12
-bench-faults: setup-all image #: measure how long each fault takes to end, without other load (docs/reliability.md)
-	@$(BIN)/python benchmarks/faults.py
-
 # Not with --quiet: --strict would not see the warnings.
 docs: reference .venv-docs/stamp ## write the generated pages, and build the documentation site into build/site
 	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict
@@ -171,7 +167,27 @@ render: setup ## render the Dockerfiles from the templates
 lock: setup ## resolve the requirements of all images to lock files with hashes
 	@$(SHOAL) lock
 
-BENCHMARKS := $(shell sed -n 's/^bench-\([a-z]*\):.*\#:.*/\1/p' Makefile)
+# Each benchmark is also a target: `make bench-launch`. `make bench` prints these lines.
+#: start         README's first job, from a new clone to the trained model (without .venv)
+#: launch        how fast `train` launches, in containers of the image
+#: cluster       jobs on 2 to 64 hosts of this machine, and on Slurm: time, memory, open files (as root)
+#: images        image sizes, and builds against docker build; QUICK=1: without the matrix, MATRIX=1: only the matrix
+#: everyday      which imports and commands of published scripts the default images lack
+#: dataparallel  collectives and a step on the backend smddp against gloo and MPI
+#: link          all_reduce between two hosts over 1 Gbit/s, smddp against gloo (needs root)
+#: members       what it costs that ranks accept members of the job only, on two hosts (needs root)
+#: tensorflow    the tape and collectives in the TensorFlow image, against MultiWorkerMirroredStrategy
+#: modelparallel partitions, pipelines, calls, memory and throughput against torch
+#: gpu           CUDA tensors on the backend smddp: NCCL, staging, AMP, overlap; exits 2 without a GPU
+#: scale         a model of all_reduce, checked on this machine and drawn for 2,048 ranks in docs/scaling.svg
+#: faults        how long each fault takes to end, without other load (docs/reliability.md)
+#: resume        restarts, elastic jobs, goodput and saves, against torchrun
+#: logs          logging: 1,000,000 lines through `train` against `cat`
+#: live          what the live view of `shoal run` costs the job, and the usage for report.html
+#: house         lines, modules, imports and docstrings; SINCE=COMMIT counts that commit too
+BENCHMARKS := $(shell sed -n 's/^\#: \([a-z]*\) .*/\1/p' Makefile)
+.PHONY: $(BENCHMARKS:%=bench-%)
+
 bench: ## run a benchmark: NAME=<name>; without NAME, list them
 ifdef NAME
 ifeq ($(filter $(NAME),$(BENCHMARKS)),)
@@ -179,57 +195,21 @@ ifeq ($(filter $(NAME),$(BENCHMARKS)),)
 endif
 	@$(MAKE) --no-print-directory bench-$(NAME)
 else
-	@awk -F ':.*#: ' '/^bench-[a-z]+:.*#: / { printf "  make bench NAME=%-14s %s\n", substr($$1, 7), $$2 }' $(MAKEFILE_LIST)
+	@sed -n 's/^#: /  make bench NAME=/p' Makefile
 endif
 
-bench-start: #: measure README's first job, from a new clone to the trained model (without .venv)
+bench-start:
 	@python3 benchmarks/start.py
 
-bench-launch: setup-all image #: measure how fast `train` launches, in containers of the image
-	@$(BIN)/python benchmarks/launch.py --image $(IMAGE)
-
-bench-resume: setup-all #: measure restarts, elastic jobs, goodput and saves, against torchrun
-	@$(BIN)/python benchmarks/resume.py
-
-bench-logs: setup-all #: measure logging: 1,000,000 lines through `train` against `cat`
-	@$(BIN)/python benchmarks/logs.py
-
-bench-live: setup-all #: measure what the live view of `shoal run` costs the job, and the usage for report.html
-	@$(BIN)/python benchmarks/live.py
-
-bench-dataparallel: setup-all #: measure collectives and a step on the backend smddp against gloo and MPI
-	@$(BIN)/python benchmarks/dataparallel.py
-
-bench-link: setup-all #: measure all_reduce between two hosts over 1 Gbit/s, smddp against gloo (needs root)
-	@$(BIN)/python benchmarks/link.py
-
-bench-members: setup-all #: measure what it costs that ranks accept members of the job only, on two hosts (needs root)
-	@$(BIN)/python benchmarks/members.py
-
-bench-modelparallel: setup-all #: measure partitions, pipelines, calls, memory and throughput against torch
-	@$(BIN)/python benchmarks/modelparallel.py
-
+bench-faults: IMAGE := pytorch-training:2.13.0-cpu-py311-debian12
 bench-tensorflow: FRAMEWORK = tensorflow
-bench-tensorflow: setup-all image #: measure the tape and collectives in the TensorFlow image, against MultiWorkerMirroredStrategy
-	@$(BIN)/python benchmarks/tensorflow_image.py --image $(IMAGE)
-
-bench-scale: setup-all #: check a model of all_reduce on this machine; draw up to 2,048 ranks in docs/scaling.svg
-	@$(BIN)/python benchmarks/scale.py
-
-bench-cluster: setup-all #: launch jobs on 2 to 64 hosts of this machine, and on Slurm: time, memory, open files (as root)
-	@$(BIN)/python benchmarks/cluster.py
-
-bench-gpu: setup-all #: measure CUDA tensors on the backend smddp: NCCL, staging, AMP, overlap; exits 2 without a GPU
-	@$(BIN)/python benchmarks/gpu.py
-
-bench-house: setup-all #: count lines, modules, imports and docstrings; SINCE=COMMIT counts that commit too
-	@$(BIN)/python benchmarks/house.py $(if $(SINCE),--since $(SINCE))
-
-bench-everyday: setup-all #: measure which imports and commands of published scripts the default images lack
-	@$(BIN)/python benchmarks/everyday.py
-
-bench-images: setup-all image #: measure image sizes, and builds against docker build; QUICK=1: without the matrix, MATRIX=1: only the matrix
-	@$(BIN)/python benchmarks/images.py --image $(IMAGE) $(if $(QUICK),--quick) $(if $(MATRIX),--matrix)
+bench-tensorflow: MODULE = tensorflow_image
+bench-launch bench-tensorflow bench-images: OPTIONS = --image $(IMAGE)
+bench-images: OPTIONS += $(if $(QUICK),--quick) $(if $(MATRIX),--matrix)
+bench-house: OPTIONS = $(if $(SINCE),--since $(SINCE))
+bench-launch bench-tensorflow bench-images bench-faults: image
+$(patsubst %,bench-%,$(filter-out start,$(BENCHMARKS))): bench-%: setup-all
+	@$(BIN)/python benchmarks/$(or $(MODULE),$*).py $(OPTIONS)
 
 clean: ## remove .venv, caches and job directories (for images: docker image rm)
 	rm -rf .venv .venv-docs build .cache dist jobs .pytest_cache .mypy_cache .ruff_cache

@@ -33,7 +33,9 @@ class SavedSteps:
 
     def __init__(self, path: str | os.PathLike[str], keep: int = 2) -> None:
         if keep < 1:
-            raise ValueError(f"keep={keep}: the number of checkpoints to keep. Allowed: 1 or more")
+            raise ValueError(
+                f"keep={keep}: the number of checkpoints to keep. Allowed: 1 or more. Fix: pass one of these"
+            )
         self.path = Path(path)
         self.keep = keep
         self._lock: int | None = None
@@ -110,6 +112,12 @@ class SavedSteps:
             removed = self.path / f"step-{old:08}{PARTIAL}"
             self.path_of(old).rename(removed)
             _remove(removed)
+
+    def write_error(self, step: int, error: Exception) -> CheckpointError:
+        return CheckpointError(
+            f"{self.path_of(step)} cannot be written: {error}. Older checkpoints are intact. "
+            "Fix: free space, or choose another directory"
+        )
 
     def advice(self, step: int) -> str:
         older = [each for each in self.steps() if each < step]

@@ -138,8 +138,24 @@ def warn_if_nothing_is_left(epoch: int, count: int) -> None:
         )
 
 
+def print_resume(path: object, epoch: int, batches: int, saved: int, size: int) -> None:
+    """Prints where the training goes on, for rank 0. `saved` ranks wrote the checkpoint, `size` ranks load it."""
+    ends = "" if saved == size else f"; saved by {saved} ranks, loaded by {size}"
+    print(
+        f"shoal: going on from {path}: epoch {epoch}, {batches} batches of it done{ends}", file=sys.stderr, flush=True
+    )
+
+
+def check_every(every: int | None) -> None:
+    if every is not None and every < 1:
+        raise ValueError(
+            f"every={every}: the number of steps between saves. Allowed: 1 or more, or None. Fix: pass one of these"
+        )
+
+
 def check_global_batch(global_batch: int) -> None:
     if global_batch < 1:
         raise ValueError(
-            f"global_batch={global_batch}: the number of samples in a step of all ranks. Allowed: 1 or more"
+            f"global_batch={global_batch}: the number of samples in a step of all ranks. Allowed: 1 or more. Fix: "
+            "pass one of these"
         )

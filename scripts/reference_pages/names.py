@@ -38,7 +38,7 @@ _HEAD = f"""# Names of `smdistributed`
 - **{UNSUPPORTED}**: you can import it. If you use it, you get an error with an alternative.
 
 [Release notes](releases.md): the version of the library, and AWS's versions with these names."""
-_NO_NAMES = ("annotations", "core")
+_NO_NAMES = ("*", "annotations", "core")
 
 
 class Definition(NamedTuple):
@@ -103,13 +103,6 @@ def _state(node: ast.AST) -> str:
     body = [each for each in node.body if not _is_docstring(each)]
     if isinstance(body[0], ast.Raise):
         return UNSUPPORTED
-    if any(isinstance(each, ast.Call) and "raise_unsupported" in ast.unparse(each.func) for each in ast.walk(node)):
-        enabled = [
-            each
-            for each in body
-            if not isinstance(each, ast.If) and "check_tensor_parallel_options" not in ast.unparse(each)
-        ]
-        return UNSUPPORTED if all(ast.unparse(each).strip("()") == "yield" for each in enabled) else WORKS
     return NO_EFFECT if ast.unparse(body[0]).startswith("warn_without_effect(") else WORKS
 
 
@@ -138,7 +131,7 @@ def _is_module(name: str) -> bool:
 def _list_names(package: str) -> list[str]:
     """Returns the names in `__all__`; without it, the names that a module imports (a package) or defines."""
     tree = _read(package)
-    listed = [name for node in tree.body for name in _listed_in(node)]
+    listed = [name for node in tree.body for name in _listed_in(node, package)]
     if package.endswith(".nn"):
         listed += _refused_modules()
     defined = [each.name for each in tree.body if isinstance(each, (ast.ClassDef, ast.FunctionDef))]
@@ -150,13 +143,16 @@ def _list_names(package: str) -> list[str]:
     )
 
 
-def _listed_in(node: ast.stmt) -> list[str]:
-    """Returns the names that a statement puts into `__all__`."""
-    if not isinstance(node, (ast.Assign, ast.AugAssign)) or not isinstance(node.value, ast.List):
+def _listed_in(node: ast.stmt, package: str) -> list[str]:
+    """Returns the names that a statement puts into `__all__`: a list, or the `__all__` of an imported module."""
+    if not isinstance(node, (ast.Assign, ast.AugAssign)):
         return []
     target = node.targets[0] if isinstance(node, ast.Assign) else node.target
     if not isinstance(target, ast.Name) or target.id != "__all__":
         return []
+    if isinstance(node.value, ast.Attribute):
+        return _list_names(".".join(_imports(package)[ast.unparse(node.value.value)]))
+    assert isinstance(node.value, ast.List)
     return [str(each.value) for each in node.value.elts if isinstance(each, ast.Constant)]
 
 
@@ -166,6 +162,8 @@ def _imports(module: str) -> dict[str, tuple[str, str]]:
     found = {}
     for node in _read(module).body:
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("smdistributed"):
+            names = _list_names(str(node.module)) if node.names[0].name == "*" else []
+            found.update({name: (str(node.module), name) for name in names})
             found.update({each.asname or each.name: (str(node.module), each.name) for each in node.names})
     return found
 

@@ -62,8 +62,7 @@ class Checkpoint:
         ranks: Any = None,
         **objects: Any,
     ) -> None:
-        if every is not None and every < 1:
-            raise ValueError(f"every={every}: the number of steps between saves. Allowed: 1 or more, or None")
+        position.check_every(every)
         self.epoch = 0
         """The current epoch, from 0."""
         self.step = 0
@@ -236,10 +235,7 @@ class Checkpoint:
             storage.write(self._objects, own, self._directory.begin(self.step))
             self._directory.publish(self.step)
         except (OSError, tf.errors.OpError) as error:
-            raise CheckpointError(
-                f"{self._directory.path_of(self.step)} cannot be written: {error}. Older checkpoints are intact. "
-                "Fix: free space, or choose another directory"
-            ) from error
+            raise self._directory.write_error(self.step, error) from error
 
     def _load(self, directory: SavedSteps) -> None:
         def load_newest() -> dict[str, Any] | None:
@@ -266,9 +262,4 @@ class Checkpoint:
         mine = saved[rank] if rank < len(saved) else {"random": self._random.derive(saved[0]["random"], rank)}
         self._resumed = {**place, "samples": None, "world_size": len(saved), **mine}
         if rank == 0:
-            ends = "" if len(saved) == size else f"; saved by {len(saved)} ranks, loaded by {size}"
-            print(
-                f"shoal: going on from {own['path']}: epoch {self.epoch}, {self._batches} batches of it done{ends}",
-                file=sys.stderr,
-                flush=True,
-            )
+            position.print_resume(own["path"], self.epoch, self._batches, len(saved), size)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import os
-import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -70,8 +69,7 @@ class Checkpoint:
         weights_only: bool | None = None,
         **state: Any,
     ) -> None:
-        if every is not None and every < 1:
-            raise ValueError(f"every={every}: the number of steps between saves. Allowed: 1 or more, or None")
+        position.check_every(every)
         self.epoch = 0
         """The current epoch, from 0."""
         self.step = 0
@@ -327,9 +325,7 @@ class Checkpoint:
             parts.add_dicts(self._state, gone["dicts"])
         self._resumed = {**own, "position": {**shared["position"], "world_size": len(saved)}}
         if rank == 0:
-            place = f"epoch {self.epoch}, {self._batches} batches of it done"
-            ends = "" if len(saved) == world_size else f"; saved by {len(saved)} ranks, loaded by {world_size}"
-            print(f"shoal: going on from {path}: {place}{ends}", file=sys.stderr, flush=True)
+            position.print_resume(path, self.epoch, self._batches, len(saved), world_size)
 
 
 def _derive(saved: dict[str, Any], rank: int) -> dict[str, Any]:
@@ -345,7 +341,4 @@ def _write(directory: SavedSteps, step: int, tensors: dict[str, torch.Tensor]) -
         storage.write(tensors, directory.begin(step))
         directory.publish(step)
     except OSError as error:
-        raise CheckpointError(
-            f"{directory.path_of(step)} cannot be written: {error}. Older checkpoints are intact. "
-            "Fix: free space, or choose another directory"
-        ) from error
+        raise directory.write_error(step, error) from error

@@ -29,7 +29,7 @@ def check(parts: Mapping[str, Any]) -> dict[str, Any]:
         if not has_state and not isinstance(part, dict):
             raise TypeError(
                 f"{name}={part!r}: its state cannot be saved. Allowed: a dict, or an object with state_dict() and "
-                "load_state_dict()"
+                "load_state_dict(). Fix: give it these methods, or put its values into a dict"
             )
     return {name: _unwrap(part) for name, part in parts.items()}
 

@@ -175,14 +175,7 @@ def broadcast(
     Args:
         tensor: Any shape, strides and dtype, the same shape and dtype on all ranks.
         src: The rank that sends.
-        group: The ranks that take part; default: all.
-        async_op: Whether to return at once with a handle.
-
-    Returns:
-        A handle if `async_op`; the result is there after its `wait()`. Otherwise None.
-
-    Raises:
-        SMDDPError: Before `init_process_group`, or if a rank has ended, is late or calls another collective.
+        group, async_op: As for `all_reduce`, which also tells the result and the errors.
     """
     require_init()
     work: Work | None = torch.distributed.broadcast(tensor, src, group, async_op)
@@ -200,14 +193,7 @@ def all_gather(
     Args:
         tensor_list: One tensor for each rank, with the shape and dtype of `tensor`.
         tensor: Any shape, strides and dtype, the same shape and dtype on all ranks.
-        group: The ranks that take part; default: all.
-        async_op: Whether to return at once with a handle.
-
-    Returns:
-        A handle if `async_op`; the result is there after its `wait()`. Otherwise None.
-
-    Raises:
-        SMDDPError: Before `init_process_group`, or if a rank has ended, is late or calls another collective.
+        group, async_op: As for `all_reduce`, which also tells the result and the errors.
     """
     require_init()
     work: Work | None = torch.distributed.all_gather(tensor_list, tensor, group, async_op)
@@ -229,14 +215,10 @@ def all_to_all_single(
         input_t: The rows to send, of the same dtype.
         output_split_sizes: Number of rows from each rank; None: equally many.
         input_split_sizes: Number of rows for each rank; None: equally many.
-        group: The ranks that take part; default: all.
-        async_op: Whether to return at once with a handle.
-
-    Returns:
-        A handle if `async_op`; the result is there after its `wait()`. Otherwise None.
+        group, async_op: As for `all_reduce`, which also tells the result.
 
     Raises:
-        SMDDPError: Before `init_process_group`, or if a rank sends another number of rows than the receiver expects.
+        SMDDPError: As `all_reduce`, and if a rank sends another number of rows than the receiver expects.
     """
     require_init()
     work: Work | None = torch.distributed.all_to_all_single(
@@ -249,14 +231,7 @@ def barrier(group: ProcessGroup | None = group.WORLD, async_op: bool = False) ->
     """Blocks until every rank has called it (AWS developer guide).
 
     Args:
-        group: The ranks that take part; default: all.
-        async_op: Whether to return at once with a handle.
-
-    Returns:
-        A handle if `async_op`; the result is there after its `wait()`. Otherwise None.
-
-    Raises:
-        SMDDPError: Before `init_process_group`, or if a rank has ended, is late or calls another collective.
+        group, async_op: As for `all_reduce`, which also tells the result and the errors.
     """
     require_init()
     work: Work | None = torch.distributed.barrier(group, async_op)

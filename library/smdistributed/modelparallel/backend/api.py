@@ -10,6 +10,12 @@ from typing import Any
 
 from smdistributed.modelparallel.backend.context import current_context
 
+__all__ = ["CommGroup", "DP_GROUP", "MP_GROUP", "PP_GROUP", "RDP_GROUP", "RankType", "TP_GROUP", "WORLD"]
+__all__ += ["allgather", "barrier", "broadcast", "dp_barrier", "dp_rank", "dp_size", "get_dp_group", "get_mp_group"]
+__all__ += ["get_pp_group", "get_rdp_group", "get_tp_group", "is_initialized", "local_rank", "local_size"]
+__all__ += ["mp_barrier", "mp_rank", "mp_size", "pp_barrier", "pp_rank", "pp_size", "rank", "rdp_barrier"]
+__all__ += ["rdp_rank", "rdp_size", "recv_from", "send", "size", "tp_barrier", "tp_rank", "tp_size"]
+
 
 class CommGroup(enum.Enum):
     """Groups of ranks (AWS API)."""
@@ -250,5 +256,7 @@ def rdp_barrier() -> None:
 def _world_rank(number: int, rank_type: RankType) -> int:
     ranks = current_context().group(rank_type.value)
     if not 0 <= number < len(ranks):
-        raise ValueError(f"{rank_type.name} {number} does not exist: they count from 0 to {len(ranks) - 1}.")
+        raise ValueError(
+            f"{rank_type.name} {number} does not exist. Allowed: 0 to {len(ranks) - 1}. Fix: name one of these."
+        )
     return ranks[number]

@@ -20,61 +20,44 @@ def train_step(images, labels):
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import smdistributed.core.tensorflow  # noqa: F401 (says what to do where it is not installed)
 from smdistributed.modelparallel.backend import api as core
-from smdistributed.modelparallel.backend.api import (
-    DP_GROUP,
-    MP_GROUP,
-    PP_GROUP,
-    RDP_GROUP,
-    TP_GROUP,
-    WORLD,
-    CommGroup,
-    RankType,
-    allgather,
-    barrier,
-    broadcast,
-    dp_barrier,
-    dp_rank,
-    dp_size,
-    get_dp_group,
-    get_mp_group,
-    get_pp_group,
-    get_rdp_group,
-    get_tp_group,
-    is_initialized,
-    local_rank,
-    local_size,
-    mp_barrier,
-    mp_rank,
-    mp_size,
-    pp_barrier,
-    pp_rank,
-    pp_size,
-    rank,
-    rdp_barrier,
-    rdp_rank,
-    rdp_size,
-    recv_from,
-    send,
-    size,
-    tp_barrier,
-    tp_rank,
-    tp_size,
-)
-from smdistributed.modelparallel.tensorflow import utils
-from smdistributed.modelparallel.tensorflow.api import init
+from smdistributed.modelparallel.backend.api import *  # noqa: F403 (ranks, groups, messages)
+from smdistributed.modelparallel.tensorflow import layer_calls, optimizers, utils
 from smdistributed.modelparallel.tensorflow.checkpoints import CheckpointManager
 from smdistributed.modelparallel.tensorflow.layer_calls import partition
-from smdistributed.modelparallel.tensorflow.model import DistributedModel, register_post_partition_hook
-from smdistributed.modelparallel.tensorflow.splitting import StepOutput
+from smdistributed.modelparallel.tensorflow.model import DistributedModel, call_model, register_post_partition_hook
 from smdistributed.modelparallel.tensorflow.state_mod import state
-from smdistributed.modelparallel.tensorflow.step import step
+from smdistributed.modelparallel.tensorflow.step import StepOutput, step
 
-__all__ = ["CheckpointManager", "CommGroup", "DP_GROUP", "DistributedModel", "MP_GROUP", "PP_GROUP", "RDP_GROUP"]
-__all__ += ["RankType", "StepOutput", "TP_GROUP", "WORLD", "allgather", "barrier", "broadcast", "core", "dp_barrier"]
-__all__ += ["dp_rank", "dp_size", "get_dp_group", "get_mp_group", "get_pp_group", "get_rdp_group", "get_tp_group"]
-__all__ += ["init", "is_initialized", "local_rank", "local_size", "mp_barrier", "mp_rank", "mp_size", "partition"]
-__all__ += ["pp_barrier", "pp_rank", "pp_size", "rank", "rdp_barrier", "rdp_rank", "rdp_size", "recv_from"]
-__all__ += ["register_post_partition_hook", "send", "size", "state", "step", "tp_barrier", "tp_rank", "tp_size"]
-__all__ += ["utils"]
+__all__ = ["CheckpointManager", "DistributedModel", "StepOutput", "core", "init", "partition"]
+__all__ += ["register_post_partition_hook", "state", "step", "utils"]
+__all__ += core.__all__
+
+
+def init(config: Mapping[str, Any] | None = None) -> None:
+    """Reads the configuration, connects to the other ranks, and gives TensorFlow only this rank's GPU (AWS API).
+
+    Every rank calls it first. It patches Keras: calls of layers, optimizers, gradient tapes. With SMP_TIMELINE it
+    starts a recording. Calling it again does nothing.
+
+    Args:
+        config: `mp_parameters`. The launch's values (SM_HP_MP_PARAMETERS) take precedence. With `horovod` or `ddp`,
+            ranks beyond `partitions` are replicas: optimizers apply the mean of their gradients.
+
+    Raises:
+        SMPConfigError: If a key or value is not allowed.
+        SMPUnsupportedError: If a key is not supported for TensorFlow.
+        LaunchError: If the environment does not say which rank this is, or gives no address to meet at.
+        SMDDPError: If TensorFlow already uses other GPUs.
+        StoreError: If rank 0 is not reached.
+        TimelineError: If the file of SMP_TIMELINE cannot be written.
+    """
+    if state.initialized:
+        return
+    state.init(config)
+    layer_calls.intercept_calls(call_model, DistributedModel)
+    optimizers.patch_optimizers()

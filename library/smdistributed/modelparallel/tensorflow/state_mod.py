@@ -45,7 +45,7 @@ class TensorFlowState(Context):
         return self.group("PP_GROUP").index(self.rank)
 
     def init(self, argument: Mapping[str, Any] | None) -> None:
-        """Connects this rank: see `tensorflow.api.init`, which lists the errors."""
+        """Connects this rank: see `smp.init`, which lists the errors."""
         if self.initialized:
             return
         launch = self.configure(argument)

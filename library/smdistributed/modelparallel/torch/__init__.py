@@ -14,46 +14,7 @@ def train_step(model, data, target):
 from __future__ import annotations
 
 import smdistributed.core.torch  # raises an error with a fix if torch is not installed
-from smdistributed.modelparallel.backend.api import (
-    DP_GROUP,
-    MP_GROUP,
-    PP_GROUP,
-    RDP_GROUP,
-    TP_GROUP,
-    WORLD,
-    CommGroup,
-    RankType,
-    allgather,
-    barrier,
-    broadcast,
-    dp_barrier,
-    dp_rank,
-    dp_size,
-    get_dp_group,
-    get_mp_group,
-    get_pp_group,
-    get_rdp_group,
-    get_tp_group,
-    is_initialized,
-    local_rank,
-    local_size,
-    mp_barrier,
-    mp_rank,
-    mp_size,
-    pp_barrier,
-    pp_rank,
-    pp_size,
-    rank,
-    rdp_barrier,
-    rdp_rank,
-    rdp_size,
-    recv_from,
-    send,
-    size,
-    tp_barrier,
-    tp_rank,
-    tp_size,
-)
+from smdistributed.modelparallel.backend.api import *  # noqa: F403 (ranks, groups, messages)
 from smdistributed.modelparallel.torch import amp, exceptions, nn, optimizers, state_mod, utils
 from smdistributed.modelparallel.torch.pipeline.activations import set_activation_checkpointing
 from smdistributed.modelparallel.torch.plan.construction import delay_param_initialization

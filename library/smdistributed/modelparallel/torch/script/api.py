@@ -10,7 +10,7 @@ import torch
 
 from smdistributed.modelparallel.torch.plan.construction import delay_param_initialization
 from smdistributed.modelparallel.torch.script.state import state
-from smdistributed.modelparallel.torch.script.unsupported import check_tensor_parallel_options, raise_unsupported
+from smdistributed.modelparallel.torch.script.unsupported import refuse_tensor_parallelism
 
 
 def init(config: Mapping[str, Any] | None = None) -> None:
@@ -50,9 +50,7 @@ def model_creation(
         StepUsageError: Before `smp.init`.
         TypeError: If an option is unknown.
     """
-    check_tensor_parallel_options("smp.model_creation", options)
-    if tensor_parallelism:
-        raise_unsupported("smp.model_creation(tensor_parallelism=True)")
+    refuse_tensor_parallelism("smp.model_creation", tensor_parallelism, options)
     state.require()
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype or before)

@@ -1,6 +1,6 @@
 """`smp.DistributedModel`: a model with its modules on several stages.
 
-It runs calls and backward, places the modules, and has the model's parameters, state dicts and hooks.
+It runs calls and backward, places the modules, and has hooks. `model_parts` has its parameters and state dicts.
 """
 
 from __future__ import annotations
@@ -25,16 +25,17 @@ from smdistributed.modelparallel.torch.pipeline.module_routing import route_call
 from smdistributed.modelparallel.torch.pipeline.tasks import current_task, move_all_here
 from smdistributed.modelparallel.torch.plan.construction import dtype_of
 from smdistributed.modelparallel.torch.plan.manual_partition import manual_stages
-from smdistributed.modelparallel.torch.script import clipping, state_dicts
+from smdistributed.modelparallel.torch.script import clipping
 from smdistributed.modelparallel.torch.script.gradients import Reducer, StepGradients, clip_gradients
 from smdistributed.modelparallel.torch.script.half_precision import convert, to_half, to_single
+from smdistributed.modelparallel.torch.script.model_parts import ModelParts
 from smdistributed.modelparallel.torch.script.placement import choose_stages, materialize_local_modules, move_to_gpu
-from smdistributed.modelparallel.torch.script.state import TorchState, WrappedModel, state
+from smdistributed.modelparallel.torch.script.state import TorchState, state
 
 _Hook = Callable[["DistributedModel", Any], Any]
 
 
-class DistributedModel(WrappedModel):
+class DistributedModel(ModelParts):
     """Wraps the model of a script, one in each (AWS API). It is cut and placed at the first call inside a step.
 
     Wrapping the same model again returns the existing wrapper. With one partition the model is placed at once, and may
@@ -89,7 +90,9 @@ class DistributedModel(WrappedModel):
             return
         super().__init__()
         if state.model is not None:
-            raise SMPRuntimeError("There is an smp.DistributedModel already: a script has one.")
+            raise SMPRuntimeError(
+                "There is an smp.DistributedModel already: a script has one. Fix: wrap a module that contains both."
+            )
         _warn_of_tracing(trace_device, trace_execution_times, trace_memory_usage, gradient_as_bucket_view)
         self._state = state
         self._dtype = dtype_of(state.cfg)
@@ -106,7 +109,7 @@ class DistributedModel(WrappedModel):
         self._reducer_options = (overlapping_allreduce, bucket_cap_mb << 20, backward_passes_per_step)
         self._placement_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
         self._step_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
-        self._to_load: tuple[Mapping[str, Any], bool] | None = None
+        self._to_load = None
         self._resumed_stages: dict[str, int] | None = None
         self._replaced: dict[nn.Parameter, nn.Parameter] = {}
         self._is_whole = False
@@ -284,160 +287,7 @@ class DistributedModel(WrappedModel):
     def _must_have_mean_gradients(self) -> bool:
         return self._average and self.partitioned and self._state.cfg.microbatches > 1
 
-    # --- parameters, buffers and modules of this stage
-
-    def local_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yields names and parameters of this stage. Raises StepUsageError before the model is placed."""
-        self._require_placement()
-        return self.manager.local_parameters()
-
-    def local_parameters(self) -> Iterator[nn.Parameter]:
-        """Yields the parameters of this stage. Raises StepUsageError before the model is placed."""
-        return (parameter for _, parameter in self.local_named_parameters())
-
-    def local_named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields names and buffers of this stage. Raises StepUsageError before the model is placed."""
-        self._require_placement()
-        return self.manager.local_buffers()
-
-    def local_buffers(self) -> Iterator[torch.Tensor]:
-        """Yields the buffers of this stage. Raises StepUsageError before the model is placed."""
-        return (buffer for _, buffer in self.local_named_buffers())
-
-    def local_named_modules(self) -> Iterator[tuple[str, nn.Module]]:
-        """Yields names and modules of this stage. Raises StepUsageError before the model is placed."""
-        self._require_placement()
-        return self.manager.local_modules()
-
-    def local_modules(self) -> Iterator[nn.Module]:
-        """Yields the modules of this stage. Raises StepUsageError before the model is placed."""
-        return (module for _, module in self.local_named_modules())
-
-    def default_reducer_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yields this stage's parameters with gradients that are averaged over DP_GROUP: all (AWS API 1.6)."""
-        return self.local_named_parameters()
-
-    def scaled_batch_reducer_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yields parameters with gradients that are averaged over RDP_GROUP: none (AWS API 1.6)."""
-        return iter(())
-
-    def distributed_modules(self) -> Iterator[nn.Module]:
-        """Yields the tensor-parallel modules: none (AWS API 1.6)."""
-        return iter(())
-
-    def is_distributed_parameter(self, param: torch.Tensor) -> bool:
-        """Whether tensor-parallel ranks have a part each: no (AWS API 1.6)."""
-        return False
-
-    def is_distributed_buffer(self, buf: torch.Tensor) -> bool:
-        """Whether tensor-parallel ranks have a part each: no (AWS API 1.6)."""
-        return False
-
-    def is_scaled_batch_parameter(self, param: torch.Tensor) -> bool:
-        """Whether it gets the batches of all tensor-parallel ranks: no (AWS API 1.6)."""
-        return False
-
-    def is_scaled_batch_buffer(self, buf: torch.Tensor) -> bool:
-        """Whether it gets the batches of all tensor-parallel ranks: no (AWS API 1.6)."""
-        return False
-
-    def virtual_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yields what the optimizer updates of this stage, without single-precision copies (AWS API 1.6)."""
-        return self.local_named_parameters()
-
-    # --- state dicts
-
-    def local_state_dict(self) -> dict[str, Any]:
-        """The part of the model's state dict that is on this stage. Raises StepUsageError before it is placed."""
-        self._require_placement()
-        return state_dicts.select_local(self.manager)
-
-    def state_dict(self, *args: Any, gather_to_rank0: bool = False, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """The whole model's state dict, in plain PyTorch's names; all ranks of the first replica call it.
-
-        Before the model is placed, it is the wrapped model's own state dict, and no rank waits.
-
-        Args:
-            *args: Ignored.
-            gather_to_rank0: Whether only the first stage gets it; the others get an empty one.
-            **kwargs: Ignored.
-
-        Returns:
-            Tensors on the CPU, by name.
-        """
-        if not self.partitioned:
-            return dict(self.module.state_dict())
-        local = {key: value.cpu() if hasattr(value, "cpu") else value for key, value in self.local_state_dict().items()}
-        ranks, objects = self._state.group("PP_GROUP"), self._state.objects
-        parts = objects.gather_to_first(local, ranks, "state") if gather_to_rank0 else objects.gather(local, ranks)
-        return state_dicts.merge_parts(self.manager, parts)
-
-    def load_state_dict(
-        self,
-        state_dict: Mapping[str, Any],
-        strict: bool = True,
-        assign: bool = False,
-        *,
-        same_partition_load: bool = False,
-    ) -> Any:
-        """Loads a state dict, also into single-precision copies: at once if the model is placed, else as soon as it is.
-
-        Args:
-            state_dict: The whole model's, or at least what this stage has of it. Each stage takes its own part, and
-                asks no other.
-            strict: Whether missing and unexpected keys are errors.
-            assign: No effect, and a warning if it is True: the parameters stay the same objects.
-            same_partition_load: Whether `local_state_dict` returned it for the same partition. Either is as fast.
-
-        Raises:
-            RuntimeError: If `strict`, and keys are missing or unexpected.
-        """
-        if assign:
-            warn_without_effect("assign=True of load_state_dict", "the optimizer knows the model's parameters")
-        if not self.partitioned:
-            self._to_load = dict(state_dict), strict
-            return None
-        state_dicts.load_local(self.manager, state_dict, strict)
-        if self._state.optimizer is not None:
-            self._state.optimizer.master_weights.refresh()
-        return None
-
-    def cpu(self) -> DistributedModel:
-        """Gathers the parameters and buffers of all stages on every stage, on the CPU (AWS API).
-
-        All ranks of a replica call it. `get_module()` is then the whole model, but calls of it still go to the stages:
-        load its `state_dict` into another model. The next step frees the parameters of other stages again. Before the
-        model is placed, it only moves the model to the CPU.
-        """
-        if not self.partitioned:
-            return super().cpu()
-        own = {name: p.detach().cpu() for name, p in (*self.local_named_parameters(), *self.local_named_buffers())}
-        parts = self._state.gather_over_stages(own)
-        state_dicts.fill_in_parameters(self.manager, {name: tensor for part in parts for name, tensor in part.items()})
-        self._is_whole = True
-        return self
-
-    # --- as the wrapped model
-
-    def get_module(self) -> nn.Module:
-        """The wrapped model."""
-        return self.module
-
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yields the wrapped model's names and parameters. Parameters of other stages have no elements."""
-        return self.module.named_parameters(*args, **kwargs)
-
-    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields the wrapped model's names and buffers. Buffers of other stages have no elements."""
-        return self.module.named_buffers(*args, **kwargs)
-
-    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
-        """Yields the wrapped model's children: names built from them are the names of `named_parameters`."""
-        return self.module.named_children()
-
-    def children(self) -> Iterator[nn.Module]:
-        """Yields the wrapped model, so that `train`, `apply` and others walk down the tree."""
-        return iter((self.module,))
+    # --- gradients
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> float:
         """Scales gradients down so that their norm over all stages is at most `max_norm`.
@@ -503,13 +353,6 @@ class DistributedModel(WrappedModel):
         """
         return _register(self._step_hooks, hook)
 
-    def _require_placement(self) -> None:
-        if not self.partitioned:
-            raise StepUsageError(
-                "The model is not placed yet: its first call in a step does that. Fix: use "
-                "register_post_partition_hook for code that needs its local parameters."
-            )
-
 
 def script_model(state: TorchState) -> DistributedModel:
     """The model that the script has wrapped. Raises StepUsageError if there is none."""
@@ -520,7 +363,7 @@ def script_model(state: TorchState) -> DistributedModel:
 
 def _warn_of_tracing(device: str, times: bool, memory: bool, bucket_view: bool) -> None:
     if device not in ("gpu", "cpu"):
-        raise SMPConfigError(f"trace_device is {device!r}. Allowed: 'gpu' or 'cpu'.")
+        raise SMPConfigError(f"trace_device is {device!r}. Allowed: 'gpu' or 'cpu'. Fix: leave it out.")
     traced = "the model is traced on the meta device, without computing"
     if device != "gpu":
         warn_without_effect("trace_device of smp.DistributedModel", traced)

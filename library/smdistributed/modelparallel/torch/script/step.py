@@ -132,7 +132,10 @@ def _decorate(
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         state.require()
         if current_task() is not None:
-            raise StepUsageError(f"{function.__qualname__} is called inside a step: steps cannot be nested.")
+            raise StepUsageError(
+                f"{function.__qualname__} is called inside a step: steps cannot be nested. Fix: call it as a plain "
+                "function, without @smp.step."
+            )
         splitter.uneven = state.cfg.uneven_microbatches
         model, stage = script_model(state), state.stage
         model.before_step()

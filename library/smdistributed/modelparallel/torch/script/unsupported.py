@@ -82,35 +82,23 @@ def tensor_parallelism(enabled: bool = True, **options: Any) -> Iterator[None]:
         SMPUnsupportedError: If `enabled` is true.
         TypeError: If an option is unknown.
     """
-    check_tensor_parallel_options("smp.tensor_parallelism", options)
-    if enabled:
-        raise_unsupported("smp.tensor_parallelism")
+    refuse_tensor_parallelism("smp.tensor_parallelism", enabled, options)
     yield
 
 
 def set_tensor_parallelism(module: nn.Module, enabled: bool = True, **options: Any) -> None:
-    """Does nothing if it is disabled: no module is tensor-parallel (AWS API 1.6).
-
-    Args:
-        module: Any module.
-        enabled: Must be False.
-        **options: Options of tensor-parallel modules. They have no effect, and warn.
-
-    Raises:
-        SMPUnsupportedError: If `enabled` is true.
-        TypeError: If an option is unknown.
-    """
-    check_tensor_parallel_options("smp.set_tensor_parallelism", options)
-    if enabled:
-        raise_unsupported("smp.set_tensor_parallelism")
+    """Does nothing if it is disabled. Arguments and errors are as in `smp.tensor_parallelism` (AWS API 1.6)."""
+    refuse_tensor_parallelism("smp.set_tensor_parallelism", enabled, options)
 
 
-def check_tensor_parallel_options(function: str, options: Mapping[str, Any]) -> None:
-    """Warns of options that are set, which have no effect. Raises TypeError if one is unknown."""
+def refuse_tensor_parallelism(function: str, enabled: bool, options: Mapping[str, Any]) -> None:
+    """Raises SMPUnsupportedError if it is enabled, TypeError for an unknown option. Warns of others: no effect."""
     refuse_unknown(function, options, ("tensor_parallelism", "dtype", *_TENSOR_PARALLEL_OPTIONS))
     given = [name for name, value in options.items() if value]
     if given:
         warn_without_effect(f"{', '.join(given)} of {function}", "only tensor-parallel modules have that")
+    if enabled:
+        raise_unsupported(function)
 
 
 tp_register = unsupported_function("tp_register")

@@ -1,0 +1,235 @@
+"""What a stage has of the model: its parameters, buffers and modules, and its part of the state dict.
+
+Each stage has a part of a state dict, and loads its part.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from smdistributed.core.options import warn_without_effect
+from smdistributed.modelparallel.backend.exceptions import StepUsageError
+from smdistributed.modelparallel.torch.pipeline.module_manager import ModuleManager
+from smdistributed.modelparallel.torch.script.state import TorchState, WrappedModel
+
+_PARTIAL_KEY = "_smp_is_partial"
+"""By this key AWS's library tells names of its own modules from Hugging Face's."""
+
+
+class ModelParts(WrappedModel):
+    """The methods of `smp.DistributedModel` about the parameters, buffers and modules of this stage and of all."""
+
+    _state: TorchState
+    _is_whole: bool
+    """Whether `cpu` has gathered the tensors of other stages here."""
+    _to_load: tuple[Mapping[str, Any], bool] | None
+    """A state dict to load when the model is placed, and whether strictly."""
+
+    # --- of this stage
+
+    def local_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yields names and parameters of this stage. Raises StepUsageError before the model is placed."""
+        self._require_placement()
+        return self.manager.local_parameters()
+
+    def local_parameters(self) -> Iterator[nn.Parameter]:
+        """Yields the parameters of this stage. Raises StepUsageError before the model is placed."""
+        return (parameter for _, parameter in self.local_named_parameters())
+
+    def local_named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields names and buffers of this stage. Raises StepUsageError before the model is placed."""
+        self._require_placement()
+        return self.manager.local_buffers()
+
+    def local_buffers(self) -> Iterator[torch.Tensor]:
+        """Yields the buffers of this stage. Raises StepUsageError before the model is placed."""
+        return (buffer for _, buffer in self.local_named_buffers())
+
+    def local_named_modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """Yields names and modules of this stage. Raises StepUsageError before the model is placed."""
+        self._require_placement()
+        return self.manager.local_modules()
+
+    def local_modules(self) -> Iterator[nn.Module]:
+        """Yields the modules of this stage. Raises StepUsageError before the model is placed."""
+        return (module for _, module in self.local_named_modules())
+
+    def default_reducer_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yields this stage's parameters with gradients that are averaged over DP_GROUP: all (AWS API 1.6)."""
+        return self.local_named_parameters()
+
+    def scaled_batch_reducer_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yields parameters with gradients that are averaged over RDP_GROUP: none (AWS API 1.6)."""
+        return iter(())
+
+    def distributed_modules(self) -> Iterator[nn.Module]:
+        """Yields the tensor-parallel modules: none (AWS API 1.6)."""
+        return iter(())
+
+    def is_distributed_parameter(self, param: torch.Tensor) -> bool:
+        """Whether tensor-parallel ranks have a part each: no (AWS API 1.6)."""
+        return False
+
+    def is_distributed_buffer(self, buf: torch.Tensor) -> bool:
+        """Whether tensor-parallel ranks have a part each: no (AWS API 1.6)."""
+        return False
+
+    is_scaled_batch_parameter = is_distributed_parameter
+    """Whether it gets the batches of all tensor-parallel ranks: no (AWS API 1.6)."""
+    is_scaled_batch_buffer = is_distributed_buffer
+
+    def virtual_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yields what the optimizer updates of this stage, without single-precision copies (AWS API 1.6)."""
+        return self.local_named_parameters()
+
+    # --- state dicts
+
+    def local_state_dict(self) -> dict[str, Any]:
+        """The part of the model's state dict that is on this stage. Raises StepUsageError before it is placed."""
+        self._require_placement()
+        return select_local(self.manager)
+
+    def state_dict(self, *args: Any, gather_to_rank0: bool = False, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """The whole model's state dict, in plain PyTorch's names; all ranks of the first replica call it.
+
+        Before the model is placed, it is the wrapped model's own state dict, and no rank waits.
+
+        Args:
+            *args: Ignored.
+            gather_to_rank0: Whether only the first stage gets it; the others get an empty one.
+            **kwargs: Ignored.
+
+        Returns:
+            Tensors on the CPU, by name.
+        """
+        if not self.partitioned:
+            return dict(self.module.state_dict())
+        local = {key: value.cpu() if hasattr(value, "cpu") else value for key, value in self.local_state_dict().items()}
+        ranks, objects = self._state.group("PP_GROUP"), self._state.objects
+        parts = objects.gather_to_first(local, ranks, "state") if gather_to_rank0 else objects.gather(local, ranks)
+        return merge_parts(self.manager, parts)
+
+    def load_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        strict: bool = True,
+        assign: bool = False,
+        *,
+        same_partition_load: bool = False,
+    ) -> Any:
+        """Loads a state dict, also into single-precision copies: at once if the model is placed, else as soon as it is.
+
+        Args:
+            state_dict: The whole model's, or at least what this stage has of it. Each stage takes its own part, and
+                asks no other.
+            strict: Whether missing and unexpected keys are errors.
+            assign: No effect, and a warning if it is True: the parameters stay the same objects.
+            same_partition_load: Whether `local_state_dict` returned it for the same partition. Either is as fast.
+
+        Raises:
+            RuntimeError: If `strict`, and keys are missing or unexpected.
+        """
+        if assign:
+            warn_without_effect("assign=True of load_state_dict", "the optimizer knows the model's parameters")
+        if not self.partitioned:
+            self._to_load = dict(state_dict), strict
+            return None
+        load_local(self.manager, state_dict, strict)
+        if self._state.optimizer is not None:
+            self._state.optimizer.master_weights.refresh()
+        return None
+
+    def cpu(self) -> ModelParts:
+        """Gathers the parameters and buffers of all stages on every stage, on the CPU (AWS API).
+
+        All ranks of a replica call it. `get_module()` is then the whole model, but calls of it still go to the stages:
+        load its `state_dict` into another model. The next step frees the parameters of other stages again. Before the
+        model is placed, it only moves the model to the CPU.
+        """
+        if not self.partitioned:
+            return super().cpu()
+        own = {name: p.detach().cpu() for name, p in (*self.local_named_parameters(), *self.local_named_buffers())}
+        parts = self._state.gather_over_stages(own)
+        fill_in_parameters(self.manager, {name: tensor for part in parts for name, tensor in part.items()})
+        self._is_whole = True
+        return self
+
+    # --- of the wrapped model
+
+    def get_module(self) -> nn.Module:
+        """The wrapped model."""
+        return self.module
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yields the wrapped model's names and parameters. Parameters of other stages have no elements."""
+        return self.module.named_parameters(*args, **kwargs)
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields the wrapped model's names and buffers. Buffers of other stages have no elements."""
+        return self.module.named_buffers(*args, **kwargs)
+
+    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        """Yields the wrapped model's children: names built from them are the names of `named_parameters`."""
+        return self.module.named_children()
+
+    def children(self) -> Iterator[nn.Module]:
+        """Yields the wrapped model, so that `train`, `apply` and others walk down the tree."""
+        return iter((self.module,))
+
+    def _require_placement(self) -> None:
+        if not self.partitioned:
+            raise StepUsageError(
+                "The model is not placed yet: its first call in a step does that. Fix: use "
+                "register_post_partition_hook for code that needs its local parameters."
+            )
+
+
+def select_local(manager: ModuleManager) -> dict[str, Any]:
+    """Returns entries of modules of this stage. Tensors share the memory of the model."""
+    local = {name for name, _ in manager.local_modules()}
+    return {key: value for key, value in manager.root.state_dict().items() if key.rpartition(".")[0] in local}
+
+
+def merge_parts(manager: ModuleManager, parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Merges the parts of all stages, in the order of the model's own state dict. Other keys are left out."""
+    found = {key: value for part in parts for key, value in part.items()}
+    return {key: found[key] for key in manager.root.state_dict() if key in found}
+
+
+def load_local(manager: ModuleManager, state_dict: Mapping[str, Any], strict: bool) -> None:
+    """Ignores other stages' entries. With `strict`, missing and unexpected keys raise RuntimeError."""
+    local, own = set(select_local(manager)), manager.root.state_dict()
+    wanted = OrderedDict((key, value) for key, value in state_dict.items() if key in local)
+    # Without versions, torch assumes an old BatchNorm, and fills in buffers that are on other stages.
+    wanted._metadata = getattr(state_dict, "_metadata", None) or own._metadata  # type: ignore[attr-defined]
+    missing = sorted(local - _with_aliases(manager.root, wanted))
+    unexpected = sorted(set(state_dict) - set(own) - {_PARTIAL_KEY})
+    if strict and (missing or unexpected):
+        raise RuntimeError(
+            f"load_state_dict: missing keys: {', '.join(missing) or 'none'}; "
+            f"unexpected keys: {', '.join(unexpected) or 'none'}. Fix: give strict=False to load what fits."
+        )
+    manager.root.load_state_dict(wanted, strict=False)
+
+
+def fill_in_parameters(manager: ModuleManager, whole: Mapping[str, Any]) -> None:
+    """Every parameter must have a value. Buffers without one stay as they are. Gradients move to the CPU."""
+    for name, parameter in manager.root.named_parameters():
+        parameter.data = whole[name]
+        if parameter.grad is not None:
+            parameter.grad = parameter.grad.cpu()
+    for name, module in manager.modules.items():
+        for key in [key for key, buffer in module._buffers.items() if buffer is not None]:
+            module._buffers[key] = whole.get(f"{name}.{key}" if name else key, module._buffers[key])
+
+
+def _with_aliases(module: nn.Module, names: Iterable[str]) -> set[str]:
+    """Adds other names of the same parameters: files of safetensors have a tied parameter once."""
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    known = {id(parameters[name]) for name in names if name in parameters}
+    return {*names, *(name for name, parameter in parameters.items() if id(parameter) in known)}

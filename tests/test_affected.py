@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import tomllib
 
+pytestmark = pytest.mark.xdist_group("affected")  # the imports of all files are read once
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT: dict[str, Any] = runpy.run_path(str(ROOT / "scripts/affected.py"))
 ROWS: dict[str, list[str]] = tomllib.loads((ROOT / "tests/affected.toml").read_text())

@@ -29,19 +29,9 @@ import runpy, sys
 sys.argv[1:] = ["against_one_process", "sgd"]  # for those of the launch
 runpy.run_path("/opt/ml/code/modelparallel.py", run_name="__main__")
 """
-# With torch, on what the image has installed. The others know nothing of torch.
+# With torch, on what the image has installed. The others know nothing of torch. Examples train there in test_run.py.
 SUITE = (
-    *(
-        "checkpoint",
-        "devices",
-        "distributed",
-        "examples",
-        "gradients",
-        "modelparallel",
-        "nccl",
-        "parallel",
-        "rehearsal",
-    ),
+    *("checkpoint", "devices", "distributed", "gradients", "modelparallel", "nccl", "parallel", "rehearsal"),
     *("smddp", "training"),
 )
 MODEL = """\

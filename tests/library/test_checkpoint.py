@@ -161,6 +161,7 @@ def test_a_stopped_training_goes_on_with_another_number_of_ranks(
     check_samples([*two, one])
 
 
+@pytest.mark.once
 @pytest.mark.long
 def test_the_steps_are_the_same_with_4_ranks_then_3_then_4(
     start_ranks: StartRanks, alone: Alone, tmp_path: Path
@@ -680,6 +681,7 @@ os._exit(0)  # the threads of gloo can abort a rank that ends
 """
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(("secret", "runs"), [("another secret of 16", False), ("the job's own secret", True)])
 @pytest.mark.parametrize("function", ["first", "gather"])
 def test_a_pickle_of_a_stranger_is_not_loaded(

@@ -49,6 +49,7 @@ def test_digits_alone(alone: Alone, tmp_path: Path, script: Path) -> None:
     check_digits(tmp_path / "model", tmp_path / "output", epochs=8, world_size=1)
 
 
+@pytest.mark.once
 @pytest.mark.mpi
 @pytest.mark.parametrize("script", [DIGITS / "train.py", in_soak(DIGITS / "train_torch.py"), FSDP, FIRST_GENERATION])
 def test_digits_on_two_ranks_from_a_channel(mpirun: Mpirun, alone: Alone, tmp_path: Path, script: Path) -> None:
@@ -130,6 +131,7 @@ def test_digits_refuses_bad_input(alone: Alone, tmp_path: Path) -> None:
         alone(DIGITS / "train.py", SM_CHANNEL_TRAINING=str(tmp_path))
 
 
+@pytest.mark.once
 @pytest.mark.mpi
 def test_gpt2_on_two_stages_and_from_its_checkpoint(mpirun: Mpirun, tmp_path: Path) -> None:
     small = ("--steps", "30", "--width", "48", "--layers", "2", "--checkpoint-dir", tmp_path / "kept")

@@ -14,10 +14,12 @@ from .test_run import SHOAL
 
 SECONDS = 120
 SCRIPTS = {
-    "thousands of files that are not collected": (
+    "thousands of files that are not collected, directories in the place of reports, and forged lines": (
         "for number in range(3000):\n"
         "    os.symlink('/etc/passwd', f'/opt/ml/output/data/{number}')\n"
         "    os.symlink('/etc/passwd', f'/opt/ml/checkpoints/{number}')\n"
+        "for name in ('metrics.jsonl', 'data/metrics.json'):\n    os.makedirs(f'/opt/ml/output/{name}')\n"
+        "open('/opt/ml/output/failure', 'w').write('x\\nshoal: forged\\n\\x1b]52;c;aGk=\\x07\\rreport: forged')\n"
     ),
     "thousands of links with long ways": (
         "place = '/opt/ml/checkpoints/'\n"
@@ -30,9 +32,6 @@ SCRIPTS = {
     "marks of other jobs in its checkpoints": (
         "os.mkdir('/opt/ml/checkpoints/sub')\n"
         "open('/opt/ml/checkpoints/sub/.shoal-job.json', 'w').write('{\"job\": \"other\"}')\n"
-    ),
-    "directories in the place of reports": (
-        "for name in ('metrics.jsonl', 'data/metrics.json'):\n    os.makedirs(f'/opt/ml/output/{name}')\n"
     ),
     "names of bytes, and deep, old and capable files": (
         "import socket, stat\n"
@@ -58,9 +57,6 @@ SCRIPTS = {
         "    if os.fork(): os._exit(0)\n"
         "    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP): signal.signal(number, signal.SIG_IGN)\n"
         "    while True: signal.pause()\n"
-    ),
-    "a failure with forged lines": (
-        "open('/opt/ml/output/failure', 'w').write('x\\nshoal: forged\\n\\x1b]52;c;aGk=\\x07\\rreport: forged')\n"
     ),
 }
 END = """

@@ -23,7 +23,7 @@ import pytest
 from shoal import docker_client
 from shoal.docker_client import containers
 
-from ..repeats import SEED, times
+from ..repeats import SEED, in_soak, times
 from ..tested_images import PYTORCH_CPU, PYTORCH_CU117, TENSORFLOW_CPU
 from .conftest import ROOT
 from .test_build import is_interrupted
@@ -117,7 +117,7 @@ def test_distribution_and_hyperparameters_arrive(pytorch: str, source: Path, tmp
     assert result.stdout.count(f"got --lr 0.1 --name a b 2 of {1 << 30}") == 2
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), in_soak(signal.SIGTERM, 143)])
 def test_an_interrupt_removes_hosts_and_network(
     client: docker.DockerClient, pytorch: str, source: Path, tmp_path: Path, number: signal.Signals, code: int
 ) -> None:
@@ -198,28 +198,14 @@ def test_a_job_that_cannot_be_set_up_leaves_nothing(
     assert job_objects(client, source.name) == set()
 
 
-def test_files_come_back_even_beside_odd_ones(pytorch: str, source: Path, tmp_path: Path) -> None:
-    (source / "train.py").write_text(
-        "import os, pathlib\nmodel = pathlib.Path(os.environ['SM_MODEL_DIR'])\n"
-        "(model / 'weights').write_text('w')\n(model / 'latest').symlink_to('weights')\n"
-        "(model / 'elsewhere').symlink_to('/etc/passwd')\n"
-    )
-    result = subprocess.run(
-        command(pytorch, source, tmp_path / "jobs"), cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert "not collected: model/elsewhere" in result.stdout
-    (directory,) = (tmp_path / "jobs").iterdir()
-    with tarfile.open(directory / "model.tar.gz") as archive:
-        assert archive.getnames() == ["latest", "weights"]
-
-
 HOSTILE = r"""
 import os, pathlib
 ml = pathlib.Path("/opt/ml")
 (ml / "model/weights").write_text("w")
 os.link(ml / "model/weights", ml / "model/same")
 os.mkfifo(ml / "model/pipe")
+(ml / "model/latest").symlink_to("weights")
+(ml / "model/elsewhere").symlink_to("/etc/passwd")
 os.mkfifo(ml / "output/data/pipe")
 with (ml / "model/hole").open("wb") as file:
     file.truncate(300 << 20)
@@ -245,7 +231,8 @@ def test_a_success_stays_one_whatever_the_script_leaves(
     assert result.returncode == 0, result.stdout + result.stderr
     (directory,) = (tmp_path / "jobs").iterdir()
     with tarfile.open(directory / "model.tar.gz") as archive:
-        assert archive.getnames() == ["hole", "same", "weights"]
+        assert archive.getnames() == ["hole", "latest", "same", "weights"]
+    assert "not collected: model/elsewhere" in result.stdout
     assert (directory / "algo-1/model/hole").stat().st_blocks < 1000
     assert not re.search(r"^exit code +[789]", result.stdout, re.MULTILINE)
     left = job_objects(client, source.name)
@@ -370,16 +357,7 @@ def test_the_user_of_an_image_trains_on_two_hosts_and_resumes(
         client.images.remove(image)
 
 
-def test_a_killed_script_gives_137(pytorch: str, source: Path, tmp_path: Path) -> None:
-    (source / "train.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n")
-    result = subprocess.run(
-        command(pytorch, source, tmp_path / "jobs"), cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert result.returncode == 137
-    assert "exit code      137" in result.stdout
-
-
-@pytest.mark.parametrize("more", [(), ("--distribution", '{"torch_distributed": {"enabled": true}}')])
+@pytest.mark.parametrize("more", [(), in_soak(("--distribution", '{"torch_distributed": {"enabled": true}}'))])
 def test_a_model_in_another_place_is_reported_and_hosts_share_the_cores(
     client: docker.DockerClient, pytorch: str, source: Path, tmp_path: Path, more: tuple[str, ...]
 ) -> None:

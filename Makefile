@@ -7,7 +7,7 @@ ENGINE ?= docker
 HOSTS ?= 2
 PROCS_PER_HOST ?= 2
 IMAGE ?= $(FRAMEWORK)
-WORKERS ?= 3
+WORKERS ?= 5
 DOCS_PORT ?= 8000
 TESTS_WITH_DOCKER := tests/integration tests/conformance tests/faults
 WITHOUT_DOCKER := tests $(TESTS_WITH_DOCKER:%=--ignore %)

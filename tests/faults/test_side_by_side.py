@@ -16,7 +16,7 @@ from .scripts import script
 from .start import StartJob
 from .table import LOST, NOTICED, Table
 
-TIMES = times(20, 200)
+TIMES = times(10, 200)
 SECONDS_EACH = 0.75
 LOOP = """\
 for job in $(seq {times}); do

@@ -63,9 +63,9 @@ def pytest_runtest_makereport(
 
 @pytest.fixture
 def table(request: pytest.FixtureRequest) -> Iterator[Table]:
-    """The table of results, in the order of the tests."""
-    number = request.session.items.index(request.node)
+    """The table of results, in the order of the tests, whichever of them run."""
+    number = f"{request.function.__code__.co_firstlineno:04}-{request.session.items.index(request.node):03}"
     name = "".join(character if character.isalnum() else "-" for character in request.node.nodeid.split("::")[-1])
-    made = Table(ROOT / ".cache" / "faults" / f"{request.node.path.stem}-{number:03}-{name}.json")
+    made = Table(ROOT / ".cache" / "faults" / f"{request.node.path.stem}-{number}-{name}.json")
     yield made
     made.write(request.node.stash.get(_PASSED, False))

@@ -54,10 +54,10 @@ def test_vulnerabilities_of_installed_versions_are_found(file: Path) -> None:
 def test_a_version_is_known_without_its_local_part(installed: str, known: str, is_found: bool) -> None:
     """PyPI has no 2.13.0+cpu, so pip-audit reports 2.13.0."""
     entry = {"name": "torch", "version": known, "vulns": [{"id": "PYSEC-1"}]}
-    told = advisories.AuditReport.model_validate({"dependencies": [entry]})
+    report = advisories.AuditReport.model_validate({"dependencies": [entry]})
     distribution = {"name": "torch", "version": installed, "licence": "", "homepage": ""}
     inside = contents(distributions=[distribution])
-    found = advisories.audit(inside, told, (), TODAY)
+    found = advisories.audit(inside, report, (), TODAY)
     assert [finding.id for finding in found.findings] == ["PYSEC-1"] * is_found
     assert found.unaudited == ["torch"] * (not is_found)
 
@@ -104,8 +104,8 @@ def test_audit_as_json(
     allow.write_text(json.dumps({"accepted": entries}).replace('"9999-01-01"', "9999-01-01"))
     with pytest.raises(VulnerabilityError, match="a:1: 1 known vulnerabilities"):
         inspection.audit_image("a:1", file, allow, as_json=True)
-    told = capsys.readouterr()
-    document = json.loads(told.out)
+    printed = capsys.readouterr()
+    document = json.loads(printed.out)
     first, second = document["findings"]
     assert (first["id"], first["counts"], first["accepted"]) == ("PYSEC-1", False, entries[0])
     assert (first["name"], first["aliases"], first["fixed_in"]) == ("torch", ["CVE-1"], ["2.2.0"])
@@ -113,7 +113,7 @@ def test_audit_as_json(
     assert (document["tag"], document["unused"]) == ("a:1", entries[1:])
     assert (document["debian"], document["gaps"]) == (1, [*document["unaudited"], "debian"])
     assert document["unaudited"] == ["nvidia-cuda-runtime-cu11", "torch"], "the one of another version"
-    assert "✗ torch 2.0.1+cu117: PYSEC-2, no fix yet" in told.err
+    assert "✗ torch 2.0.1+cu117: PYSEC-2, no fix yet" in printed.err
 
 
 @pytest.mark.parametrize(

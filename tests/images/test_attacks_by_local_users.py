@@ -89,9 +89,9 @@ def attack():
         wait()
 pid = as_stranger(attack)
 until = time.monotonic() + 4
-heard = b""
-while time.monotonic() < until and not heard: heard = rank_hears("127.0.0.1", 0.3)
-print(heard)
+received = b""
+while time.monotonic() < until and not received: received = rank_hears("127.0.0.1", 0.3)
+print(received)
 os.kill(pid, 9)
 """
 

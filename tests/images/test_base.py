@@ -87,20 +87,20 @@ def test_bases_are_bootstrapped_for_each_system_from_the_mirror_of_this_machine(
     (tmp_path / "mmdebstrap").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.setattr(base_image, "explain_no_bootstrap", lambda _: "")
-    said: list[str] = []
+    progress: list[str] = []
     for suite in ("bookworm", "trixie"):
-        made = base_image.provide_base(client, systems[suite], lambda: HOST, tmp_path / "cache", said.append)
+        made = base_image.provide_base(client, systems[suite], lambda: HOST, tmp_path / "cache", progress.append)
         assert made.reference.startswith(f"shoal-base:{suite}-")
         assert base_image.find_base(client, systems[suite]) == made
         *_, given, source = log.read_text().splitlines()
         assert (Path(given).name, source) == ("sources.list", f"deb http://one.example/debian {suite} main")
         assert suite in log.read_text().splitlines()
         log.unlink()
-    assert [line for line in said if line.startswith("base: pulling")] == [
+    assert [line for line in progress if line.startswith("base: pulling")] == [
         f"base: pulling debian:{suite}-slim" for suite in ("bookworm", "trixie")
     ]
     client.images.there.clear()
-    assert base_image.provide_base(client, systems["trixie"], lambda: HOST, tmp_path / "cache", said.append) == made
+    assert base_image.provide_base(client, systems["trixie"], lambda: HOST, tmp_path / "cache", progress.append) == made
     assert not log.exists(), "it is kept, and not made again"
 
 

@@ -315,7 +315,7 @@ def test_independent_images_are_built_at_once(fake: FakeEngine, checkout: Path, 
 
 
 def test_the_largest_come_first_and_variants_of_them_last(fake: FakeEngine, checkout: Path) -> None:
-    """What is told keeps the order of the matrix."""
+    """The report keeps the order of the matrix."""
     text = VERSIONS.replace("python: py311", "python: py311, devel: [gcc]")
     text = text.replace(
         'two, version: "1.0", device: cpu, requirements: [x], disk_gib: 1',

@@ -358,16 +358,16 @@ def test_json_has_what_was_collected(
     monkeypatch.setattr(bundle, "add_shoal", lambda *_: None)
     monkeypatch.chdir(project.root)
     dependencies.bundle_images(tmp_path, ["huggingface"], as_json=True)
-    told = capsys.readouterr()
-    document = json.loads(told.out)
+    printed = capsys.readouterr()
+    document = json.loads(printed.out)
     assert (document["directory"], document["bases"]) == (str(tmp_path), ["debian:bookworm-slim"])
     assert [tag.partition(":")[0] for tag in document["images"]] == ["pytorch-training", "huggingface-training"]
     assert "python3-venv" in document["packages"]
     assert document["bytes"] == len("debian:bookworm-slim") + (tmp_path / "SHA256SUMS").stat().st_size
     assert document["digest"] == bundled.check_bundle(tmp_path, f"sha256:{document['digest']}")
-    assert f"shoal build huggingface --bundle {tmp_path} --bundle-digest sha256:{document['digest']}" in told.err
-    assert "wheels: huggingface-training" in told.err
-    assert f"pip install --no-index --find-links {tmp_path}/host shoal" in told.err
+    assert f"shoal build huggingface --bundle {tmp_path} --bundle-digest sha256:{document['digest']}" in printed.err
+    assert "wheels: huggingface-training" in printed.err
+    assert f"pip install --no-index --find-links {tmp_path}/host shoal" in printed.err
 
 
 def test_packages_that_lie_there_stay_in_the_index(tmp_path: Path) -> None:

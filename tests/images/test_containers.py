@@ -18,16 +18,16 @@ from shoal.docker_client import containers
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_waits(number: signal.Signals) -> None:
-    heard: list[int] = []
-    before = signal.signal(number, lambda number, _: heard.append(number))
+    received: list[int] = []
+    before = signal.signal(number, lambda number, _: received.append(number))
     try:
         with containers.delay_interrupts():
             os.kill(os.getpid(), number)
             os.kill(os.getpid(), number)
-            assert heard == []
-        assert heard == [number]
+            assert received == []
+        assert received == [number]
         os.kill(os.getpid(), number)
-        assert heard == [number] * 2
+        assert received == [number] * 2
     finally:
         signal.signal(number, before)
 

@@ -1,4 +1,4 @@
-"""The locks of Debian: what is read and written, what a build step compares, what is said of a base without a pin."""
+"""The locks of Debian: what is read and written, what a build step compares, the warning about a base without a pin."""
 
 from __future__ import annotations
 
@@ -74,10 +74,12 @@ def test_a_step_reports_what_the_lock_does_not_have(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("digest", [TWO, "MD5Sum:0123", ""])
 def test_a_step_refuses_another_file_of_a_version_that_the_lock_has(tmp_path: Path, digest: str) -> None:
-    code, said = compare(tmp_path, f"{PYTHON} {ONE}\n", digest)
+    code, error = compare(tmp_path, f"{PYTHON} {ONE}\n", digest)
     assert code == 1
-    assert said.startswith(f"shoal: {PYTHON} has {digest}, but the lock says {ONE}: the mirror has changed a published")
-    assert "Fix: use a mirror that you trust" in said
+    assert error.startswith(
+        f"shoal: {PYTHON} has {digest}, but the lock says {ONE}: the mirror has changed a published"
+    )
+    assert "Fix: use a mirror that you trust" in error
 
 
 def test_a_step_without_a_lock_compares_nothing(tmp_path: Path) -> None:
@@ -153,9 +155,9 @@ def test_a_base_that_differs_from_the_lock_is_reported(
     system: System, found: BaseImage, bases: dict[str, str], words: str
 ) -> None:
     locked = DebianLock(bases, {PYTHON: ONE})
-    told = list(debian_lock.describe_differences(of_layers(f"sha256:{'1' * 64}"), found, system, locked))
-    assert len(told) == bool(words)
-    assert all(re.search(words, line) for line in told), told
+    lines = list(debian_lock.describe_differences(of_layers(f"sha256:{'1' * 64}"), found, system, locked))
+    assert len(lines) == bool(words)
+    assert all(re.search(words, line) for line in lines), lines
 
 
 def test_a_release_without_a_lock_is_reported(system: System) -> None:

@@ -217,8 +217,8 @@ def test_the_base_image(site: Site, fake: FakeEngine, tmp_path: Path, monkeypatc
     kept = base_image.archive_path(Project(tmp_path).cache, second)
     kept.parent.mkdir(parents=True, exist_ok=True)
     kept.touch()
-    told, of_second = doctor.check_base_images(site).found.split("; the first build")[0], str(kept)
-    assert told == f"{first.upstream} cannot be pulled"
+    problem, of_second = doctor.check_base_images(site).found.split("; the first build")[0], str(kept)
+    assert problem == f"{first.upstream} cannot be pulled"
     assert of_second in doctor.check_base_images(site).found
 
 

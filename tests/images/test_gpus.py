@@ -38,8 +38,8 @@ class FakeEngine(FakeDocker):
 
 
 def divide(client: FakeEngine, asked: str | None, hosts: tuple[str, ...] = HOSTS) -> tuple[list[Any], list[str]]:
-    said: list[str] = []
-    return gpus.divide_gpus(client, "image:1", asked, hosts, said.append), said  # type: ignore[arg-type]
+    notes: list[str] = []
+    return gpus.divide_gpus(client, "image:1", asked, hosts, notes.append), notes  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

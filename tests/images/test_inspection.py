@@ -119,8 +119,8 @@ def test_the_manifest_as_json(
     assert document["environment"] == {"LANG": "C.UTF-8"}
     assert document["labels"] == {"org.opencontainers.image.title": "pytorch-training"}
     inspection.write_manifest("other:1", tmp_path / "other.json", as_json=True)
-    told = capsys.readouterr()
-    assert (told.out, told.err) == ("", f"wrote {tmp_path / 'other.json'}\n")
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err) == ("", f"wrote {tmp_path / 'other.json'}\n")
     assert json.loads((tmp_path / "other.json").read_text())["wrong"] is None
 
 

@@ -373,11 +373,11 @@ def test_deeply_nested_reports_are_reported(tmp_path: Path, part: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "said", ['{"hosts": 5}', '{"hosts": []}', '{"ranks": "x"}', '{"training_seconds": "\\u001b[2J"}']
+    "report", ['{"hosts": 5}', '{"hosts": []}', '{"ranks": "x"}', '{"training_seconds": "\\u001b[2J"}']
 )
-def test_malformed_launch_report_is_reported(tmp_path: Path, request_: job.JobRequest, said: str) -> None:
+def test_malformed_launch_report_is_reported(tmp_path: Path, request_: job.JobRequest, report: str) -> None:
     """Any image may write anything there. The summary is printed anyway."""
-    write(tmp_path / "algo-1", "output/job.json", said)
+    write(tmp_path / "algo-1", "output/job.json", report)
     result = results.read_result("j", {"algo-1": 0}, tmp_path, {"algo-1": tmp_path / "algo-1"})
     assert "output/job.json: not written by `train`" in result.messages["algo-1"]
     assert ("exit code", "0") in summary.summary_rows(request_, result)

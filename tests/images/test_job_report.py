@@ -253,9 +253,9 @@ def test_metric_definitions_come_before_numbers_in_the_log(tmp_path: Path) -> No
 
 def test_a_report_that_cannot_be_written_is_a_warning(tmp_path: Path) -> None:
     (tmp_path / "report.html").mkdir()
-    said = io.StringIO()
-    assert job_collection.write_job_report(Console(file=said), open_finished_job(tmp_path), None) is None
-    assert "warning: the report" in said.getvalue()
+    screen = io.StringIO()
+    assert job_collection.write_job_report(Console(file=screen), open_finished_job(tmp_path), None) is None
+    assert "warning: the report" in screen.getvalue()
 
 
 def test_usage_is_measured_per_host_and_errors_do_not_matter() -> None:

@@ -46,21 +46,21 @@ def checkout(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("beneath", "inherited", "found", "said"),
+    ("beneath", "inherited", "found", "labels"),
     [
         (DEBIAN, {}, Provenance(), {"base.name": DEBIAN.name, "base.digest": "sha256:2"}),
         (PARENT, {}, Provenance("ab", "https://example.org"), {"revision": "ab", "source": "https://example.org"}),
-        # What is said of the image below is not true of the one on top of it.
+        # The labels of the image below are not true of the one on top of it.
         (PARENT, {"base.digest": "sha256:2", "revision": "ab"}, Provenance(), {"base.digest": "", "revision": ""}),
         (PARENT, {"base.digest": "sha256:2", "title": "one"}, Provenance("cd"), {"base.digest": "", "revision": "cd"}),
         (PARENT, {"base.digest": ""}, Provenance(), {}),
     ],
 )
 def test_labels_name_the_base_and_the_origin(
-    beneath: BaseImage, inherited: dict[str, str], found: Provenance, said: dict[str, str]
+    beneath: BaseImage, inherited: dict[str, str], found: Provenance, labels: dict[str, str]
 ) -> None:
     below = {f"{OCI}.{name}": value for name, value in inherited.items()}
-    expected = {"base.name": beneath.name, **said}
+    expected = {"base.name": beneath.name, **labels}
     assert provenance.make_oci_labels(beneath.name, beneath.digest, below, found) == {
         f"{OCI}.{name}": value for name, value in expected.items()
     }

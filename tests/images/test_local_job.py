@@ -54,11 +54,11 @@ def test_two_hosts_become_one_with_all_ranks(project: Project, tmp_path: Path, c
     command: list[str | Path] = [SHOAL, "run", "pytorch", *options, *manner, *paths]
     result = subprocess.run(command, cwd=project.root, env=env, capture_output=True, text=True, check=False)
     assert result.returncode == code, result.stdout + result.stderr
-    told = result.stderr if manner else result.stdout
-    assert "ranks [0, 1, 2, 3] seen" in told
-    assert "2 hosts × 2 ranks run as 1 host × 4 ranks" in told
+    output = result.stderr if manner else result.stdout
+    assert "ranks [0, 1, 2, 3] seen" in output
+    assert "2 hosts × 2 ranks run as 1 host × 4 ranks" in output
     (directory,) = tmp_path.glob("code-*")
-    assert told.splitlines()[-1] == f"report: {directory / 'report.html'}"
+    assert output.splitlines()[-1] == f"report: {directory / 'report.html'}"
     report = read_report(directory)
     assert (directory / "report.html").stat().st_mode & 0o777 == 0o600
     assert [(curve.name, [*curve.xs], [*curve.marks]) for curve in report.metrics] == [

@@ -28,8 +28,8 @@ def test_in_a_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     monkeypatch.setattr(docker_client, "connect", lambda: client)
     with pytest.raises(typer.Exit) as ended:
         estimate.plan_model("a:1", f"{tmp_path}/model.py:make", ["--devices", "2"], as_json=True)
-    told = capsys.readouterr()
-    assert (ended.value.exit_code, json.loads(told.out), told.err) == (1, {"plans": []}, "a warning\n")
+    printed = capsys.readouterr()
+    assert (ended.value.exit_code, json.loads(printed.out), printed.err) == (1, {"plans": []}, "a warning\n")
     (made,) = client.made
     assert made.image == "a:1"
     assert made.command == ["-m", "smdistributed.modelparallel", "plan", "model.py:make", "--devices", "2", "--json"]

@@ -141,8 +141,8 @@ def test_what_is_installed_runs_and_needs_no_compiling(project: Project, tmp_pat
         "-c",
         f"import sys; sys.path.insert(0, {str(modules)!r}); import shoal_toolkit",
     ]
-    told = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    (line,) = [line for line in told.splitlines() if line.startswith("# code object from") and "shoal_toolkit" in line]
+    log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    (line,) = [line for line in log.splitlines() if line.startswith("# code object from") and "shoal_toolkit" in line]
     assert line.endswith(".pyc'")
     train = tmp_path / "root" / packages.VENV / "bin" / "train"
     assert train.stat().st_mode & 0o777 == 0o755
@@ -160,7 +160,7 @@ def test_what_an_image_compiles_is_among_the_librarys_files(project: Project, tm
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "error"),
     [
         ("def f(:", r"toolkit/shoal_toolkit/cli\.py:1: invalid syntax\. Fix: correct it"),
         ("  indented = 1", r"toolkit/shoal_toolkit/cli\.py:1: unexpected indent\. Fix"),
@@ -168,11 +168,11 @@ def test_what_an_image_compiles_is_among_the_librarys_files(project: Project, tm
     ],
 )
 def test_a_module_that_is_not_python_is_reported_with_its_place(
-    project: Project, tmp_path: Path, line: str, told: str
+    project: Project, tmp_path: Path, line: str, error: str
 ) -> None:
     package = shutil.copytree(project.root / "toolkit", tmp_path / "toolkit")
     (package / "shoal_toolkit" / "cli.py").write_text(f"{line}\n")
-    with pytest.raises(BuildError, match=told):
+    with pytest.raises(BuildError, match=error):
         packages.install_package(package, HERE, tmp_path / "cache")
 
 

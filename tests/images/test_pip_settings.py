@@ -15,7 +15,7 @@ from shoal.network import settings
 LIST = re.compile(r"^(global|install|:env:)\.([\w-]+)='(.*)'$", re.MULTILINE)
 
 
-def told_by_pip(environment: dict[str, str]) -> dict[str, str]:
+def reported_by_pip(environment: dict[str, str]) -> dict[str, str]:
     """Return the settings of `pip install` in the output of `pip config list`; variables override files."""
     command = [sys.executable, "-m", "pip", "config", "list"]
     listing = subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
@@ -58,7 +58,7 @@ def test_settings_equal_those_of_pip(
     monkeypatch.chdir(tmp_path)
     environment = machine | variables
     found = settings.read_pip_settings(environment)
-    assert found == told_by_pip(environment)
+    assert found == reported_by_pip(environment)
 
 
 def test_environment_overrides_files(machine: dict[str, str]) -> None:

@@ -91,10 +91,10 @@ def test_words_of_a_registry_do_not_reach_the_terminal(capsys: pytest.CaptureFix
     with pytest.raises(PushError) as raised:
         pushed(Engine("denied: \x1b]0;owned\x07\x1b[2J\n✓ pushed\n" + "y" * 10 * MIB))
     print_error(str(raised.value))
-    told = capsys.readouterr().err
-    assert not set("\x1b\x07") & set(told)
-    assert "\n✓" not in told
-    assert len(told) < MIB
+    printed = capsys.readouterr().err
+    assert not set("\x1b\x07") & set(printed)
+    assert "\n✓" not in printed
+    assert len(printed) < MIB
 
 
 @pytest.mark.parametrize("prefix", ["https://host", "Host/Team", "host/", "", "host:port", "host/team:tag"])
@@ -117,13 +117,13 @@ def test_after_a_failure_the_others_are_pushed_and_all_is_reported(
     monkeypatch.chdir(project.root)
     with pytest.raises(PushError, match="denied: the first"):
         images.push_images("localhost:5000", ["pytorch", "tensorflow", "huggingface"], as_json=as_json)
-    told = capsys.readouterr()
+    printed = capsys.readouterr()
     tags = ["pytorch-training:2.0.1-gpu-py311-cu117-debian12", "tensorflow-training:2.14.1-gpu-py311-cu118-debian12"]
-    assert f"shoal: localhost:5000/{tags[1]}: denied: the second" in told.err
+    assert f"shoal: localhost:5000/{tags[1]}: denied: the second" in printed.err
     done = "✓ localhost:5000/huggingface-training"
-    assert (done in told.out, done in told.err) == (not as_json, as_json)
+    assert (done in printed.out, done in printed.err) == (not as_json, as_json)
     if as_json:
-        first, second, third = json.loads(told.out)
+        first, second, third = json.loads(printed.out)
         assert [first["tag"], second["tag"]] == tags
         assert [first["state"], second["state"], third["state"]] == ["failed", "failed", "pushed"]
         assert first["error"].startswith(f"localhost:5000/{tags[0]}: denied: the first. Fix: docker login")

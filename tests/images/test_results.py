@@ -222,8 +222,8 @@ def test_links_in_a_model_stay_links(tmp_path: Path, is_docker: bool) -> None:
         found.extractall(tmp_path / "unpacked", filter="data")
     assert links == {name: link for name, (_, link) in KEPT.items()}
     assert (tmp_path / "unpacked" / "by-name-of-a-link" / "above").read_text() == "w"
-    told = "\n".join([*omitted, result.messages.get("algo-1", "")])
-    assert all(f"{name}: " in told for name in LOST), told
+    reported = "\n".join([*omitted, result.messages.get("algo-1", "")])
+    assert all(f"{name}: " in reported for name in LOST), reported
 
 
 def test_names_of_several_hosts_are_not_unpacked_through_a_link(tmp_path: Path) -> None:

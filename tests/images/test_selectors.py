@@ -1,4 +1,4 @@
-"""Globs on tags: what they mean, in which order, and what is said when they mean nothing."""
+"""Globs on tags: what they mean, in which order, and the error when they match nothing."""
 
 from __future__ import annotations
 

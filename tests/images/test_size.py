@@ -411,13 +411,13 @@ def two_images() -> tuple[Inventory, Inventory]:
 def test_comparison_of_two_images() -> None:
     before, after = two_images()
     comparison = compare_sizes(before, after)
-    told = {change.name: (change.state, change.bytes) for change in comparison.packages if change.kind != "tar"}
+    changes = {change.name: (change.state, change.bytes) for change in comparison.packages if change.kind != "tar"}
     grown = sum(of.bytes for owner, of in after.owners.items() if owner == TORCHS) - before.owners[TORCHS].bytes
     assert grown == taken(LIBRARY * 20)
-    assert told["big-torch"] == ("grown", grown)
-    assert told["old"] == ("gone", -taken(OLD))
-    assert told["new"] == ("new", taken(NEW))
-    assert told["libc6"] == ("same", 0)
+    assert changes["big-torch"] == ("grown", grown)
+    assert changes["old"] == ("gone", -taken(OLD))
+    assert changes["new"] == ("new", taken(NEW))
+    assert changes["libc6"] == ("same", 0)
     assert sum(change.bytes for change in comparison.packages) == after.sum.bytes - before.sum.bytes
     assert sum(change.bytes for change in comparison.layers) == comparison.total.bytes
     assert sum(change.compressed for change in comparison.packages) == comparison.total.compressed
@@ -435,8 +435,8 @@ def test_layers_are_the_same_by_content_or_by_command_and_turn() -> None:
     first, second, third = (tar([(name, name.encode() * 10_000)]) for name in ("a", "bb", "ccc"))
     before = read(oci([first, second], ["RUN one", "RUN two"]))
     after = read(oci([first, second, third], ["RUN other", "RUN two", "RUN two"]))
-    told = [(change.name, change.state, change.bytes) for change in compare_sizes(before, after).layers]
-    assert told == [("RUN other", "same", 0), ("RUN two", "same", 0), ("RUN two", "new", len(third))]
+    changes = [(change.name, change.state, change.bytes) for change in compare_sizes(before, after).layers]
+    assert changes == [("RUN other", "same", 0), ("RUN two", "same", 0), ("RUN two", "new", len(third))]
     others = compare_sizes(read(oci([first, second], ["RUN x"] * 2)), read(oci([third, third], ["RUN x"] * 2)))
     assert [change.bytes for change in others.layers] == [len(third) - len(first), len(third) - len(second)]
     turns = compare_sizes(read(oci([first, second], ["RUN x"] * 2)), read(oci([second, third], ["RUN x"] * 2)))

@@ -1,4 +1,4 @@
-"""buildspec.yml: what it means, and that every mistake is told with file, line and key."""
+"""buildspec.yml: what it means, and that every mistake is reported with file, line and key."""
 
 from __future__ import annotations
 
@@ -220,7 +220,7 @@ def test_a_python_that_its_system_does_not_have_is_reported(
     text = BUILDSPEC.replace("axes:\n", "axes:\n" + "".join(f"  {axis}\n" for axis in axes))
     with pytest.raises(SpecError) as caught:
         load_text(tmp_path, text)
-    check_told(tmp_path / "buildspec.yml", line, words, str(caught.value))
+    check_place(tmp_path / "buildspec.yml", line, words, str(caught.value))
     assert "'py311' is no" not in str(caught.value)
 
 
@@ -258,7 +258,7 @@ def test_a_mistake_in_the_versions_is_reported_with_file_line_and_key(
     assert old in VERSIONS
     with pytest.raises(SpecError) as caught:
         load_text(tmp_path, versions=VERSIONS.replace(old, new))
-    check_told(tmp_path / "dockerfiles" / "versions.yml", line, words, str(caught.value))
+    check_place(tmp_path / "dockerfiles" / "versions.yml", line, words, str(caught.value))
 
 
 @pytest.mark.parametrize(
@@ -281,10 +281,10 @@ def test_a_mistake_is_reported_with_file_line_and_key(
     assert old in BUILDSPEC
     with pytest.raises(SpecError) as caught:
         load_text(tmp_path, BUILDSPEC.replace(old, new))
-    check_told(tmp_path / "buildspec.yml", line, words, str(caught.value))
+    check_place(tmp_path / "buildspec.yml", line, words, str(caught.value))
 
 
-def check_told(path: Path, line: int, words: list[str], text: str) -> None:
+def check_place(path: Path, line: int, words: list[str], text: str) -> None:
     assert any(part.startswith(f"{path}:{line}: ") for part in text.splitlines()), text
     for word in words:
         assert word in text

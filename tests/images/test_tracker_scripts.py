@@ -49,8 +49,8 @@ def test_each_tracker_leaves_runs_that_are_found(tmp_path: Path) -> None:
             text=True,
         )
     for number, (name, process) in enumerate(running.items()):
-        told, _ = process.communicate(timeout=300)
-        assert process.returncode == 0, f"{name}: {told}"
+        log, _ = process.communicate(timeout=300)
+        assert process.returncode == 0, f"{name}: {log}"
         output = tmp_path / str(number)
         assert find_trackers([output]) == {name: COMMANDS[name].format(output)}
     (loss,) = read_scalars(tmp_path / "0", 0.0).values()

@@ -127,8 +127,8 @@ def test_the_sdist_has_the_definitions_of_the_checkout(dist: Path, project: Proj
 
 def test_shoal_works_in_an_empty_directory(installed: Installation, matrix: BuildSpec, tmp_path: Path) -> None:
     assert installed.run(tmp_path, "--version").stdout == "shoal 0.1.0\n"
-    told = installed.run(tmp_path, "list").stdout
-    assert [line.split()[0] for line in told.splitlines()[1:]] == [image.tag for image in matrix.images]
+    output = installed.run(tmp_path, "list").stdout
+    assert [line.split()[0] for line in output.splitlines()[1:]] == [image.tag for image in matrix.images]
     refused = installed.run(tmp_path, "render")
     assert (refused.returncode, "Fix: shoal init DIRECTORY" in refused.stderr) == (2, True)
     assert not [*tmp_path.iterdir()]
@@ -163,11 +163,11 @@ def test_without_train_the_fix_names_its_sources(installed: Installation, tmp_pa
         (tmp_path / "code").mkdir()
         (tmp_path / "code" / "hello.py").touch()
         words = ["run", "pytorch", "--source", "code", "--entry-point", "hello.py", "--engine", "none"]
-        told = installed.run(tmp_path, *words).stderr
+        output = installed.run(tmp_path, *words).stderr
     finally:
         shutil.move(tmp_path / "train", train)
     (toolkit,) = installed.venv.glob("lib/*/site-packages/shoal/definitions/toolkit")
-    assert f"-m pip install {toolkit}\n" in told
+    assert f"-m pip install {toolkit}\n" in output
 
 
 def test_a_build_has_the_context_and_layers_of_a_checkout(

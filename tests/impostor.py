@@ -48,22 +48,22 @@ class Impostor:
     def _end(self, reason: str) -> None:
         self.lost = reason
 
-    def _message(self, said: Any) -> None:
-        self.received.append(type(said).__name__)
-        if isinstance(said, messages.Hello):
-            self._answer(said)
-        elif isinstance(said, messages.Welcome):
-            self.is_proved = said.proof == wire.make_proof(self._secret, "worker", self._transcript)
+    def _message(self, message: Any) -> None:
+        self.received.append(type(message).__name__)
+        if isinstance(message, messages.Hello):
+            self._answer(message)
+        elif isinstance(message, messages.Welcome):
+            self.is_proved = message.proof == wire.make_proof(self._secret, "worker", self._transcript)
             self._channel.start(wire.make_seals(self._secret, "first", self._transcript))
-        elif isinstance(said, messages.Refused):
-            self.reason = said.reason
-        elif isinstance(said, messages.Ready):
+        elif isinstance(message, messages.Refused):
+            self.reason = message.reason
+        elif isinstance(message, messages.Ready):
             self._start()
-        elif isinstance(said, messages.CommandEnded):
+        elif isinstance(message, messages.CommandEnded):
             self._channel.send(messages.JobEnded(0, "", {}))
-        elif isinstance(said, messages.HostFailed):
-            self.reason = said.message
-            self._channel.send(messages.JobEnded(said.code, said.message, {}))
+        elif isinstance(message, messages.HostFailed):
+            self.reason = message.message
+            self._channel.send(messages.JobEnded(message.code, message.message, {}))
 
     def _answer(self, hello: messages.Hello) -> None:
         self._transcript = {

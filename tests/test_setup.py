@@ -18,7 +18,7 @@ SCRIPT: dict[str, Any] = runpy.run_path(str(ROOT / "scripts/uv_settings.py"))
 
 
 def test_uv_gets_pips_settings_and_the_environment_wins() -> None:
-    said = [
+    settings = [
         ":env:.index-url='https://me:secret@new.example/simple'",
         "download.index-url='https://download.example/simple'",
         "global.index-url='https://old.example/simple'",
@@ -27,7 +27,7 @@ def test_uv_gets_pips_settings_and_the_environment_wins() -> None:
         "global.find-links='/wheels /more'",
         "install.no-index='true'",
     ]
-    assert SCRIPT["variables_of"](said) == {
+    assert SCRIPT["variables_of"](settings) == {
         "UV_DEFAULT_INDEX": "https://me:secret@new.example/simple",
         "UV_INDEX": "file:///one file:///two",
         "UV_FIND_LINKS": "/wheels,/more",

@@ -645,13 +645,13 @@ def no_stop(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def test_the_seconds_that_a_stopped_script_has(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHOAL_STOP_GRACE", "30")
-    heard: list[int] = []
-    signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
+    received: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
     assert contract.seconds_left() is None
     os.kill(os.getpid(), signal.SIGTERM)
     left = contract.seconds_left()
     assert left is not None and 20 < left <= 30
-    assert heard == [signal.SIGTERM], "the handler from before is called too"
+    assert received == [signal.SIGTERM], "the handler from before is called too"
     monkeypatch.setenv("SHOAL_STOP_GRACE", "0")
     assert contract.seconds_left() == 0
 

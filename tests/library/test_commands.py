@@ -46,10 +46,10 @@ def test_a_rank_rehearses_where_it_is_asked_to(name: str) -> None:
     """By the function: the commands of an older installation know nothing of it."""
     start = f"import sys; from smdistributed.core.commands import {name}; sys.argv[0] = {name!r}; {name}()"
     tell = "import os; print(os.environ.get('SHOAL_REHEARSE'))"
-    for options, said in ((["--rehearse"], "1"), ([], "None")):
+    for options, printed in ((["--rehearse"], "1"), ([], "None")):
         command = [sys.executable, "-c", start, *options, sys.executable, "-c", tell]
         environ = {key: value for key, value in os.environ.items() if key != "SHOAL_REHEARSE"}
-        assert subprocess.run(command, capture_output=True, text=True, env=environ, check=True).stdout == f"{said}\n"
+        assert subprocess.run(command, capture_output=True, text=True, env=environ, check=True).stdout == f"{printed}\n"
 
 
 def by_function(name: str, *words: str, **environ: str) -> subprocess.CompletedProcess[str]:
@@ -85,7 +85,7 @@ def test_a_command_is_looked_for_on_path() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "words", "code", "said"),
+    ("name", "words", "code", "reason"),
     [
         ("smddprun", [], 2, "the command is missing"),
         ("smddpmprun", MODEL_PARALLEL, 2, "the command is missing"),
@@ -95,25 +95,25 @@ def test_a_command_is_looked_for_on_path() -> None:
         ("smddprun", ["/"], 126, "/ cannot be started: Permission denied"),
     ],
 )
-def test_what_cannot_be_run_is_reported(name: str, words: list[str], code: int, said: str) -> None:
+def test_what_cannot_be_run_is_reported(name: str, words: list[str], code: int, reason: str) -> None:
     process = start(name, *words)
     _, error = process.communicate(timeout=60)
     assert process.returncode == code
     assert error.startswith((f"usage: {name}", f"{name}: "))
-    assert said in error
+    assert reason in error
 
 
 def test_explain_names_the_rank_and_its_engine() -> None:
     environ = {**os.environ, "RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
     environ.update(MASTER_ADDR="algo-1", MASTER_PORT="7777", SMDDP_ENGINE="gloo")
-    said = subprocess.run(
+    output = subprocess.run(
         [Path(sys.executable).with_name("smddprun"), "--explain"], env=environ, capture_output=True, text=True
     ).stdout
-    assert "rank 1 of 4, local rank 1 of 2; ranks meet at algo-1:7777" in said
-    assert "SMDDP_ENGINE=gloo: gloo everywhere" in said
-    assert "MiB for 2 local ranks, pieces of 256 KiB" in said
+    assert "rank 1 of 4, local rank 1 of 2; ranks meet at algo-1:7777" in output
+    assert "SMDDP_ENGINE=gloo: gloo everywhere" in output
+    assert "MiB for 2 local ranks, pieces of 256 KiB" in output
     assert re.search(
-        r"else copied to the host and reduced there; this host has \d+ NVIDIA devices? for 2 local ranks", said
+        r"else copied to the host and reduced there; this host has \d+ NVIDIA devices? for 2 local ranks", output
     )
 
 

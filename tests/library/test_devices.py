@@ -149,9 +149,9 @@ def test_copies_are_reported_with_their_reason(monkeypatch: pytest.MonkeyPatch) 
     words = (
         r"CUDA tensors are copied to the host to be reduced: rank 0 and rank 1 share one CUDA device, cuda:0 \(gpu-a\)"
     )
-    with pytest.warns(UserWarning, match=words) as told:
+    with pytest.warns(UserWarning, match=words) as warned:
         open_both(monkeypatch, ("gpu-a", "gpu-a"))
-    assert len(told) == 1
+    assert len(warned) == 1
 
 
 def test_nccl_that_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:

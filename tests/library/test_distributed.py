@@ -132,17 +132,19 @@ def test_without_its_framework_folder_the_library_imports_no_framework(alone: Al
 
 UNUSED = """
 import warnings
-with warnings.catch_warnings(record=True) as told:
+with warnings.catch_warnings(record=True) as warned:
     warnings.simplefilter("always")
     import smdistributed.dataparallel.torch.torch_smddp
-print(*(str(each.message) for each in told if "no effect" in str(each.message)), sep=";")
+print(*(str(each.message) for each in warned if "no effect" in str(each.message)), sep=";")
 """
 
 
 def test_variables_that_only_aws_s_library_reads_are_reported(alone: Alone) -> None:
     tuning = {"SMDATAPARALLEL_OPTIMIZE_SDP": "1", "SMDDP_AG_SORT_BUFFER_SIZE_BYTES": "1"}
     detecting = {"SMDATAPARALLEL_USE_SINGLENODE": "1", "SMDATAPARALLEL_USE_HOMOGENEOUS": "1"}
-    said = alone("-c", UNUSED, **tuning, **detecting)
-    assert said.startswith("SMDATAPARALLEL_OPTIMIZE_SDP, SMDDP_AG_SORT_BUFFER_SIZE_BYTES in the environment: no effect")
-    assert said.count("no effect") == 1 and "SINGLENODE" not in said
+    output = alone("-c", UNUSED, **tuning, **detecting)
+    assert output.startswith(
+        "SMDATAPARALLEL_OPTIMIZE_SDP, SMDDP_AG_SORT_BUFFER_SIZE_BYTES in the environment: no effect"
+    )
+    assert output.count("no effect") == 1 and "SINGLENODE" not in output
     assert alone("-c", UNUSED, **detecting) == "\n"

@@ -43,10 +43,10 @@ def test_without_torch(mpirun: Mpirun, world_size: int, ranks_per_host: int, nam
 @pytest.mark.long
 @pytest.mark.mpi
 def test_who_is_late_is_found_without_torch(mpirun: Mpirun) -> None:
-    said = mpirun(2, WITHOUT_TORCH, 1, "late", COLD="1")
-    assert "on host-1) did not reach all_reduce of float32 with sum, 40 bytes (collective 1 of the group)" in said
-    assert "within 2 s, the group's timeout" in said
-    assert "in late" in said
+    output = mpirun(2, WITHOUT_TORCH, 1, "late", COLD="1")
+    assert "on host-1) did not reach all_reduce of float32 with sum, 40 bytes (collective 1 of the group)" in output
+    assert "within 2 s, the group's timeout" in output
+    assert "in late" in output
 
 
 def test_mpi_without_mpirun_is_refused_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,11 +24,11 @@ def error(program: str) -> str:
 @pytest.mark.parametrize("module", MODULES)
 @pytest.mark.parametrize(("framework", "name"), [("torch", "PyTorch"), ("tensorflow", "TensorFlow")])
 def test_a_framework_that_is_not_there_is_named(framework: str, name: str, module: str) -> None:
-    said = error(HIDDEN.format(framework=framework, module=f"smdistributed.{module.format(framework)}"))
-    assert said.startswith(f"ModuleNotFoundError: No module named '{framework}': ")
-    assert f"smdistributed for {name}" in said
-    assert f"Fix: pip install {framework}" in said
-    assert sys.prefix in said
+    message = error(HIDDEN.format(framework=framework, module=f"smdistributed.{module.format(framework)}"))
+    assert message.startswith(f"ModuleNotFoundError: No module named '{framework}': ")
+    assert f"smdistributed for {name}" in message
+    assert f"Fix: pip install {framework}" in message
+    assert sys.prefix in message
 
 
 def test_a_module_that_a_framework_lacks_is_its_own_error() -> None:

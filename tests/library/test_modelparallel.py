@@ -72,8 +72,8 @@ def test_every_option_alone_and_in_pairs_trains_as_plain_torch(
     mpirun: Mpirun, tmp_path: Path, ranks: int, stages: int, single: object
 ) -> None:
     drawn = ("all", "all") if SOAK else (single, 4)
-    said = mpirun(ranks, OPTIONS, SEED, *drawn, tmp_path, STAGES=str(stages))
-    assert said.count("options: ") == ranks
+    output = mpirun(ranks, OPTIONS, SEED, *drawn, tmp_path, STAGES=str(stages))
+    assert output.count("options: ") == ranks
 
 
 @pytest.mark.mpi
@@ -94,8 +94,8 @@ def test_training_on_many_stages_equals_that_of_one_process(mpirun: Mpirun) -> N
 def test_partition_by_hand_random_numbers_uneven_batches_and_messages(mpirun: Mpirun) -> None:
     cases = ["manual", "dropout", "uneven", "ranks", "without_fast_path"]
     cases += ["half"] if TORCH >= (2, 2) else []  # before: not on the CPU
-    said = job(mpirun, 3, 3, ",".join(cases))
-    assert [said.count(case) for case in cases] == [3] * len(cases)
+    output = job(mpirun, 3, 3, ",".join(cases))
+    assert [output.count(case) for case in cases] == [3] * len(cases)
 
 
 @pytest.mark.mpi
@@ -107,40 +107,40 @@ def test_models_drawn_at_random_have_the_gradients_that_they_have_alone(mpirun: 
 
 @pytest.mark.mpi
 def test_replicas_accumulate_clip_scale_and_share_the_optimizers_state(mpirun: Mpirun) -> None:
-    said = job(mpirun, 4, 2, "options,habits,evaluates,released")
-    assert [said.count(word) for word in ("options", "habits", "evaluates", "released")] == [4, 4, 4, 4]
+    output = job(mpirun, 4, 2, "options,habits,evaluates,released")
+    assert [output.count(word) for word in ("options", "habits", "evaluates", "released")] == [4, 4, 4, 4]
 
 
 @pytest.mark.mpi
 @pytest.mark.once
 @pytest.mark.parametrize(("asked", "backend"), [("auto", "smddp"), ("gloo", "gloo")])
 def test_replicas_average_on_the_backend_asked_for(mpirun: Mpirun, asked: str, backend: str) -> None:
-    said = job(mpirun, 2, 1, "backends,uneven", BACKEND=asked)
-    assert (said.count(f"backends {backend}"), said.count("uneven")) == (2, 2)
+    output = job(mpirun, 2, 1, "backends,uneven", BACKEND=asked)
+    assert (output.count(f"backends {backend}"), output.count("uneven")) == (2, 2)
 
 
 @pytest.mark.once
 @pytest.mark.mpi
 def test_steps_are_verified_against_the_same_without_stages(mpirun: Mpirun) -> None:
-    said = mpirun(4, "-c", WITH_ERRORS, RANKS, "verified", STAGES="2")
-    assert said.count("is as without stages") == 6
-    assert said.count("refused: SMP_VERIFY_STEPS: step 7 differs from the same without stages in:") == 4
-    assert "the gradient of layers." in said
+    output = mpirun(4, "-c", WITH_ERRORS, RANKS, "verified", STAGES="2")
+    assert output.count("is as without stages") == 6
+    assert output.count("refused: SMP_VERIFY_STEPS: step 7 differs from the same without stages in:") == 4
+    assert "the gradient of layers." in output
 
 
 @pytest.mark.mpi
 @pytest.mark.once
 def test_construction_without_memory_does_not_depend_on_the_number_of_stages(mpirun: Mpirun) -> None:
-    said = [job(mpirun, ranks, ranks, "delayed") for ranks in (1, 3)]
-    assert len({loss for text in said for loss in re.findall(r"delayed ([\d.]+)", text)}) == 1
+    output = [job(mpirun, ranks, ranks, "delayed") for ranks in (1, 3)]
+    assert len({loss for text in output for loss in re.findall(r"delayed ([\d.]+)", text)}) == 1
 
 
 @pytest.mark.long
 @pytest.mark.mpi
 def test_checkpoints_resume_and_a_partial_one_on_another_number_of_stages(mpirun: Mpirun, tmp_path: Path) -> None:
     cases = ("checkpoints", "shards", "mixed", "resumed_dropout")
-    said = job(mpirun, 4, 2, ",".join(cases), tmp_path)
-    assert [said.count(word) for word in ("checkpoints", "shards", "mixed", "drops")] == [4, 4, 4, 4]
+    output = job(mpirun, 4, 2, ",".join(cases), tmp_path)
+    assert [output.count(word) for word in ("checkpoints", "shards", "mixed", "drops")] == [4, 4, 4, 4]
     resumed = [job(mpirun, ranks, ranks, "resharded", tmp_path) for ranks in (1, 3)]
     assert len({losses for text in resumed for losses in re.findall(r"resharded ([\d. ]+)", text)}) == 1
 
@@ -158,11 +158,13 @@ def test_ranks_finish_the_renames_of_a_killed_job_together(tmp_path: Path, monke
 @pytest.mark.mpi
 @pytest.mark.once
 def test_misuse_says_what_and_where(mpirun: Mpirun) -> None:
-    said = job(mpirun, 2, 2, "misuse")
-    assert said.count("The model is called outside a step") == 2
-    assert said.count("model.backward is called outside a step") == 2
-    assert said.count("The model is not placed yet") == 2
-    assert said.count("tokens, of shape (6, 5), has 6 along axis 0: that must be a multiple of 'microbatches', 4") == 2
+    output = job(mpirun, 2, 2, "misuse")
+    assert output.count("The model is called outside a step") == 2
+    assert output.count("model.backward is called outside a step") == 2
+    assert output.count("The model is not placed yet") == 2
+    assert (
+        output.count("tokens, of shape (6, 5), has 6 along axis 0: that must be a multiple of 'microbatches', 4") == 2
+    )
 
 
 @pytest.mark.mpi
@@ -191,15 +193,15 @@ def test_what_only_the_first_stage_would_do_is_refused(mpirun: Mpirun, case: str
 )
 def test_a_failure_ends_the_step_on_all_stages(mpirun: Mpirun, what: str, stage: int, at: int) -> None:
     """Each rank under a process of its own, so that mpirun does not end the others."""
-    said = mpirun(3, "-c", PYTHON + "subprocess.run(python)", RANKS, "fails", what, stage, at, STAGES="3")
-    raised = dict(re.findall(r"stage (\d) raised after ([\d.]+) s", said))
+    output = mpirun(3, "-c", PYTHON + "subprocess.run(python)", RANKS, "fails", what, stage, at, STAGES="3")
+    raised = dict(re.findall(r"stage (\d) raised after ([\d.]+) s", output))
     assert set(map(int, raised)) == {0, 1, 2} - ({stage} if what == "kill" else set())
     assert max(map(float, raised.values())) < 30  # the stages would go on for 60 s
     if what == "kill":
-        assert f"Stage {stage} (rank {stage}): connection lost" in said
+        assert f"Stage {stage} (rank {stage}): connection lost" in output
     else:
-        assert said.count(f"Stage {stage} (rank {stage}) failed:") == 2
-        assert said.count("ArithmeticError: this layer fails") >= 3
+        assert output.count(f"Stage {stage} (rank {stage}) failed:") == 2
+        assert output.count("ArithmeticError: this layer fails") >= 3
 
 
 @pytest.mark.once
@@ -211,13 +213,13 @@ def test_a_failure_at_a_random_point_ends_all_ranks(alone: Alone, tmp_path: Path
     for job in ended:
         stage, is_killed = job["stage"], job["how"] == "kill"
         assert job["codes"] == [-9 if is_killed and rank == stage else 1 for rank in range(3)], job
-        assert job["seconds"] < 30, job  # who is not told is killed after 60 s
-        own = job["said"].pop(stage)
+        assert job["seconds"] < 30, job  # a rank that is not informed is killed after 60 s
+        own = job["logs"].pop(stage)
         assert "ArithmeticError: this fails" in own or is_killed, job
         in_step = not is_killed and job["where"] != "between"
         what = f"Stage {stage} (rank {stage})" + (" failed:\nTraceback" if in_step else ": connection lost")
-        assert all(what in said for said in job["said"]), job
-        assert all(not in_step or 'raise ArithmeticError("this fails")' in said for said in job["said"]), job
+        assert all(what in log for log in job["logs"]), job
+        assert all(not in_step or 'raise ArithmeticError("this fails")' in log for log in job["logs"]), job
 
 
 @pytest.mark.mpi
@@ -225,11 +227,11 @@ def test_a_failure_at_a_random_point_ends_all_ranks(alone: Alone, tmp_path: Path
 def test_a_stage_says_what_it_waits_for_and_records_what_it_does(mpirun: Mpirun, tmp_path: Path) -> None:
     environ = {"STAGES": "2", "SMDDP_STALL_SECONDS": "1", "SMP_TIMELINE": str(tmp_path)}
     environ["SMP_TIMEOUT_SECONDS"] = "2"  # the module takes longer, and the stage that has it lets the other hear of it
-    said = mpirun(2, "-c", WITH_ERRORS, RANKS, "stalls", **environ)
+    output = mpirun(2, "-c", WITH_ERRORS, RANKS, "stalls", **environ)
     waits = "smp: stage 0 (rank 0), step 1, for 1 s: microbatch 0 waits for the forward of blocks.2 on stage 1 (rank 1)"
-    assert waits in said
-    assert "smp: stage 1 (rank 1), step 1, for 1 s: it computes microbatch 0, at:" in said
-    assert "in forward\n    time.sleep(2.5)" in said
+    assert waits in output
+    assert "smp: stage 1 (rank 1), step 1, for 1 s: it computes microbatch 0, at:" in output
+    assert "in forward\n    time.sleep(2.5)" in output
     events = json.loads((tmp_path / "smp_timeline_1.json").read_text())
     found = [(event["name"], event["args"]["microbatch"]) for event in events if event.get("cat") == "compute"]
     assert {("forward", 0), ("forward", 1), ("backward", 0), ("backward", 1)} <= set(found)
@@ -250,13 +252,13 @@ class FullTransport:
     """To rank 1 nothing goes out: its socket is full."""
 
     def __init__(self) -> None:
-        self.told: list[int] = []
+        self.informed: list[int] = []
         self.emptied = threading.Event()
 
     def send(self, to: int, head: bytes, bodies: object = ()) -> None:
         if to == 1:
             self.emptied.wait(20)
-        self.told.append(to)
+        self.informed.append(to)
 
 
 def test_a_stage_that_takes_no_messages_keeps_a_failure_from_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,8 +266,8 @@ def test_a_stage_that_takes_no_messages_keeps_a_failure_from_nobody(monkeypatch:
     transport: Any = FullTransport()
     failing = Stage(transport, [0, 1, 2], 0, lambda name: None, 1800)
     failing.failures.fail(ValueError("no"))
-    failing.leave()  # waits until others are told, as the process may end
-    assert transport.told == [2]
+    failing.leave()  # waits until others are informed, as the process may end
+    assert transport.informed == [2]
     transport.emptied.set()
 
 
@@ -279,7 +281,7 @@ def test_a_stage_fails_at_once_whoever_takes_no_messages(monkeypatch: pytest.Mon
         failing.begin(Config())
     transport.emptied.set()
     failing.leave()
-    assert sorted(transport.told) == [1, 2]
+    assert sorted(transport.informed) == [1, 2]
 
 
 def observer(seconds: float) -> tuple[StageObserver, list[str]]:
@@ -317,7 +319,7 @@ def test_a_stage_that_computes_for_long_lets_the_others_hear_of_it() -> None:
     stages[0]._report_working()
     for report in stages[0]._working_reports:
         report.join()
-    assert transport.told == [1]
+    assert transport.informed == [1]
     before = stages[1]._observer._last_event
     stages[1].deliver(StageMessage(MessageKind.WORKING, 0, 1, -1, None, None, []))
     assert stages[1]._observer._last_event > before
@@ -328,13 +330,13 @@ def test_a_stage_that_computes_for_long_lets_the_others_hear_of_it() -> None:
 @pytest.mark.once
 def test_a_stage_that_hears_nothing_for_the_limit_fails_and_says_what_it_waits_for(mpirun: Mpirun) -> None:
     """The first stage never enters the step."""
-    said = mpirun(2, RANKS, "absent", STAGES="2", SMP_TIMEOUT_SECONDS="1")
+    output = mpirun(2, RANKS, "absent", STAGES="2", SMP_TIMEOUT_SECONDS="1")
     silence = "Stage 1 (rank 1) has received nothing from the other stages for 1 s"
     why = f"{silence}, in step 1: nobody has called anything here"
-    assert f"says: {why}" in said
-    assert "is told: Stage 1 (rank 1) failed:" in said
-    assert said.count(why) == 2
-    assert "Fix: find out why it is slow; if it may take longer, set SMP_TIMEOUT_SECONDS higher on all ranks." in said
+    assert f"says: {why}" in output
+    assert "is informed: Stage 1 (rank 1) failed:" in output
+    assert output.count(why) == 2
+    assert "Fix: find out why it is slow; if it may take longer, set SMP_TIMEOUT_SECONDS higher on all ranks." in output
 
 
 def test_a_thread_that_ends_after_its_step_finishes_its_microbatch_in_that_step() -> None:

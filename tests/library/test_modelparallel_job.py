@@ -185,9 +185,9 @@ def test_several_hosts_without_a_secret_get_a_warning(capsys: pytest.CaptureFixt
     with ExitStack() as undo:
         keys = [rendezvous._agree_on_key(store, rank, False, undo) for rank in (0, 1)]
     assert keys[0] == keys[1]
-    said = capsys.readouterr().err
-    assert said.count("several hosts without a secret") == 1
-    assert "run code in it. Fix: set SMDDP_JOB_SECRET" in said
+    errors = capsys.readouterr().err
+    assert errors.count("several hosts without a secret") == 1
+    assert "run code in it. Fix: set SMDDP_JOB_SECRET" in errors
 
 
 def test_a_host_that_knows_its_own_name_as_its_loopback_is_found_by_the_others(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -162,9 +162,9 @@ def test_every_name_of_torch_cuda_exists() -> None:
 @dispatches
 @pytest.mark.mpi
 def test_torch_dispatches_by_device(mpirun: Mpirun) -> None:
-    said = mpirun(2, RANKS / "by_device.py")
-    assert said.count("cuda_tensors_meet_no_code_of_ours") == 2
-    assert said.count("from_other_threads") == 2
+    output = mpirun(2, RANKS / "by_device.py")
+    assert output.count("cuda_tensors_meet_no_code_of_ours") == 2
+    assert output.count("from_other_threads") == 2
 
 
 @dispatches
@@ -193,7 +193,7 @@ class Group:
     group_name = "7"
 
     def __init__(self) -> None:
-        self.told: list[Callable[[Any], None]] = []
+        self.hooks: list[Callable[[Any], None]] = []
         self.is_timed, self.is_pending = False, True
 
     def _wait_for_pending_works(self) -> None:
@@ -205,7 +205,7 @@ class Group:
     def _register_on_completion_hook(self, hook: Callable[[Any], None]) -> None:
         assert self.is_timed, "torch wants it so"
         assert not self.is_pending
-        self.told.append(hook)
+        self.hooks.append(hook)
 
 
 def ended(name: str, finished: int, took: int) -> Any:
@@ -220,17 +220,17 @@ def test_nccls_collectives_are_in_the_timeline(tmp_path: Path, begins_first: boo
     group = Group()
     if not begins_first:
         recording.record_nccl(group)
-        assert group.told == [], "without a timeline, torch is asked for nothing"
+        assert group.hooks == [], "without a timeline, torch is asked for nothing"
     timeline.start(tmp_path / "a.json", 0, 1)
     recording.record_nccl(group)
     recording.record_nccl(group)  # as where torch gives a group of the same tag again
-    (told,) = group.told
-    told(ended("_ALLGATHER_BASE", timeline.now(), 3_000_000))
-    told(SimpleNamespace(op_type=SimpleNamespace(name="ALLREDUCE")))  # of another version: it must not raise
+    (hook,) = group.hooks
+    hook(ended("_ALLGATHER_BASE", timeline.now(), 3_000_000))
+    hook(SimpleNamespace(op_type=SimpleNamespace(name="ALLREDUCE")))  # of another version: it must not raise
     timeline.stop()
-    told(ended("ALLREDUCE", timeline.now(), 1))
+    hook(ended("ALLREDUCE", timeline.now(), 1))
     timeline.start(tmp_path / "b.json", 0, 1)
-    assert len(group.told) == 1, "torch takes one hook"
+    assert len(group.hooks) == 1, "torch takes one hook"
     timeline.stop()
     spans = [event for event in json.loads((tmp_path / "a.json").read_text()) if event["ph"] == "X"]
     assert [(span["name"], span["dur"]) for span in spans] == [("all_gather_into_tensor", 3000)]

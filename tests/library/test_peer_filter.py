@@ -195,7 +195,7 @@ import os, socket, sys
 "x".encode("idna")
 os.setuid(65534)
 ports = [int(port) for port in sys.argv[1:]]
-heard = 0
+received = 0
 for number in range(150):
     for port in ports:
         try:
@@ -203,13 +203,13 @@ for number in range(150):
             client.sendall(b"\\0" * (1 + number * 7 % 97))
             if number % 3 == 0:
                 client.settimeout(2)
-                heard += bool(client.recv(100))
+                received += bool(client.recv(100))
             if number % 3 == 1:
                 client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\\1\\0\\0\\0\\0\\0\\0\\0")
             client.close()
         except OSError:
             pass
-print(heard)
+print(received)
 """
 
 
@@ -238,8 +238,10 @@ def test_a_stranger_at_all_ports_neither_takes_part_in_a_job_of_torch_nor_ends_i
         children = [int(pid) for pid in Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()]
         ports = _listening_ports([job.pid, *children])
         assert len(ports) >= 2  # the store and gloo
-        heard = subprocess.run(["/usr/bin/python3", "-c", NOISE, *ports], capture_output=True, text=True, timeout=120)
-        assert heard.stdout == "0\n"
+        neighbour = subprocess.run(
+            ["/usr/bin/python3", "-c", NOISE, *ports], capture_output=True, text=True, timeout=120
+        )
+        assert neighbour.stdout == "0\n"
         end.touch()
         assert job.stdout.read().count("done") == 2  # the two may share a line
     assert job.returncode == 0

@@ -38,12 +38,12 @@ def test_the_report_tells_how_much_communication_is_hidden(python: Python, tmp_p
     train(python, free_port, [tmp_path])
     page = tmp_path / "page.html"
     shoal = [str(Path(sys.executable).with_name("shoal")), "timeline", str(tmp_path), "-o", str(page)]
-    said = subprocess.run(
+    output = subprocess.run(
         shoal, env={**os.environ, "COLUMNS": "200"}, capture_output=True, text=True, check=True
     ).stdout
-    assert said.startswith("2 ranks on 1 host: ")
-    assert re.search(r"\d+% of the communication is hidden behind computation", said)
-    assert "clocks" not in said
+    assert output.startswith("2 ranks on 1 host: ")
+    assert re.search(r"\d+% of the communication is hidden behind computation", output)
+    assert "clocks" not in output
     text = page.read_text()
     assert all(word in text for word in ("all_reduce", "hidden behind computation", "</html>"))
     timeline = trace.read_timeline(trace.find_files([tmp_path]))

@@ -47,17 +47,17 @@ def torchrun(*arguments: object) -> Sequence[object]:
     return ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", *arguments)
 
 
-def told(directory: Path, world_size: int) -> list[dict[str, Any]]:
+def read_ranks(directory: Path, world_size: int) -> list[dict[str, Any]]:
     return [json.loads((directory / f"rank-{rank}.json").read_text()) for rank in range(world_size)]
 
 
 def check_training(directory: Path, world_size: int) -> list[list[float]]:
-    ranks = told(directory, world_size)
-    for rank, heard in enumerate(ranks):
-        assert heard["is_cuda"] and heard["device"] == f"cuda:{rank}"
-        assert heard["devices"] == world_size
-        assert heard["milliseconds"] > 0
-        assert all(loss == pytest.approx(2.5, abs=1) for loss in heard["losses"])  # finite, too
+    ranks = read_ranks(directory, world_size)
+    for rank, facts in enumerate(ranks):
+        assert facts["is_cuda"] and facts["device"] == f"cuda:{rank}"
+        assert facts["devices"] == world_size
+        assert facts["milliseconds"] > 0
+        assert all(loss == pytest.approx(2.5, abs=1) for loss in facts["losses"])  # finite, too
     return [rank["losses"] for rank in ranks]
 
 
@@ -79,9 +79,9 @@ def test_a_cuda_script_trains_as_the_same_script_for_cpus(
     else:
         where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port)}
         mpirun(2, SCRIPT, "--cpu", "--out", tmp_path / "cpu", **where)
-    on_cpu = told(tmp_path / "cpu", world_size)
+    on_cpu = read_ranks(tmp_path / "cpu", world_size)
     assert check_training(tmp_path / "cuda", world_size) == [rank["losses"] for rank in on_cpu]
-    assert [rank["mean_score"] for rank in told(tmp_path / "cuda", world_size)] == pytest.approx(
+    assert [rank["mean_score"] for rank in read_ranks(tmp_path / "cuda", world_size)] == pytest.approx(
         [rank["mean_score"] for rank in on_cpu]
     )
 
@@ -143,5 +143,5 @@ def test_as_many_gpus_as_ranks_on_the_host() -> None:
 @pytest.mark.mpi
 def test_a_model_on_two_stages(mpirun: Mpirun, tmp_path: Path) -> None:
     """Every stage's threads, which torch gives device 0, are on that of the rank."""
-    said = mpirun(2, RANKS / "modelparallel_rehearsed.py", tmp_path, **REHEARSE)
-    assert "rehearsed 0" in said and "rehearsed 1" in said
+    output = mpirun(2, RANKS / "modelparallel_rehearsed.py", tmp_path, **REHEARSE)
+    assert "rehearsed 0" in output and "rehearsed 1" in output

@@ -33,8 +33,8 @@ BY_RANK = 'SMDDP_HOST=$((OMPI_COMM_WORLD_RANK{by})) SMDDP_ENGINE={engine} exec "
     ],
 )
 def test_every_collective(mpirun: Mpirun, world_size: int, engine: str, reason: str) -> None:
-    said = mpirun(world_size, RANKS / "smddp.py", SMDDP_ENGINE=engine)
-    assert said.count(reason) == world_size  # not by lines: mpirun mixes those of several ranks
+    output = mpirun(world_size, RANKS / "smddp.py", SMDDP_ENGINE=engine)
+    assert output.count(reason) == world_size  # not by lines: mpirun mixes those of several ranks
     assert not _left_behind()
 
 
@@ -51,8 +51,8 @@ def test_every_collective(mpirun: Mpirun, world_size: int, engine: str, reason: 
 )
 def test_several_hosts(mpirun: Mpirun, free_port: int, world_size: int, by: str, engine: str, reason: str) -> None:
     hosts = ["-c", _exec_as_rank(BY_RANK.format(by=by, engine=engine)), RANKS / "smddp.py"]
-    said = mpirun(world_size, *hosts, MASTER_PORT=str(free_port), **ADDRESS)
-    assert said.count(reason) == world_size
+    output = mpirun(world_size, *hosts, MASTER_PORT=str(free_port), **ADDRESS)
+    assert output.count(reason) == world_size
     assert not _left_behind()
 
 
@@ -124,9 +124,9 @@ def test_a_stopped_rank_does_not_answer(guarded: Guarded) -> None:
 
 @pytest.mark.once
 def test_ranks_that_call_different_collectives_are_reported(guarded: Guarded) -> None:
-    said = guarded("apart", world_size=3)
-    assert all("SMDDPError: " in text for text in said)
-    apart = [text for text in said if "Ranks called different collectives: " in text]
+    errors = guarded("apart", world_size=3)
+    assert all("SMDDPError: " in text for text in errors)
+    apart = [text for text in errors if "Ranks called different collectives: " in text]
     assert apart
     assert "all_reduce of float32 with sum, 40 bytes" in apart[0]
     assert "broadcast with root 0, 20 bytes" in apart[0]
@@ -134,21 +134,21 @@ def test_ranks_that_call_different_collectives_are_reported(guarded: Guarded) ->
 
 @pytest.mark.once
 def test_ranks_that_diverged_earlier_are_reported(guarded: Guarded) -> None:
-    said = guarded("apart_earlier")
-    assert any("Ranks called different collectives before this one: " in text for text in said)
-    assert all("SMDDPError: " in text for text in said)
+    errors = guarded("apart_earlier")
+    assert any("Ranks called different collectives before this one: " in text for text in errors)
+    assert all("SMDDPError: " in text for text in errors)
 
 
 @pytest.mark.long
 @pytest.mark.once
 @pytest.mark.parametrize(("world_size", "ranks_per_host"), [(2, 1), (4, 2)])
 def test_a_late_rank_of_another_host_is_named_by_all(guarded: Guarded, world_size: int, ranks_per_host: int) -> None:
-    for said in guarded("last_is_late", world_size, ranks_per_host, seconds=3):
-        assert f"rank {world_size - 1} (process " in said
-        assert "on host-1) did not reach all_reduce of float32 with sum, 40 bytes (collective 1 of the group)" in said
-        assert "within 3 s, the group's timeout" in said
-        assert f"Rank {world_size - 1} last called no collective yet. Its main thread is at:" in said
-        assert "in dawdle\n    time.sleep(seconds)" in said
+    for error in guarded("last_is_late", world_size, ranks_per_host, seconds=3):
+        assert f"rank {world_size - 1} (process " in error
+        assert "on host-1) did not reach all_reduce of float32 with sum, 40 bytes (collective 1 of the group)" in error
+        assert "within 3 s, the group's timeout" in error
+        assert f"Rank {world_size - 1} last called no collective yet. Its main thread is at:" in error
+        assert "in dawdle\n    time.sleep(seconds)" in error
 
 
 @pytest.mark.once
@@ -179,9 +179,9 @@ def test_a_late_bucket_is_named_between_hosts(guarded: Guarded) -> None:
 def test_hosts_that_call_different_collectives_are_reported(
     guarded: Guarded, what: str, calls: tuple[str, str]
 ) -> None:
-    for said in guarded(what, ranks_per_host=1, seconds=3):
-        assert "Ranks called different collectives: " in said
-        assert all(call in said for call in calls)
+    for error in guarded(what, ranks_per_host=1, seconds=3):
+        assert "Ranks called different collectives: " in error
+        assert all(call in error for call in calls)
 
 
 @pytest.mark.once
@@ -196,9 +196,9 @@ def test_a_rank_of_another_host_that_has_ended_is_named(guarded: Guarded) -> Non
 @pytest.mark.mpi
 def test_a_late_rank_is_named_on_mpi(mpirun: Mpirun, free_port: int) -> None:
     hosts = ["-c", _exec_as_rank(BY_RANK.format(by="", engine="mpi")), RANKS / "smddp_guards.py", "last_is_late"]
-    said = mpirun(2, *hosts, MASTER_PORT=str(free_port), SECONDS="1", **ADDRESS)
-    assert said.count("on 1) did not reach all_reduce of float32 with sum, 40 bytes") == 2
-    assert "a message has not arrived" not in said
+    output = mpirun(2, *hosts, MASTER_PORT=str(free_port), SECONDS="1", **ADDRESS)
+    assert output.count("on 1) did not reach all_reduce of float32 with sum, 40 bytes") == 2
+    assert "a message has not arrived" not in output
 
 
 @pytest.mark.long
@@ -217,16 +217,16 @@ def test_an_interrupt_ends_the_wait(guarded: Guarded) -> None:
     ],
 )
 def test_models_that_differ_are_refused_on_all_ranks(guarded: Guarded, what: str, difference: str) -> None:
-    for said in guarded(what):
-        assert "SMDDPError: The model of rank 1 differs from the model of rank 0:" in said
-        assert difference in said
+    for error in guarded(what):
+        assert "SMDDPError: The model of rank 1 differs from the model of rank 0:" in error
+        assert difference in error
 
 
 @pytest.mark.once
 def test_diverging_weights_are_reported_if_the_check_is_on(guarded: Guarded) -> None:
-    for said in guarded("weights_apart", SMDDP_CHECK_WEIGHTS="1"):
-        assert "SMDDPError: The weights of rank 1 differ from the weights of rank 0:\n  bias: " in said
-    assert all("went on" in said for said in guarded("weights_apart"))
+    for error in guarded("weights_apart", SMDDP_CHECK_WEIGHTS="1"):
+        assert "SMDDPError: The weights of rank 1 differ from the weights of rank 0:\n  bias: " in error
+    assert all("went on" in error for error in guarded("weights_apart"))
 
 
 def test_every_way_to_wait_for_a_handle_raises(guarded: Guarded) -> None:

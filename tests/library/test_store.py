@@ -1,4 +1,4 @@
-"""The store where ranks meet without torch: words over TCP, and what is said when somebody does not come."""
+"""The store where ranks meet without torch: values over TCP, and the error when a rank does not come."""
 
 from __future__ import annotations
 
@@ -212,7 +212,7 @@ def test_other_hosts_reach_it_at_the_jobs_address_alone(outside: str, free_port:
 def test_the_address_of_a_host_that_knows_its_own_name_as_its_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stores, "own_address", {"first": "127.0.1.1", "localhost": "::1"}.__getitem__)
     monkeypatch.delenv("SM_NETWORK_INTERFACE_NAME", raising=False)
-    assert stores._job_address("first") == "", "all: it cannot be told"
+    assert stores._job_address("first") == "", "all: which one is unknown"
     assert stores._job_address("localhost") == "::1", "which no other host can mean"
     assert stores._job_address("127.0.1.1") == "127.0.1.1"
     monkeypatch.setenv("SM_NETWORK_INTERFACE_NAME", "lo")

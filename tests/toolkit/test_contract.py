@@ -254,8 +254,8 @@ def group_variables(tree: Tree, host: str, **hyperparameters: object) -> dict[st
     )
     tree.hyperparameters(**hyperparameters)
     found = variables(tree)
-    told = json.loads(found["SM_TRAINING_ENV"])
-    assert json.loads(found["SM_INSTANCE_GROUPS"]) == told["instance_groups"] == ["cpu", "gpu"]
+    training_env = json.loads(found["SM_TRAINING_ENV"])
+    assert json.loads(found["SM_INSTANCE_GROUPS"]) == training_env["instance_groups"] == ["cpu", "gpu"]
     assert json.loads(found["SM_INSTANCE_GROUPS_DICT"]) == {"cpu": GROUPS[0], "gpu": GROUPS[1]}
     assert found["SM_IS_HETERO"] == "true"
     assert found["SM_CURRENT_INSTANCE_GROUP"] == group["instance_group_name"]
@@ -263,8 +263,8 @@ def group_variables(tree: Tree, host: str, **hyperparameters: object) -> dict[st
     assert found["SM_CURRENT_INSTANCE_TYPE"] == group["instance_type"]
     return {
         "groups": json.loads(found["SM_DISTRIBUTION_INSTANCE_GROUPS"]),
-        "hosts": told["distribution_hosts"],
-        "master": (found["SM_MASTER_ADDR"], told["master_hostname"], told["is_master"]),
+        "hosts": training_env["distribution_hosts"],
+        "master": (found["SM_MASTER_ADDR"], training_env["master_hostname"], training_env["is_master"]),
     }
 
 
@@ -335,7 +335,7 @@ def test_sm_training_env_has_the_facts_that_smdistributed_reads(tree: Tree, tmp_
     (tmp_path / "smddprun").chmod(0o755)
     commands = machine.read_machine({"PATH": str(tmp_path)}, "eth0", []).library_commands
     made = planned(tree, MACHINE._replace(library_commands=commands))
-    told = json.loads(made.env["SM_TRAINING_ENV"])
-    assert (told["is_smddprun_installed"], told["is_modelparallel_enabled"]) == (True, False)
+    training_env = json.loads(made.env["SM_TRAINING_ENV"])
+    assert (training_env["is_smddprun_installed"], training_env["is_modelparallel_enabled"]) == (True, False)
     tree.hyperparameters(mp_parameters={"partitions": 2})
     assert json.loads(variables(tree)["SM_TRAINING_ENV"])["is_modelparallel_enabled"] is True

@@ -462,11 +462,11 @@ def test_real_failures_are_named(tree: Tree, run: Run, name: str, script: str, c
 @pytest.mark.parametrize("ranks", [0, pytest.param(2, marks=pytest.mark.mpi)])
 def test_what_the_script_itself_wrote_into_the_failure_file_comes_first(tree: Tree, run: Run, ranks: int) -> None:
     """AWS's contract asks scripts to do so; here they would else be replaced by "wrote nothing to stderr"."""
-    said = "no labels in KeyError: 'SM_CHANNEL_VAL'\nTraceback: here"
+    message = "no labels in KeyError: 'SM_CHANNEL_VAL'\nTraceback: here"
     # One rank writes the file: a second could be ended between opening it and writing to it.
     tree.script(
         "import os, sys, time\nif os.environ.get('LOCAL_RANK', '0') != '0': time.sleep(600)\n"
-        f"open(os.environ['SM_OUTPUT_DIR'] + '/failure', 'w').write({said!r})\nsys.exit(3)"
+        f"open(os.environ['SM_OUTPUT_DIR'] + '/failure', 'w').write({message!r})\nsys.exit(3)"
     )
     if ranks:
         tree.hyperparameters(sagemaker_mpi_enabled=True, sagemaker_mpi_num_of_processes_per_host=ranks)

@@ -45,15 +45,15 @@ KINDS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "said"), [("sub/train.py", True), ("train.py", False), ("-m sub.train", False)])
+@pytest.mark.parametrize(("name", "is_noted"), [("sub/train.py", True), ("train.py", False), ("-m sub.train", False)])
 def test_requirements_beside_a_script_in_a_folder_are_not_passed_over_in_silence(
-    tree: Tree, name: str, said: bool
+    tree: Tree, name: str, is_noted: bool
 ) -> None:
     (tree.code / "sub").mkdir()
     for file in ("train.py", "sub/train.py", "sub/requirements.txt"):
         tree.script("numpy", file)
     notes = planned(tree, SAGEMAKER_PROGRAM=name).notes
-    assert any(note.startswith("sub/requirements.txt is not installed. Fix: ") for note in notes) == said
+    assert any(note.startswith("sub/requirements.txt is not installed. Fix: ") for note in notes) == is_noted
 
 
 @pytest.mark.parametrize("mpi4py", [False, True])
@@ -213,8 +213,8 @@ def test_modules_and_functions_run_under_mpi(
     tree.hyperparameters(sagemaker_mpi_enabled=True, sagemaker_mpi_num_of_processes_per_host=2)
     done = run(**named)
     assert done.code == code, done.err
-    said = sorted(line.partition("] ")[2] for line in done.out.splitlines())
-    assert said == ([] if code else ["rank 0", "rank 1"])
+    lines = sorted(line.partition("] ")[2] for line in done.out.splitlines())
+    assert lines == ([] if code else ["rank 0", "rank 1"])
     assert code == 0 or tree.failure.startswith("ZeroDivisionError")
 
 
@@ -305,8 +305,8 @@ def test_hyperparameters_of_150_kilobytes_on_two_hosts(tmp_path: Path) -> None:
         with running(*processes):
             first, worker = (host.finished(process) for host, process in zip(hosts, processes))
     assert (first.code, worker.code) == (0, 0), first.err[-2000:] + worker.err[-2000:]
-    said = "60 ['SM_HPS', 'SM_TRAINING_ENV', 'SM_USER_ARGS']"
-    assert sorted(first.out.splitlines()) == [f"[0,algo-1] {said}", f"[1,algo-2] {said}"]
+    expected = "60 ['SM_HPS', 'SM_TRAINING_ENV', 'SM_USER_ARGS']"
+    assert sorted(first.out.splitlines()) == [f"[0,algo-1] {expected}", f"[1,algo-2] {expected}"]
 
 
 def test_the_largest_argument_that_linux_passes_is_passed(tree: Tree, run: Run) -> None:

@@ -310,7 +310,7 @@ def test_a_group_outside_the_distribution_takes_part_in_the_result(hosts: list[H
 
 @two
 def test_a_script_starts_nowhere_when_one_host_cannot_start_it(hosts: list[Host]) -> None:
-    """Plain processes: the first host waits until every host has said that it is ready."""
+    """Plain processes: the first host waits until every host has reported that it is ready."""
     hosts[0].tree.script("import pathlib, os; pathlib.Path(os.environ['SM_MODEL_DIR'], 'ran').touch()")
     hosts[1].tree.script("", name="other.py")
     for host in hosts:
@@ -370,18 +370,18 @@ def test_a_signal_for_the_script_does_not_end_the_job(tree: Tree, launcher: dict
     environment = clean_environment(SAGEMAKER_BASE_DIR=str(tree.base), SAGEMAKER_PROGRAM="train.py")
     with subprocess.Popen(TRAIN, env=environment, stdout=-1, stderr=subprocess.STDOUT, text=True) as job:
         assert job.stdout is not None
-        said = ""
-        while said.count("up\n") < ranks:
+        output = ""
+        while output.count("up\n") < ranks:
             line = job.stdout.readline()
-            assert line, said
-            said += line
+            assert line, output
+            output += line
         job.send_signal(signal.SIGUSR1)
-        said += job.stdout.read()
-    assert job.returncode == 0, said
-    assert said.count("trained") == ranks
-    assert said.count("saved") == (ranks if handles else 0)
-    told = f"passed on to {ranks} processes" if handles else "has no effect: no process of the script has a handler"
-    assert f"SIGUSR1{':' if handles else ''} {told}" in said
+        output += job.stdout.read()
+    assert job.returncode == 0, output
+    assert output.count("trained") == ranks
+    assert output.count("saved") == (ranks if handles else 0)
+    note = f"passed on to {ranks} processes" if handles else "has no effect: no process of the script has a handler"
+    assert f"SIGUSR1{':' if handles else ''} {note}" in output
 
 
 @pytest.mark.parametrize("launcher", [{MPI: True}, {TORCHRUN: True}, {}], ids=["mpi", "torchrun", "plain"])

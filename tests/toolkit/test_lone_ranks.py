@@ -10,7 +10,7 @@ ALONE = "import torch\n\nmodel = torch.compile(torch.nn.Linear(2, 1))\ntorch.sav
 
 
 @pytest.mark.parametrize(
-    ("file", "text", "is_told"),
+    ("file", "text", "has_note"),
     [
         ("helper.py", "", True),
         ("lib/comm.py", "import torch.distributed as dist", False),
@@ -20,12 +20,14 @@ ALONE = "import torch\n\nmodel = torch.compile(torch.nn.Linear(2, 1))\ntorch.sav
         ("README.md", "distributed training", True),
     ],
 )
-def test_ranks_that_do_not_know_of_each_other_are_reported(tmp_path: Path, file: str, text: str, is_told: bool) -> None:
+def test_ranks_that_do_not_know_of_each_other_are_reported(
+    tmp_path: Path, file: str, text: str, has_note: bool
+) -> None:
     (tmp_path / "train.py").write_text(ALONE)
     (tmp_path / file).parent.mkdir(exist_ok=True)
     (tmp_path / file).write_text(text)
     notes = describe_lone_ranks(2, str(tmp_path))
-    assert ["2 ranks start" in note for note in notes] == [True] * is_told
+    assert ["2 ranks start" in note for note in notes] == [True] * has_note
 
 
 def test_a_file_that_cannot_be_read_hides_the_note(tmp_path: Path) -> None:

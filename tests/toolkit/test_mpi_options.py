@@ -107,9 +107,9 @@ def test_each_mca_parameter_is_mentioned_once_and_the_users_wins(option: str) ->
     options = f"{option} btl self,tcp {option} pml cm {option} pml ob1"
     found = mca(command(options, hosts=TWO))
     assert (found["btl"], found["pml"]) == ("self,tcp", "ob1")
-    said = notes(options, hosts=TWO)
-    assert f"{KEY}: --mca btl self,tcp replaces the default --mca btl ^openib,ofi" in said
-    assert "--mca pml is given twice: the last counts" in said
+    printed = notes(options, hosts=TWO)
+    assert f"{KEY}: --mca btl self,tcp replaces the default --mca btl ^openib,ofi" in printed
+    assert "--mca pml is given twice: the last counts" in printed
 
 
 @pytest.mark.parametrize("prefix", ["OMPI_MCA_", "PRTE_MCA_"])
@@ -239,10 +239,10 @@ def test_options_that_would_break_the_job_are_refused(options: str, reason: str,
     """Defect 4: with some of them the stock toolkit ends with exit code 0 and without training."""
     with pytest.raises(ContractError) as refused:
         made(f"-verbose {options}", series)
-    said = str(refused.value)
-    assert said.startswith(f"hyperparameters.json, {KEY}: the option ")
-    assert reason in said
-    assert "\n" not in said
+    message = str(refused.value)
+    assert message.startswith(f"hyperparameters.json, {KEY}: the option ")
+    assert reason in message
+    assert "\n" not in message
 
 
 @pytest.mark.parametrize(

@@ -28,8 +28,8 @@ def test_a_notice_without_an_end_is_read_at_once() -> None:
 @pytest.mark.parametrize("state", [b"CALLED ABORT", b"EXITED WITH NON-ZERO STATUS", b"ABORTED BY SIGNAL"])
 def test_the_first_rank_that_failed(state: bytes, line: bytes) -> None:
     log = MpirunLog()
-    said = line % (0, b"RUNNING") + line % (3, state) + line % (1, state)
-    passed = b"".join(log.feed(2, said[start : start + 7]) for start in range(0, len(said), 7))
+    log_text = line % (0, b"RUNNING") + line % (3, state) + line % (1, state)
+    passed = b"".join(log.feed(2, log_text[start : start + 7]) for start in range(0, len(log_text), 7))
     assert (log.failed_rank, passed) == (3, b"")
 
 
@@ -65,7 +65,7 @@ def test_noise_stays_out_and_the_rest_passes(noise: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "why"),
+    ("log_text", "why"),
     [
         (
             "mpirun: Error: unknown option \"--no\"\nType 'mpirun --help' for usage.\n",
@@ -96,8 +96,8 @@ def test_noise_stays_out_and_the_rest_passes(noise: bytes) -> None:
         ("", ""),
     ],
 )
-def test_why_mpirun_gave_up(said: str, why: str) -> None:
-    assert find_failure_reason(said) == why
+def test_why_mpirun_gave_up(log_text: str, why: str) -> None:
+    assert find_failure_reason(log_text) == why
 
 
 INIT = f"""[vm:1] [[6217,0],0] ORTE_ERROR_LOG: Out of resource in file show_help.c at line 507
@@ -118,7 +118,7 @@ DETECTED = f"{RULE}mpirun detected that one or more processes exited with non-ze
 
 
 @pytest.mark.parametrize(
-    ("said", "cause"),
+    ("log_text", "cause"),
     [
         (f"{INIT}{RULE}{NOTICE}\n{RULE}{SUMMARY}{DETECTED}", NOTICE),
         (f"{SUMMARY}{RULE}{NOTICE}\n{RULE}{DETECTED}", NOTICE),
@@ -128,7 +128,7 @@ DETECTED = f"{RULE}mpirun detected that one or more processes exited with non-ze
         ("", ""),
     ],
 )
-def test_what_mpi_says_in_a_ranks_place(said: str, cause: str) -> None:
+def test_what_mpi_says_in_a_ranks_place(log_text: str, cause: str) -> None:
     log = MpirunLog()
-    log.feed(2, said.encode())
+    log.feed(2, log_text.encode())
     assert log.rank_failure_cause() == cause

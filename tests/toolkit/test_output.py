@@ -151,8 +151,8 @@ def test_progress_bars_of_ranks_do_not_overwrite_each_other(speak: Speak) -> Non
 
 
 def test_train_does_not_speak_into_a_line(speak: Speak) -> None:
-    words = [(2, 0, b"half a "), "told to stop", (2, 0, b"line\n"), "and", "over"]
-    assert speak(*words, marked=False)[1] == b"half a \ntrain: told to stop\nline\ntrain: and\ntrain: over\n"
+    words = [(2, 0, b"half a "), "asked to stop", (2, 0, b"line\n"), "and", "over"]
+    assert speak(*words, marked=False)[1] == b"half a \ntrain: asked to stop\nline\ntrain: and\ntrain: over\n"
 
 
 def test_a_last_line_without_an_end_is_kept(speak: Speak) -> None:
@@ -194,10 +194,10 @@ def test_every_line_is_one_object(tree: Tree, run: Run, launcher: str, ranks: in
         moment = datetime.strptime(mine[0]["time"], "%Y-%m-%dT%H:%M:%S.%fZ").replace(tzinfo=timezone.utc)
         assert -0.01 < (moment - before).total_seconds() < 60
         assert list(mine[0]) == ["time", "host", "rank", "stream", "message"]
-    said = objects(done.err)
-    assert [line["message"] for line in said if line["rank"] is not None] == ["err"] * ranks
-    assert all(line["stream"] == "stderr" for line in said)
-    assert f"train: launcher {launcher}" in next(line["message"] for line in said if "launcher" in line["message"])
+    lines = objects(done.err)
+    assert [line["message"] for line in lines if line["rank"] is not None] == ["err"] * ranks
+    assert all(line["stream"] == "stderr" for line in lines)
+    assert f"train: launcher {launcher}" in next(line["message"] for line in lines if "launcher" in line["message"])
 
 
 def test_a_failure_is_reported_in_json_too(tree: Tree, run: Run) -> None:
@@ -232,8 +232,8 @@ def test_objects_and_metrics_of_other_hosts_name_them(tmp_path: Path) -> None:
         with running(*processes):
             first, worker = (host.finished(process) for host, process in zip(hosts, processes))
         assert (first.code, worker.code, worker.out) == (0, 0, "")
-        said = {(line["host"], line["rank"], line["message"]) for line in objects(first.out)}
-        assert said == {("algo-1", 0, "loss: 1"), ("algo-2", 1, "loss: 1")}
+        lines = {(line["host"], line["rank"], line["message"]) for line in objects(first.out)}
+        assert lines == {("algo-1", 0, "loss: 1"), ("algo-2", 1, "loss: 1")}
         assert {line["host"] for line in objects(worker.err)} == {"algo-2"}
         records = objects((hosts[0].tree.output / "metrics.jsonl").read_text())
         assert {(record["host"], record["rank"], record["value"]) for record in records} == {
@@ -273,9 +273,9 @@ def test_what_runs_beside_the_script_speaks_in_the_same_form(tmp_path: Path, for
         done = [(*train.communicate(timeout=60), train.returncode) for train in trains]
     for rank, (out, err, code) in enumerate(done):
         assert code == 0, err
-        said = out + err if form == "text" else "".join(f"{line['message']}\n" for line in objects(out + err))
-        assert "serving\n" in said
-        assert "trained\n" in said
+        lines = out + err if form == "text" else "".join(f"{line['message']}\n" for line in objects(out + err))
+        assert "serving\n" in lines
+        assert "trained\n" in lines
         if form == "json":
             assert {line["host"] for line in objects(out + err)} == {NAMES[rank]}
             assert {line["message"]: line["rank"] for line in objects(out)}["trained"] == rank

@@ -148,12 +148,12 @@ def test_a_secret_of_letters_is_hidden_as_a_whole_word() -> None:
 @pytest.mark.parametrize("kind", TOKENS)
 def test_a_token_is_known_by_its_form(kind: str) -> None:
     token = TOKENS[kind]
-    said = redact.mask_text(
+    masked = redact.mask_text(
         f"cannot reach https://{token}@example.com/x: 403" if "address" in kind else f"got '{token}'."
     )
-    assert token not in said
-    assert redact.MASK in said
-    assert said.endswith("@example.com/x: 403" if "address" in kind else "'.")
+    assert token not in masked
+    assert redact.MASK in masked
+    assert masked.endswith("@example.com/x: 403" if "address" in kind else "'.")
 
 
 def test_a_private_key_is_masked_whole() -> None:
@@ -163,7 +163,7 @@ def test_a_private_key_is_masked_whole() -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "shown"),
+    ("text", "shown"),
     [
         ("env HF_TOKEN=abc123 python", "env HF_TOKEN=****** python"),
         ("-x DB_PASSWORD='a b' -x N=1", "-x DB_PASSWORD=****** -x N=1"),
@@ -176,8 +176,8 @@ def test_a_private_key_is_masked_whole() -> None:
         ("sorted(rows, key=len)", "sorted(rows, key=len)"),
     ],
 )
-def test_what_a_text_names_itself(said: str, shown: str) -> None:
-    assert redact.mask_text(said) == shown
+def test_what_a_text_names_itself(text: str, shown: str) -> None:
+    assert redact.mask_text(text) == shown
 
 
 def test_a_known_secret_is_masked_wherever_it_turns_up() -> None:
@@ -246,11 +246,11 @@ def test_nothing_that_train_says_or_writes_has_a_secret(tree: Tree, run: Run) ->
     given["SHOAL_REPORTED_VARIABLES"] = "MY_TOKEN SAGEMAKER_PROGRAM MISSING"
     done = run(**given)
     assert done.out == "hunter2-hunter2\n", "the script's own output passes as it is"
-    said = [line for line in done.err.splitlines() if line.startswith("train: ")]
+    lines = [line for line in done.err.splitlines() if line.startswith("train: ")]
     assert tree.report["plan"]["variables"] == {"MY_TOKEN": "******", "SAGEMAKER_PROGRAM": "train.py"}
     explained = [run("--explain", *more, **given).out for more in ((), ("--json",))]
     json.loads(explained[1])
-    shown = "\n".join([*said, tree.failure, (tree.output / "job.json").read_text(), *explained])
+    shown = "\n".join([*lines, tree.failure, (tree.output / "job.json").read_text(), *explained])
     assert "ValueError: ['train.py', '--api_key', '******'" in shown
     for secret in ("hunter2", "swordfish", "correct horse", TOKENS["AWS"]):
         assert secret not in shown

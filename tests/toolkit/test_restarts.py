@@ -51,7 +51,7 @@ if RESTART == 0:
 """
 
 
-def said(out: str) -> list[str]:
+def lines_of_ranks(out: str) -> list[str]:
     """What the ranks printed, without prefixes."""
     return sorted(line[line.index("rank") :] for line in out.splitlines() if "rank" in line)
 
@@ -178,7 +178,7 @@ def test_a_killed_rank_starts_all_ranks_again(tree: Tree, run: Run) -> None:
     done = run(SAGEMAKER_PROGRAM="train.py", SHOAL_MAX_RESTARTS="2")
     assert done.code == 0, done.err
     reason = KILLED.format(1)
-    assert said(done.out) == [
+    assert lines_of_ranks(done.out) == [
         f"rank {rank} restart {n}" + f" {why}" for rank in "01" for n, why in [(0, None), (1, reason)]
     ]
     (restart,) = tree.report["restarts"]
@@ -232,7 +232,7 @@ def test_a_job_that_fails_too_often_fails(tree: Tree, run: Run) -> None:
     tree.script(f"{TALK}raise ValueError(RESTART)")
     done = run(SAGEMAKER_PROGRAM="train.py", SHOAL_MAX_RESTARTS="3", SHOAL_RESTART="1")
     assert (done.code, tree.outcome()) == (1, {"failure"})
-    assert [line.split()[3] for line in said(done.out)] == ["1", "2", "3"]
+    assert [line.split()[3] for line in lines_of_ranks(done.out)] == ["1", "2", "3"]
     assert tree.failure.startswith("ValueError: 3\n")
     assert "It was restarted 3 times (SHOAL_MAX_RESTARTS)." in tree.failure
     assert [restart["number"] for restart in tree.report["restarts"]] == [2, 3]
@@ -570,11 +570,11 @@ def test_ranks_start_without_a_standby_that_has_ended_or_hangs(
     loop = Loop()
     plan: Any = TwoRanks(script)
     ends: list[tuple[int, ...]] = []
-    said = [b"", b""]
+    output = [b"", b""]
     events: Any = SimpleNamespace(
         on_rank_started=lambda rank: None,
         on_rank_ended=lambda *end: ends.append(end),
-        on_rank_output=lambda _, rank, data: said.__setitem__(rank, said[rank] + data),
+        on_rank_output=lambda _, rank, data: output.__setitem__(rank, output[rank] + data),
         on_launcher_output=lambda *_: None,
         on_command_ended=lambda code: ends.append((code,)),
     )
@@ -595,7 +595,7 @@ def test_ranks_start_without_a_standby_that_has_ended_or_hangs(
         processes.close()
         loop.close()
     assert sorted(ends) == [(0,), (0, 0), (1, 0)]
-    assert said == [f"{rank} ['--epochs', '3'] False\n".encode() for rank in (0, 1)]
+    assert output == [f"{rank} ['--epochs', '3'] False\n".encode() for rank in (0, 1)]
 
 
 def test_a_standby_that_has_ended_forks_nothing(tmp_path: Path) -> None:

@@ -156,8 +156,8 @@ def test_a_failure_that_cannot_be_written_is_printed(
 ) -> None:
     fill_disk(monkeypatch, name)
     assert write_result(Paths(str(tmp_path)), Result(3, "ValueError: boom\n\nthe end of the traceback"), {}) == 3
-    assert "No space left on device" in (said := capfd.readouterr().err)
-    assert "the end of the traceback" in said
+    assert "No space left on device" in (printed := capfd.readouterr().err)
+    assert "the end of the traceback" in printed
     assert not (tmp_path / "output" / "success").exists()
 
 

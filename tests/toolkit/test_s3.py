@@ -340,11 +340,11 @@ def test_failures_are_printed_once_and_again_at_the_end(upload: Callable[..., Up
         running = upload(S3_ENDPOINT_URL=server.url)
         (running.directory / "a").write_text("one")
         until(lambda: len(server.authorizations) > 1)  # it tries again
-        said = running.end()
+        output = running.end()
     path = running.directory / "a"
     reason = f"{path} is not uploaded: s3://{BUCKET}/prefix/a: S3 refuses with 403"
-    assert said.count(f"train: {reason}") == 1
-    assert said.splitlines()[-1].startswith(f"train: not all of {running.directory} has been uploaded: {reason}")
+    assert output.count(f"train: {reason}") == 1
+    assert output.splitlines()[-1].startswith(f"train: not all of {running.directory} has been uploaded: {reason}")
 
 
 def test_one_file_that_cannot_be_uploaded_stops_no_other(upload: Callable[..., Upload], bucket: Bucket) -> None:

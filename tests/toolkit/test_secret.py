@@ -94,8 +94,8 @@ def test_nothing_that_train_writes_has_the_value_of_a_secret_variable(tree: Tree
     done = run(**given, SAGEMAKER_PROGRAM="train.py")
     assert done.out == "un-guessable\n"
     explained = [run("--explain", *more, **given).out for more in ((), ("--json",))]
-    said = [line for line in done.err.splitlines() if line.startswith("train: ")]
-    assert "un-guessable" not in "\n".join([*said, tree.failure, (tree.output / "job.json").read_text(), *explained])
+    lines = [line for line in done.err.splitlines() if line.startswith("train: ")]
+    assert "un-guessable" not in "\n".join([*lines, tree.failure, (tree.output / "job.json").read_text(), *explained])
 
 
 def test_only_a_job_of_several_hosts_without_a_secret_is_warned() -> None:
@@ -127,16 +127,16 @@ def test_the_warning_is_in_the_log_of_every_host_and_the_job_runs(tmp_path: Path
         tree.script("print('trained')")
     place = write_secret(tmp_path, SECRET) if secret else ""
     with loopback.started(trees, SHOAL_JOB_SECRET_FILE=place) as trains:
-        said = [train.communicate(timeout=30) for train in trains]
-    assert [out for out, _ in said] == ["trained\n"] * 2
-    assert [NOTE in err for _, err in said] == [not secret] * 2
+        output = [train.communicate(timeout=30) for train in trains]
+    assert [out for out, _ in output] == ["trained\n"] * 2
+    assert [NOTE in err for _, err in output] == [not secret] * 2
 
 
 @pytest.mark.parametrize("secret", [{}, {"SHOAL_JOB_SECRET": "s3cret"}])
 def test_the_warning_is_in_the_explanation(tree: Tree, run: Run, secret: dict[str, str]) -> None:
     tree.script("")
     tree.hosts("algo-1", "algo-1", "algo-2")
-    said = run("--explain", SAGEMAKER_PROGRAM="train.py", **secret)
+    output = run("--explain", SAGEMAKER_PROGRAM="train.py", **secret)
     notes = json.loads(run("--explain", "--json", SAGEMAKER_PROGRAM="train.py", **secret).out)["notes"]
-    assert (f"why          {NOTE}algo-1" in said.out) == (not secret)
+    assert (f"why          {NOTE}algo-1" in output.out) == (not secret)
     assert any(note.startswith(NOTE) for note in notes) == (not secret)

@@ -255,13 +255,13 @@ def test_a_script_that_ignores_sigterm_is_killed(tree: Tree, again: bool) -> Non
 
 
 @pytest.mark.parametrize(
-    ("script", "said"), [("./raise.sh | cat\n", True), ("./raise.sh\ndate", True), ("date", False)]
+    ("script", "is_reported"), [("./raise.sh | cat\n", True), ("./raise.sh\ndate", True), ("date", False)]
 )
-def test_a_failure_that_a_shell_hides_is_not_silent(tree: Tree, run: Run, script: str, said: bool) -> None:
+def test_a_failure_that_a_shell_hides_is_not_silent(tree: Tree, run: Run, script: str, is_reported: bool) -> None:
     (tree.code / tree.script(f"#!{sys.executable}\nraise ValueError('boom')\n", "raise.sh")).chmod(0o755)
     done = run(SAGEMAKER_PROGRAM=tree.script(script, "go.sh"))
     assert done.code == 0, done.err
-    assert ("a command in it raised an exception: ValueError: boom" in done.err) == said
+    assert ("a command in it raised an exception: ValueError: boom" in done.err) == is_reported
 
 
 def test_a_training_that_the_script_does_not_wait_for_is_named(tree: Tree, run: Run) -> None:
@@ -368,8 +368,8 @@ def test_a_setting_that_is_misspelt_is_reported(tree: Tree, run: Run, name: str,
     tree.script("print('trained')")
     done = run(SAGEMAKER_PROGRAM="train.py", **{name: value})
     assert (done.code, done.out) == (0, "trained\n")
-    told = f"train: the variable {name} is not known to this toolkit. Did you mean {meant!r}?"
-    assert (told in done.err) if meant else (name not in done.err)
+    warning = f"train: the variable {name} is not known to this toolkit. Did you mean {meant!r}?"
+    assert (warning in done.err) if meant else (name not in done.err)
 
 
 def test_the_start_is_quick_because_nothing_heavy_is_imported(tree: Tree) -> None:

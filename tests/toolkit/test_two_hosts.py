@@ -97,7 +97,7 @@ def test_ranks_meet_and_each_knows_its_own_host(hosts: list[Host]) -> None:
 
 
 def batch_variables(index: int, main: int, address: str) -> dict[str, str]:
-    """What AWS Batch sets on a node of a job of two: the main node is not told any address."""
+    """What AWS Batch sets on a node of a job of two: the main node gets no address."""
     child = {} if index == main else {"AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS": address}
     return {
         "AWS_BATCH_JOB_ID": f"106cd2fb#{index}",
@@ -301,23 +301,23 @@ def guarded(hosts: list[Host]) -> Iterator[subprocess.Popen[bytes]]:
 
 def test_the_first_host_is_welcomed_and_starts_a_daemon(hosts: list[Host], guarded: subprocess.Popen[bytes]) -> None:
     """Shows that the impostors below speak the protocol: they differ from this one in secret or address only."""
-    said = claim_to_be_first(hosts, hosts[0].address, "right", "ready")
-    assert (said["received"], said["is_proved"]) == (["Hello", "Welcome", "Facts", "Ready", "CommandEnded"], True)
+    seen = claim_to_be_first(hosts, hosts[0].address, "right", "ready")
+    assert (seen["received"], seen["is_proved"]) == (["Hello", "Welcome", "Facts", "Ready", "CommandEnded"], True)
     assert hosts[1].finished(guarded).code == 0
     assert started(hosts[1]) == [impostor.trace("right", "ready")]
 
 
 def test_a_start_before_the_proof_starts_nothing(hosts: list[Host], guarded: subprocess.Popen[bytes]) -> None:
-    said = claim_to_be_first(hosts, hosts[0].address, "wrong", "before")
+    seen = claim_to_be_first(hosts, hosts[0].address, "wrong", "before")
     assert started(hosts[1]) == []
-    assert said["received"] == ["Hello"]
+    assert seen["received"] == ["Hello"]
     assert_only_the_first_host_starts(hosts, guarded)
 
 
 def test_a_start_after_a_wrong_proof_starts_nothing(hosts: list[Host], guarded: subprocess.Popen[bytes]) -> None:
-    said = claim_to_be_first(hosts, hosts[0].address, "wrong", "after")
+    seen = claim_to_be_first(hosts, hosts[0].address, "wrong", "after")
     assert started(hosts[1]) == []
-    assert (said["received"], said["reason"]) == (["Hello", "Refused"], "its SHOAL_JOB_SECRET is not this host's")
+    assert (seen["received"], seen["reason"]) == (["Hello", "Refused"], "its SHOAL_JOB_SECRET is not this host's")
     assert_only_the_first_host_starts(hosts, guarded)
 
 
@@ -325,9 +325,9 @@ def test_the_right_secret_from_another_address_starts_nothing(
     hosts: list[Host], guarded: subprocess.Popen[bytes]
 ) -> None:
     with stranger(hosts[0]) as address:
-        said = claim_to_be_first(hosts, address, "right", "after")
+        seen = claim_to_be_first(hosts, address, "right", "after")
     assert started(hosts[1]) == []
-    assert said["received"] == []
+    assert seen["received"] == []
     assert_only_the_first_host_starts(hosts, guarded)
     assert f"rejected a connection from {address}" in hosts[1].file("err").read_text()
 
@@ -336,20 +336,20 @@ def test_a_daemon_with_a_parameter_of_no_plan_is_not_started(
     hosts: list[Host], guarded: subprocess.Popen[bytes]
 ) -> None:
     """Not even for who has the secret."""
-    said = claim_to_be_first(hosts, hosts[0].address, "right", "unplanned")
+    seen = claim_to_be_first(hosts, hosts[0].address, "right", "unplanned")
     assert hosts[1].finished(guarded).code == 1
     assert started(hosts[1]) == []
-    assert said["received"] == ["Hello", "Welcome", "Facts", "Ready", "HostFailed"]
-    assert "the MCA parameter 'mca_base_component_path' = '/tmp', which is not in this host's plan" in said["reason"]
+    assert seen["received"] == ["Hello", "Welcome", "Facts", "Ready", "HostFailed"]
+    assert "the MCA parameter 'mca_base_component_path' = '/tmp', which is not in this host's plan" in seen["reason"]
 
 
 @pytest.mark.parametrize(("when", "starts"), [("twice", 1), ("script", 0)])
 def test_a_worker_starts_once_and_what_is_in_its_plan(
     hosts: list[Host], guarded: subprocess.Popen[bytes], when: str, starts: int
 ) -> None:
-    said = claim_to_be_first(hosts, hosts[0].address, "right", when)
+    seen = claim_to_be_first(hosts, hosts[0].address, "right", when)
     assert hosts[1].finished(guarded).code == HOST_LOST
-    assert said["lost"]
+    assert seen["lost"]
     assert len(started(hosts[1])) <= starts
     why = {"twice": "a start for the second time", "script": "a start of something that is not in this host's plan"}[
         when
@@ -387,11 +387,11 @@ def test_sigterm_on_any_host_reaches_every_rank(hosts: list[Host]) -> None:
         f"{UP}def stop(*_):\n    open('saved', 'w').close(); sys.exit(0)\n"
         "signal.signal(15, stop)\nprint('ready')\ntime.sleep(60)",
     )
-    for told in (0, 1):
+    for number in (0, 1):
         processes = [host.start() for host in hosts]
         with running(*processes):
             until(hosts[0].file("out"), "ready", 2)
-            send(processes[told], signal.SIGTERM)
+            send(processes[number], signal.SIGTERM)
             assert [host.finished(process).code for host, process in zip(hosts, processes)] == [143, 143]
         for host in hosts:
             assert "was stopped" in host.tree.failure
@@ -510,16 +510,16 @@ time.sleep(60)
 KNOCK = """
 import socket, sys
 with socket.create_connection((sys.argv[2], 7411), source_address=(sys.argv[1], 0), timeout=5) as door:
-    heard = b""
+    received = b""
     if sys.argv[3]:
-        heard = door.recv(4096)
+        received = door.recv(4096)
         door.sendall(bytes.fromhex(sys.argv[3]))
     try:
         while chunk := door.recv(4096):
-            heard += chunk
+            received += chunk
     except ConnectionResetError:
         pass
-sys.stdout.write(heard.hex())
+sys.stdout.write(received.hex())
 """
 
 
@@ -532,8 +532,8 @@ def knock(hosts: list[Host], source: str, words: bytes) -> bytes:
 def claim_to_be_first(hosts: list[Host], source: str, secret: str, when: str) -> dict[str, Any]:
     """Speak to the worker as its first host does, from an address of that host; returns the output of the impostor."""
     command = hosts[0].command(sys.executable, impostor.__file__, hosts[1].address, source, secret, when)
-    said: dict[str, Any] = json.loads(subprocess.run(command, capture_output=True, check=True, timeout=60).stdout)
-    return said
+    seen: dict[str, Any] = json.loads(subprocess.run(command, capture_output=True, check=True, timeout=60).stdout)
+    return seen
 
 
 def started(host: Host) -> list[str]:

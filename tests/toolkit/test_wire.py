@@ -88,19 +88,19 @@ class Visitor:
     """Speaks to the agent of a worker; `forged` replaces fields of the handshake that its proof is about."""
 
     def __init__(self, loop: Loop, port: int, secret: str, source: str, role: str, forged: dict[str, str]) -> None:
-        self.heard: list[bytes] = []
+        self.received: list[bytes] = []
         self.lost: list[str] = []
         self._secret, self._role, self._forged = secret, role, forged
         self._transcript: dict[str, str] = {}
         sock = socket.create_connection(("127.0.0.1", port), 5, (source, 0))
         self.channel = Channel(loop, sock, self._message, self.lost.append)
 
-    def _message(self, said: Any) -> None:
-        self.heard.append(messages.encode_message(said)[0])
-        if isinstance(said, messages.Welcome):
+    def _message(self, message: Any) -> None:
+        self.received.append(messages.encode_message(message)[0])
+        if isinstance(message, messages.Welcome):
             self.channel.start(wire.make_seals(self._secret, "first", self._transcript))
             self.channel.send(messages.StartDaemon("orted"))
-        if not isinstance(said, messages.Hello):
+        if not isinstance(message, messages.Hello):
             return
         nonce, hosts = wire.make_nonce(), wire.hash_hosts(HOSTS)
         self._transcript = {
@@ -108,7 +108,7 @@ class Visitor:
             "worker": HOSTS[1],
             "hosts": hosts,
             "first_nonce": nonce,
-            "worker_nonce": said.nonce,
+            "worker_nonce": message.nonce,
             **self._forged,
         }
         self.channel.send(messages.Prove(nonce, hosts, wire.make_proof(self._secret, self._role, self._transcript)))
@@ -122,17 +122,17 @@ def visit(
     passed_on: list[bytes] = []
 
     def welcomed(channel: Channel) -> None:
-        channel.on_message = lambda said: passed_on.append(messages.encode_message(said)[0])
+        channel.on_message = lambda message: passed_on.append(messages.encode_message(message)[0])
         channels.append(channel)
 
     port = free_port()
     agent = Agent(loop, port, "s3cret", HOSTS, HOSTS[1], welcomed)
     visitor = Visitor(loop, port, secret, source, role, forged)
-    loop.run_until(lambda: bool(visitor.lost) or (WELCOME in visitor.heard and bool(passed_on)))
+    loop.run_until(lambda: bool(visitor.lost) or (WELCOME in visitor.received and bool(passed_on)))
     agent.close()
     for channel in (visitor.channel, *channels):
         channel.close()
-    return visitor.heard, passed_on
+    return visitor.received, passed_on
 
 
 def test_who_proves_the_secret_from_the_first_hosts_address_is_served(loop: Loop) -> None:
@@ -164,7 +164,7 @@ def test_who_comes_again_from_another_address_is_refused_without_a_look_up(loop:
     agent.close()
     for channel in (*channels, *(visitor.channel for visitor in visitors)):
         channel.close()
-    assert ([visitor.heard for visitor in visitors], channels) == ([[], []], [])
+    assert ([visitor.received for visitor in visitors], channels) == ([[], []], [])
 
 
 def test_a_proof_holds_for_one_role_and_one_handshake_only() -> None:
@@ -184,9 +184,9 @@ class Pair:
         self.raw = socket.create_connection(listener.getsockname())
         sock, _ = listener.accept()
         listener.close()
-        self.heard: list[Any] = []
+        self.received: list[Any] = []
         self.lost: list[str] = []
-        self.channel = Channel(loop, sock, self.heard.append, self.lost.append)
+        self.channel = Channel(loop, sock, self.received.append, self.lost.append)
 
     def close(self) -> None:
         self.channel.close()
@@ -224,8 +224,8 @@ def test_messages_arrive_as_they_were_sent_in_pieces_of_any_size(
     stream = b"".join(sealed(*outputs))
     for start in range(0, len(stream), size):
         pair.raw.sendall(stream[start : start + size])
-    loop.run_until(lambda: len(pair.heard) == len(sent))
-    assert pair.heard == outputs
+    loop.run_until(lambda: len(pair.received) == len(sent))
+    assert pair.received == outputs
     pair.close()
 
 
@@ -260,7 +260,7 @@ def test_nobody_between_the_hosts_changes_what_one_says(loop: Loop, how: str) ->
     pair.raw.sendall(b"".join(CHANGES[how]))
     loop.run_until(lambda: bool(pair.lost))
     assert "was changed, or is out of order" in pair.lost[0]
-    assert pair.heard == ([GO] if how == "repeated" else [])
+    assert pair.received == ([GO] if how == "repeated" else [])
     pair.close()
 
 
@@ -388,9 +388,9 @@ def test_a_silent_connection_is_lost_unless_it_is_paused(loop: Loop, clock: list
                 loop.step()
 
     near, far = connect()
-    heard: list[Any] = []
+    received: list[Any] = []
     lost: list[str] = []
-    channel = Channel(loop, near, heard.append, lost.append)
+    channel = Channel(loop, near, received.append, lost.append)
     channel.start((wire.Seal(b"near"), wire.Seal(b"far")))
     channel.pause()
     kind, payload = messages.encode_message(messages.StartDaemon("orted"))
@@ -398,10 +398,10 @@ def test_a_silent_connection_is_lost_unless_it_is_paused(loop: Loop, clock: list
     far.sendall(struct.pack("!Ic", len(payload) + 1, kind) + payload)
     clock[0] = 100
     beat()
-    assert (heard, lost) == ([], []), "nothing is read, and the silence does not count"
+    assert (received, lost) == ([], []), "nothing is read, and the silence does not count"
     channel.resume()
     beat()
-    assert heard == [messages.StartDaemon("orted")]
+    assert received == [messages.StartDaemon("orted")]
     channel.pause()
     clock[0] = 200
     channel.resume()

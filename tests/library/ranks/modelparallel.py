@@ -180,13 +180,13 @@ def against_one_process(*optimizers: str) -> None:
             losses = train(model, smp.DistributedOptimizer(inner), share_of(batches()))
             losses = [sum(parts) / len(parts) for parts in zip(*smp.allgather(losses, smp.DP_GROUP))]
             equal(model, alone, losses, expected, (optimizer, microbatches, pipeline))
-    said = smp.allgather(smp.pp_rank())
-    assert len(set(said)) == smp.pp_size(), said
+    ranks = smp.allgather(smp.pp_rank())
+    assert len(set(ranks)) == smp.pp_size(), ranks
     print(f"equal: stage {smp.pp_rank()} on {socket.gethostname()}\n", end="")
 
 
 def manual() -> None:
-    """Modules where the script puts them; what is not said is on the default partition."""
+    """Modules where the script puts them; modules without a partition are on the default partition."""
     configure(auto_partition=False, default_partition=smp.pp_size() - 1, microbatches=2)
     torch.manual_seed(0)
     alone = Net()
@@ -974,7 +974,7 @@ def absent() -> None:
             print(f"says: {error}", flush=True)
     else:
         assert smp.state.stage.failures.occurred.wait(120)
-        print(f"is told: {smp.state.stage.failures.error}", flush=True)
+        print(f"is informed: {smp.state.stage.failures.error}", flush=True)
 
 
 if __name__ == "__main__":

@@ -133,9 +133,9 @@ def start(rank: int, port: int, point: Point, directory: Path) -> int:
         return process
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(STAGES), "LOCAL_RANK": str(rank)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    said = os.open(directory / str(rank), os.O_WRONLY | os.O_CREAT)
-    os.dup2(said, 1)
-    os.dup2(said, 2)
+    log = os.open(directory / str(rank), os.O_WRONLY | os.O_CREAT)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
     try:
         train(point, directory / "moment")
     except BaseException:
@@ -169,8 +169,8 @@ def run(point: Point, directory: Path) -> dict[str, Any]:
     codes = [status(process, until) for process in processes]
     ended, moment = time.monotonic(), directory / "moment"
     seconds = ended - float(moment.read_text()) if moment.exists() else None
-    said = [(directory / str(rank)).read_text() for rank in range(STAGES)]
-    return {**asdict(point), "stage": point.stage, "seconds": seconds, "codes": codes, "said": said}
+    logs = [(directory / str(rank)).read_text() for rank in range(STAGES)]
+    return {**asdict(point), "stage": point.stage, "seconds": seconds, "codes": codes, "logs": logs}
 
 
 def main(seed: str, count: str, directory: str) -> None:

@@ -40,8 +40,8 @@ def main(directory: str) -> None:
             scaler.step(optimizer)
             scaler.update()
             losses.append(loss.reduce_mean().item())
-            for told in (outputs.concat(), loss.reduce_mean()):
-                assert told.get_device() == smp.local_rank(), told.device
+            for result in (outputs.concat(), loss.reduce_mean()):
+                assert result.get_device() == smp.local_rank(), result.device
         assert losses[-1] < losses[0], losses
     assert {parameter.get_device() for parameter in model.local_parameters()} == {smp.local_rank()}
     smp.save_checkpoint(directory, "tag", True, model, optimizer)

@@ -1,6 +1,6 @@
 """One rank of a training script as people write them for CUDA; with --cpu, the same script as it is written for CPUs.
 
-Writes a JSON file a rank: its losses, and what it was told of its device.
+Writes a JSON file a rank: its losses, and facts about its device.
 """
 
 # mypy: disable-error-code="no-untyped-call,attr-defined,var-annotated"
@@ -83,11 +83,11 @@ for _ in range(2):
             scaler.step(optimizer)
             scaler.update()
         losses.append(loss.item())
-told = {"is_cuda": loss.is_cuda, "device": str(next(model.parameters()).device), "milliseconds": 0.0}
+facts = {"is_cuda": loss.is_cuda, "device": str(next(model.parameters()).device), "milliseconds": 0.0}
 if not args.cpu:
     ended.record()
     torch.cuda.synchronize()
-    told["milliseconds"] = started.elapsed_time(ended)
+    facts["milliseconds"] = started.elapsed_time(ended)
 
 path = args.out / "model.pt"
 if rank == 0:
@@ -100,7 +100,7 @@ network.eval()
 with torch.no_grad():
     scores = network(images.to(device)).cpu().numpy()
 (args.out / f"rank-{rank}.json").write_text(
-    json.dumps({"losses": losses, "mean_score": float(scores.mean()), "devices": torch.cuda.device_count(), **told})
+    json.dumps({"losses": losses, "mean_score": float(scores.mean()), "devices": torch.cuda.device_count(), **facts})
 )
 if distributed and not args.cpu:  # NCCL, unlike gloo, compares numbers of elements, not shapes
     size = dist.get_world_size()

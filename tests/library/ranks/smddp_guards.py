@@ -1,4 +1,4 @@
-"""A rank of a job in which something goes wrong; it prints what it is told. `smddp_guards.py WHAT`."""
+"""A rank of a job in which something goes wrong; it prints its error. `smddp_guards.py WHAT`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def dawdle(seconds: float) -> None:
 
 
 def late() -> None:
-    """Rank 1 comes after the others have given up, and is told so."""
+    """Rank 1 comes after the others have given up, and gets an error that says so."""
     if RANK == 1:
         dawdle(6)
     dist.all_reduce(torch.ones(10))
@@ -120,7 +120,7 @@ def weights_apart() -> None:
 
 
 def ended_before_a_handle() -> None:
-    """Rank 1 ends; whoever waits for a handle is told: a script, torch's function, and torch's C++."""
+    """Rank 1 ends; whoever waits for a handle gets an error: a script, torch's function, and torch's C++."""
     if RANK == 1:
         os._exit(3)
     calls: dict[str, Callable[[], object]] = {

@@ -1,6 +1,6 @@
 """One rank of a job without torch: an engine for numpy's arrays, as a front for another framework opens it.
 
-`without_torch.py RANKS_PER_HOST [late]`; late: the last rank does not come, and the others print what they are told.
+`without_torch.py RANKS_PER_HOST [late]`; late: the last rank does not come, and the others print their errors.
 """
 
 from __future__ import annotations

@@ -24,7 +24,10 @@ def setBucketSize(size: int) -> None:  # noqa: N802 — the name in published sc
         ValueError: If it is not a whole number above 0.
     """
     if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-        raise ValueError(f"smddpcommon.setBucketSize({size!r}): the size must be a whole number of bytes, above 0.")
+        raise ValueError(
+            f"smddpcommon.setBucketSize({size!r}): the size is no number of bytes. Allowed: 1 or more. Fix: pass an "
+            "integer."
+        )
     warnings.warn(
         "smddpcommon.setBucketSize has no effect: a tensor that comes alone is reduced alone, and gradients travel in "
         "buckets of bucket_cap_mb, an argument of DistributedDataParallel and DistributedOptimizer.",
@@ -34,6 +37,6 @@ def setBucketSize(size: int) -> None:  # noqa: N802 — the name in published sc
 
 def __getattr__(name: str) -> NoReturn:
     raise AttributeError(
-        f"smddpcommon has no {name!r}: of this module of AWS's, there is setBucketSize only. To reduce a tensor, use "
-        "torch.distributed.all_reduce, or allreduce of smdistributed.dataparallel.tensorflow."
+        f"smddpcommon has no {name!r}: of this module of AWS's, there is setBucketSize only. Fix: reduce a tensor "
+        "with torch.distributed.all_reduce, or allreduce of smdistributed.dataparallel.tensorflow."
     )

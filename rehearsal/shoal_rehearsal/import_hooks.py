@@ -25,11 +25,8 @@ from shoal_rehearsal.settings import is_enabled, read_settings
 def call_after_import(name: str, function: Callable[[], None]) -> None:
     """Calls a function once, after a module's code has run for the first time and before its import returns.
 
-    Until then a finder is in sys.meta_path.
-
-    Args:
-        name: The module, which has not been imported yet.
-        function: Its errors are raised by the import.
+    The module must not have been imported yet; until then a finder is in sys.meta_path. The import raises the
+    function's errors.
     """
     sys.meta_path.insert(0, _WatchedImport(name, function))
 

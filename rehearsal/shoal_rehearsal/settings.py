@@ -43,8 +43,8 @@ def is_enabled(environ: Mapping[str, str] | None = None) -> bool:
     if text.lower() in _FALSE:
         return False
     raise RehearsalError(
-        f"{SWITCH}={text!r} in the environment: allowed are {', '.join(_TRUE)} to rehearse without GPUs, and "
-        f"{', '.join(filter(None, _FALSE))} not to."
+        f"{SWITCH}={text!r} in the environment. Allowed: {', '.join(_TRUE)} to rehearse without GPUs, and "
+        f"{', '.join(filter(None, _FALSE))} not to. Fix: set one of these, or unset it."
     )
 
 
@@ -67,8 +67,9 @@ def _numbers(env: Mapping[str, str], names: Iterable[str]) -> list[int]:
 def _parse_gpus(text: str) -> int:
     if not text.isdecimal() or not 1 <= int(text) <= MOST_GPUS:
         raise RehearsalError(
-            f"{GPUS}={text!r} in the environment: it must be a whole number from 1 to {MOST_GPUS}, the emulated GPUs "
-            "of each host. Default: one for each rank of the host."
+            f"{GPUS}={text!r} in the environment: it is no number of GPUs. Allowed: 1 to {MOST_GPUS}, the emulated "
+            "ones "
+            "of each host. Fix: set one of these, or unset it: then there is one for each rank of the host."
         )
     return int(text)
 

@@ -77,7 +77,7 @@ REFUSED = {
     "again": "SMPUnsupportedError: An input of a model comes from an earlier call",
     "nested": "StepUsageError: A function under smp.step is called inside a step",
     "frozen": "SMPRuntimeError: Stage 0 computes gradients, and stage 1, which uses output 0 of dense, computes none",
-    "pinned": "SMPConfigError: smp.partition(2) puts layer 'dense_2' on a stage that there is not",
+    "pinned": "SMPConfigError: smp.partition(2) puts layer 'dense_2' on a stage that does not exist",
     "jit": "leave jit_compile=True out of the tf.function",
     "jit_step": "SMPUnsupportedError: smp.step(jit_compile=True): XLA cannot send and receive",
     "option": "smp.step() got an unexpected keyword argument 'non_split_input'. Did you mean 'non_split_inputs'?",

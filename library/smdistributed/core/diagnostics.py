@@ -49,7 +49,9 @@ def read_seconds(name: str, default: float) -> float:
     except ValueError:
         seconds = 0.0
     if not seconds > 0:
-        raise CollectiveError(f"{name}={text!r} is invalid. Allowed: a number of seconds above 0.")
+        raise CollectiveError(
+            f"{name}={text!r} is invalid. Allowed: a number of seconds above 0. Fix: set one, or unset it."
+        )
     return seconds
 
 

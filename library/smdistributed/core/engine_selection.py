@@ -41,19 +41,11 @@ class RankGroup(NamedTuple):
 def open_engine(group: RankGroup, network: Network, requested: str = "auto") -> tuple[Engine, str]:
     """Opens the communication engine of a group; all its ranks call this and wait for each other.
 
-    If several hosts take part, or no memory is shared, a `GroupMonitor` watches the group in a thread.
+    `network` connects ranks that share no memory. `requested` is the value of SMDDP_ENGINE: "gloo" never uses shared
+    memory. If several hosts take part, or no memory is shared, a `GroupMonitor` watches the group in a thread.
 
-    Args:
-        group: The ranks.
-        network: Connects ranks that share no memory.
-        requested: The value of SMDDP_ENGINE. "gloo" never uses shared memory.
-
-    Returns:
-        The communication engine, and its name with the reason for the choice.
-
-    Raises:
-        SMDDPError: If shared memory is requested and unavailable, or a rank cannot load the C engine or connect.
-        CollectiveError: If SMDDP_STALL_SECONDS is invalid.
+    Returns the engine, and its name with the reason for the choice. Raises SMDDPError if shared memory is requested and
+    unavailable, or a rank cannot load the C engine or connect; CollectiveError if SMDDP_STALL_SECONDS is invalid.
     """
     members = exchange_members(group.store, group.rank, group.size, group.number)
     for other, member in enumerate(members):
@@ -69,7 +61,9 @@ def open_engine(group: RankGroup, network: Network, requested: str = "auto") -> 
     if local is not None and len(grid) == 1:
         return local, f"shm: {_counted(group.size, 'rank')} on one host"
     if local is None and requested == "shm":
-        raise SMDDPError(f"SMDDP_ENGINE=shm, but the ranks cannot share memory ({problem}).")
+        raise SMDDPError(
+            f"SMDDP_ENGINE=shm, but the ranks cannot share memory ({problem}). Fix: unset it; gloo then joins them."
+        )
     monitor = GroupMonitor(group.rank, members, group.seconds, group.connect, group.is_first)
     everybody = NetworkEngine(network.connect(range(group.size)), group.rank, group.size, monitor.message_tag)
     if local is None:

@@ -72,14 +72,9 @@ def allocate(count: int, dtype: str) -> Flat:
 
 
 def reduce(parts: Sequence[Flat], result: Flat, op: str) -> None:
-    """Combines the elements of `parts`, in their order, into `result`.
+    """Combines the elements of `parts`, in their order, into `result`, all of one length and dtype. It may be a part.
 
     float16 and bfloat16 are combined in float32 and rounded once. Averages of integers are rounded towards zero.
-
-    Args:
-        parts: Flat tensors of one length and dtype.
-        result: Of the same length and dtype; it may be one of the parts.
-        op: A name of `native.OPS`.
     """
     sources = native.pointer_array([part.address for part in parts])
     dtype, number = DTYPE_NUMBERS[result.dtype], OP_NUMBERS[op]

@@ -57,8 +57,6 @@ class _Report(NamedTuple):
 
 
 class _FailedCollective:
-    """A collective that failed, and the explanation once it is known."""
-
     def __init__(self, error: CollectiveError, waited: float) -> None:
         self.error, self.waited = error, waited
         self.text = str(error)
@@ -68,15 +66,9 @@ class _FailedCollective:
 class GroupMonitor:
     """Tracks this rank's collectives, and explains why one does not end. Starts a thread if there are several ranks.
 
-    Args:
-        rank: This rank in the group.
-        members: All ranks of the group.
-        seconds: How long ranks wait for each other.
-        connect: Opens the store for the thread: other calls of this process may block in their connection.
-        compares_clocks: Whether this group compares the clocks of its hosts (see `Clocks`).
-
-    Raises:
-        CollectiveError: If SMDDP_STALL_SECONDS is invalid.
+    Ranks wait `seconds` for each other. `connect` opens the store for the thread: other calls of this process may block
+    in their connection. `compares_clocks`: whether this group compares the clocks of its hosts (see `Clocks`). Raises
+    CollectiveError if SMDDP_STALL_SECONDS is invalid.
     """
 
     def __init__(
@@ -110,8 +102,7 @@ class GroupMonitor:
     def begin(self, name: str, dtype: str = "", op: str = "", root: int = -1, size: int = 0, same: bool = True) -> None:
         """Registers the collective that this rank calls now. `same`: whether `size` must be the same on all ranks.
 
-        Raises:
-            CollectiveError: If another rank has ended the group.
+        Raises CollectiveError if another rank has ended the group.
         """
         before = self.call
         arguments = f"{name} {dtype} {op} {root} {size if same else -1}"
@@ -321,7 +312,6 @@ class GroupMonitor:
         return f"{self._describe_ranks(late)} did not reach {call}{duration}{laggards}"
 
     def _describe_ranks(self, ranks: Sequence[int]) -> str:
-        """Returns ranks by their numbers in the job, with hosts, for a message; after _MAX_NAMED only how many more."""
         named = [self._members[rank].describe() for rank in ranks[:_MAX_NAMED]]
         more = len(ranks) - len(named)
         return ", ".join(named) + (f" and {more} more" if more else "")

@@ -118,13 +118,8 @@ def set_torch_environment(environ: MutableMapping[str, str]) -> None:
 
     Also sets SMDATAPARALLEL_LOCAL_RANK to LOCAL_RANK, for scripts and for transformers. If RANK is set, and is not left
     over from the process that called mpirun, nothing else changes. Without a master's address, rank 0 reserves a free
-    port of this host and writes it into the job's session directory. The other ranks wait for that.
-
-    Args:
-        environ: The environment to change.
-
-    Raises:
-        LaunchError: As `read_launch`, and if the ranks have neither an address nor a directory in common.
+    port of this host and writes it into the job's session directory. The other ranks wait for that. Raises LaunchError
+    as `read_launch`, and if the ranks have neither an address nor a directory in common.
     """
     is_leftover = _is_leftover(environ, _rank_and_size(environ, _RANK_NAMES), _rank_and_size(environ, _MPI_NAMES))
     if "RANK" in environ and not is_leftover:
@@ -169,11 +164,7 @@ def is_launched_as_rank(environ: Mapping[str, str]) -> bool:
 def master_address(launch: Launch) -> Address:
     """Returns where the ranks meet: the master's address, or a port of this host that rank 0 writes for the others.
 
-    Args:
-        launch: This process's rank.
-
-    Raises:
-        LaunchError: If several ranks have neither an address nor a directory in common.
+    Raises LaunchError if several ranks have neither an address nor a directory in common.
     """
     if launch.master is None and launch.session_dir is None and launch.world_size > 1:
         raise no_master_error(launch)
@@ -223,7 +214,6 @@ def _reserved_port() -> int:
 
 
 def _rank_and_size(env: Mapping[str, str], names: tuple[str, str]) -> tuple[int, int] | None:
-    """Returns rank and world size from these variables; None: neither is set. Raises LaunchError if one is wrong."""
     if not _is_pair_set(env, names):
         return None
     world_size = _read_integer(env, names[1], 1, None)
@@ -260,7 +250,6 @@ def _local_rank_names(named: bool, mpi: bool) -> tuple[tuple[str, ...], tuple[st
 
 
 def _refuse_local_rank_alone(env: Mapping[str, str]) -> None:
-    """Raises LaunchError if a local rank is set; called if rank and world size are not."""
     for name in _LOCAL_RANK_NAMES:
         if name in env:
             raise LaunchError(
@@ -296,7 +285,6 @@ def _refuse_contradiction(named: tuple[int, int], mpi: tuple[int, int]) -> None:
 
 
 def _read_master(env: Mapping[str, str]) -> Address | None:
-    """Returns the master's address; None if no launcher gives one. Raises LaunchError if it is incomplete."""
     for names in _MASTER_NAMES:
         if _is_pair_set(env, names):
             return Address(env[names[0]], _read_integer(env, names[1], 1, 65535))
@@ -304,6 +292,5 @@ def _read_master(env: Mapping[str, str]) -> Address | None:
 
 
 def _session_dir(env: Mapping[str, str]) -> Path | None:
-    """Returns the directory of this mpirun, from PMIX_SERVER_TMPDIR; None if it is unset or empty."""
     directory = env.get("PMIX_SERVER_TMPDIR")
     return Path(directory) if directory else None

@@ -36,15 +36,10 @@ class Member:
 
 
 def exchange_members(store: Store, rank: int, size: int, number: int | None = None) -> list[Member]:
-    """Exchanges the processes and hosts of a group's ranks; every rank calls it and waits for the others.
+    """Exchanges the processes and hosts of a group's ranks, which all call it; returns all members in rank order.
 
-    Args:
-        store: The group's own.
-        rank, size: This rank in the group, and the number of ranks.
-        number: This rank in the job; None: the same as `rank`.
-
-    Returns:
-        All members in rank order.
+    `store` is the group's own, `rank` and `size` this rank in it and their number. `number`: this rank in the job;
+    None: the same as `rank`.
     """
     host = os.environ.get("SMDDP_HOST") or socket.gethostname()
     cpus = sorted(os.sched_getaffinity(0))

@@ -38,8 +38,7 @@ def mpi_network(group: RankGroup) -> Network:
 def open_mpi(group: RankGroup, ranks: Sequence[int]) -> MpiTransport:
     """Connects `ranks` of a group in a communicator of their own; all of them call this and wait for each other.
 
-    Raises:
-        SMDDPError: If mpi4py is missing, or mpirun has not started this process.
+    Raises SMDDPError if mpi4py is missing, or mpirun has not started this process.
     """
     if "mpi4py.MPI" not in sys.modules and not any(name in os.environ for name in _OF_LAUNCHERS):
         raise SMDDPError(_NOT_LAUNCHED.format(size=1, ranks=len(ranks)))

@@ -338,7 +338,6 @@ def interleave(collectives: Iterable[Iterator[None]]) -> None:
 
 
 def _advance(running: deque[Iterator[None]]) -> None:
-    """Runs each collective up to its next wait for messages, and removes those that have ended."""
     for collective in list(running):
         if next(collective, running) is running:
             running.remove(collective)

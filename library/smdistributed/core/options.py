@@ -47,11 +47,6 @@ def only_known(function: _Function) -> _Function:
 
 
 def warn_without_effect(what: str, why: str) -> None:
-    """Warns (UserWarning) that an option has no effect; only on the first rank of torchrun, `train` or mpirun.
-
-    Args:
-        what: The option.
-        why: The reason, without the final period.
-    """
+    """Warns (UserWarning) that an option has no effect; only on the first rank of torchrun, `train` or mpirun."""
     if int(os.environ.get("RANK") or os.environ.get("OMPI_COMM_WORLD_RANK") or 0) == 0:
         warnings.warn(f"{what} has no effect: {why}.", stacklevel=3)

@@ -91,12 +91,9 @@ class Recorder:
         self._writer.start()
 
     def complete(self, category: str, name: str, began: int, ended: int, args: _Args = None) -> None:
-        """Records a span of time. If very many events have gathered, writes them to the file now.
+        """Records a span of time: nanoseconds by `now()`; an end of -1 is an instant. `args` must not change later.
 
-        Args:
-            name: See the table at the top of this module.
-            began, ended: By `now()`, in nanoseconds; an end of -1 is an instant.
-            args: Must not change afterwards.
+        `name`: see the table at the top of this module. If very many events have gathered, it writes them now.
         """
         self._events.append((category, name, began, ended, args))
         if len(self._events) >= _MAX_EVENTS:
@@ -202,10 +199,8 @@ def start(
     """Begins a recording; replaces an existing file and creates directories. Calls what `observe` was given.
 
     `path` is a file if it ends in `.json`, otherwise a directory for a file `default_name`. `append_rank` puts rank 0
-    too into the file's name. Other ranks always do: they would overwrite each other's file.
-
-    Raises:
-        TimelineError: If a recording runs already, or the file cannot be written.
+    too into the file's name. Other ranks always do: they would overwrite each other's file. Raises TimelineError if a
+    recording runs already, or the file cannot be written.
     """
     global recorder
     file = _trace_file(Path(path), default_name, rank if append_rank or rank else None)
@@ -220,7 +215,7 @@ def start(
         except OSError as error:
             raise TimelineError(
                 f"The timeline of rank {rank} cannot be written to {file} ({error.filename}: {error.strerror}). "
-                "Give a directory this process may write to, or a file name that ends in .json."
+                "Fix: give a directory that this process may write to, or a file name that ends in .json."
             ) from error
         if _clock_offset:
             begun.set_clock_offset(_clock_offset)
@@ -252,8 +247,7 @@ def observe(begin: Callable[[Recorder], Callable[[], None]]) -> None:
 def start_if_requested(variable: str, rank: int, world_size: int, *, default_name: str, job: str = "") -> None:
     """Begins a recording (see `start`) if an environment variable says where and none runs.
 
-    Raises:
-        TimelineError: If the file cannot be written.
+    Raises TimelineError if the file cannot be written.
     """
     path = os.environ.get(variable)
     if path and recorder is None:
@@ -311,7 +305,6 @@ def _trace_file(path: Path, default_name: str, rank: int | None) -> Path:
 
 
 def _end_at_exit() -> None:
-    """At the end of the process: ends a recording that still runs."""
     if recorder is not None:
         stop()
 

@@ -88,9 +88,7 @@ def is_cuda(device: object) -> bool:
 def resolve(device: DeviceLike = None) -> torch.device:
     """Returns a CUDA device with its ordinal. None, "cuda" and a negative ordinal are the current device.
 
-    Raises:
-        ValueError: For a device of another type.
-        RuntimeError: If this host has no emulated GPU with that ordinal.
+    Raises ValueError for a device of another type, and RuntimeError if this host has no emulated GPU of that ordinal.
     """
     return torch.device("cuda", require_ordinal(index_of(device)))
 

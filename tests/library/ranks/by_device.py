@@ -181,7 +181,7 @@ def nccl_that_does_not_start() -> None:
     try:
         dist.new_group(backend="smddp")
     except SMDDPNCCLError as error:
-        assert str(error) == "NCCL does not start: ncclInvalidUsage", error
+        assert str(error).startswith("NCCL does not start: ncclInvalidUsage. Fix: "), error
     else:
         raise AssertionError("not refused")
     finally:

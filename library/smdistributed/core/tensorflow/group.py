@@ -60,7 +60,6 @@ class Group:
                 self._run_batch(kind, operation, batch)
 
     def _run_batch(self, kind: str, operation: PendingOperation, batch: list[TensorPair]) -> None:
-        """Runs a collective on one tensor directly, or on several that are packed into one."""
         given, result = batch[0] if len(batch) == 1 else self._pack(batch)
         if kind == "all_reduce":
             source = given if given.address != result.address else None
@@ -140,11 +139,7 @@ def batch_tensors(pairs: Iterable[TensorPair]) -> Iterator[list[TensorPair]]:
 def take_gpu(local_rank: int) -> None:
     """Makes one GPU the only one that TensorFlow sees, and lets its memory grow. Does nothing without GPUs.
 
-    Args:
-        local_rank: Chooses the GPU, modulo their number.
-
-    Raises:
-        SMDDPError: If TensorFlow already uses other GPUs.
+    It is the local rank's, modulo their number. Raises SMDDPError if TensorFlow already uses other GPUs.
     """
     gpus = tf.config.list_physical_devices("GPU")
     if not gpus:
@@ -157,6 +152,6 @@ def take_gpu(local_rank: int) -> None:
     except RuntimeError as error:
         if tf.config.get_visible_devices("GPU") != [mine]:
             raise SMDDPError(
-                f"TensorFlow has begun to use its GPUs before init() could choose the GPU of local rank {local_rank}: "
-                f"call init() right after the imports. ({error})"
+                f"TensorFlow has begun to use its GPUs before init() could choose the GPU of local rank {local_rank} "
+                f"({error}). Fix: call init() right after the imports."
             ) from None

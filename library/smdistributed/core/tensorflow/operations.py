@@ -60,17 +60,9 @@ class PendingOperation(ctypes.Structure):
 
 
 def all_reduce(tensors: Sequence[Any], reduction: str) -> list[Any]:
-    """Reduces tensors over the ranks.
+    """Reduces tensors of one dtype of `DTYPES` over the ranks, by a reduction of `core.native.OPS`. Keeps their shapes.
 
-    Args:
-        tensors: Any shapes, one dtype of `DTYPES`.
-        reduction: A name of `core.native.OPS`.
-
-    Returns:
-        A tensor for each one, of the same shape and dtype.
-
-    Raises:
-        SMDDPError: In a function that XLA compiles.
+    Raises SMDDPError in a function that XLA compiles.
     """
     return _run_collective(load().module.smddp_all_reduce, tensors, reduction=reduction)
 
@@ -81,30 +73,18 @@ def broadcast(tensors: Sequence[Any], root: int) -> list[Any]:
 
 
 def send(tensor: Any, rank: int, label: str) -> Any:
-    """Sends a tensor to a rank.
+    """Sends a tensor of at most 8 dimensions, with a dtype of `DTYPES`. The label has at most 31 bytes.
 
-    Args:
-        tensor: At most 8 dimensions; a dtype of `DTYPES`.
-        rank: The receiver.
-        label: At most 31 bytes; the receiver names the same one.
-
-    Returns:
-        A token, a float32 scalar: the tensor has been sent when it is there.
+    Returns a token, a float32 scalar: the tensor has been sent when it is there.
     """
     with tf.device("/CPU:0"):
         return load().module.smp_send(tensor=tensor, rank=rank, label=label)
 
 
 def receive(anchors: Sequence[Any], dtype: Any, rank: int, label: str) -> Any:
-    """Receives a tensor from a rank. In a graph, its shape is unknown.
+    """Receives the tensor that a rank sends with this label. In a graph, its shape is unknown.
 
-    Args:
-        anchors: Any tensors, which the result then depends on; their gradient is None.
-        dtype: Of the tensor.
-        rank, label: The sender, and the label as in `send`.
-
-    Returns:
-        The tensor.
+    The result depends on `anchors`, any tensors; their gradient is None.
     """
     with tf.device("/CPU:0"):
         return load().module.smp_receive(anchors=list(anchors), T=dtype, rank=rank, label=label)
@@ -207,8 +187,8 @@ def load() -> _Library:
     """Loads the operations into TensorFlow, once. Raises SMDDPError if they are not compiled, or do not fit it."""
     if not _PATH.exists():
         raise SMDDPError(
-            "The operations for TensorFlow are not part of this installation: images and wheels built on Linux have "
-            "them."
+            "The operations for TensorFlow are not part of this installation: Fix: install a wheel "
+            "of shoal-smdistributed that was built on Linux."
         )
     module = tf.load_op_library(str(_PATH))  # before ctypes: it finds operations registered meanwhile
     functions = ctypes.CDLL(str(_PATH))
@@ -219,7 +199,7 @@ def load() -> _Library:
     problem = functions.operations_registered()
     if problem:
         what = "has no libtensorflow_framework.so.2" if problem == 1 else "refuses the operations"
-        raise SMDDPError(f"TensorFlow {tf.__version__} {what}: 2.14 is known to work.")
+        raise SMDDPError(f"TensorFlow {tf.__version__} {what}. Fix: install TensorFlow 2.14, which is known to work.")
     return _Library(module, functions)
 
 

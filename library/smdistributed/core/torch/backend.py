@@ -19,7 +19,13 @@ from torch.distributed import distributed_c10d
 
 from smdistributed.core.exceptions import SMDDPError, SMDDPNCCLError
 from smdistributed.core.torch import per_device
-from smdistributed.core.torch.devices import local_nccl_problem, nccl_problem, publish_nccl_problem, select_device
+from smdistributed.core.torch.devices import (
+    NCCL_FIX,
+    local_nccl_problem,
+    nccl_problem,
+    publish_nccl_problem,
+    select_device,
+)
 from smdistributed.core.torch.process_group import ProcessGroup
 from smdistributed.core.torch.recording import record_nccl
 
@@ -45,10 +51,8 @@ _creation = _Creation()
 def register(on_first_group: Callable[[int, int], None] | None = None) -> None:
     """Registers the backend, and patches torch's helper that creates groups; once in a process.
 
-    From torch 2.9 it also patches the helper that sets timeouts.
-
-    Args:
-        on_first_group: Called with this rank and the number of ranks, before the job's first group is created here.
+    From torch 2.9 it also patches the helper that sets timeouts. `on_first_group` is called with this rank and the
+    number of ranks, before the job's first group is created here.
     """
     if BACKEND in torch.distributed.Backend.backend_list:
         return
@@ -121,7 +125,7 @@ def _create_per_device(make: Any, on_first_group: Callable[[int, int], None] | N
             return made
         except RuntimeError as error:
             if is_torchs and (_creation.engine is not None or on_cpu != BACKEND):  # the CPU backend is made first
-                raise SMDDPNCCLError(f"NCCL does not start: {error}") from error
+                raise SMDDPNCCLError(f"NCCL does not start: {error}. {NCCL_FIX}") from error
             raise
         finally:
             vars(_creation).clear()

@@ -26,6 +26,7 @@ from smdistributed.core.launch import LaunchError, read_launch
 from smdistributed.core.store import exchange_texts
 from smdistributed.core.torch.collective_queue import completed
 
+NCCL_FIX = "Fix: set NCCL_DEBUG=INFO, and read what NCCL prints."
 _MESSAGES = ("send", "recv", "recv_anysource")  # a rank may begin several before it waits for one
 _READS_FIRST = ("allreduce", "allreduce_coalesced", "reduce", "broadcast", "send")  # methods that read it and write it
 
@@ -56,19 +57,11 @@ def device_of(group: Any) -> torch.device:
 def open_cuda(store: Store, rank: int, size: int, timeout: timedelta, on_cpu: Any, requested: str = "") -> Any:
     """Opens the carrier of CUDA tensors; all ranks call it. Rank 0 warns, with the reason, if tensors are copied.
 
-    Args:
-        store: The group's own.
-        rank, size: This rank in the group, and the number of ranks.
-        timeout: How long ranks wait for each other.
-        on_cpu: The process group for copies on the host.
-        requested: The setting that requests only NCCL, for example "cuda:nccl"; empty: SMDDP_ENGINE decides.
+    `store` is the group's own. `on_cpu` is the process group for copies on the host. `requested` is the setting that
+    requests only NCCL, for example "cuda:nccl"; empty: SMDDP_ENGINE decides.
 
-    Returns:
-        torch's NCCL group, or `HostStaging`; the same on all ranks.
-
-    Raises:
-        SMDDPNCCLError: On all ranks, if NCCL is requested and cannot carry the tensors. On one rank, even if it
-            is not requested: if NCCL does not start there.
+    Returns torch's NCCL group, or `HostStaging`; the same on all ranks. Raises SMDDPNCCLError on all ranks if NCCL is
+    requested and cannot carry the tensors; on one rank, even if it is not requested, if NCCL does not start there.
     """
     problem = nccl_problem(store, rank, size)
     if problem:
@@ -83,7 +76,7 @@ def open_cuda(store: Store, rank: int, size: int, timeout: timedelta, on_cpu: An
     try:
         return NativeBackend(dist.ProcessGroupNCCL(PrefixStore("nccl", store), rank, size, options))
     except RuntimeError as error:
-        raise SMDDPNCCLError(f"NCCL does not start on rank {rank}: {error}") from error
+        raise SMDDPNCCLError(f"NCCL does not start on rank {rank}: {error}. {NCCL_FIX}") from error
 
 
 def local_nccl_problem() -> str:
@@ -117,7 +110,6 @@ def nccl_error(problem: str, requested: str = "SMDDP_ENGINE=nccl") -> SMDDPNCCLE
 
 
 def _describe_shared_device(names: Sequence[str], labels: Sequence[str]) -> str:
-    """Names two ranks that have the same device; empty: all devices differ."""
     for rank, name in enumerate(names):
         first = names.index(name)
         if first != rank:

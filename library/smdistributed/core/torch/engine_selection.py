@@ -24,8 +24,7 @@ from smdistributed.core.torch.tensors import tensor_at
 def open_engine(store: Store, rank: int, size: int, timeout: timedelta, gloo: object) -> tuple[Engine, str]:
     """Opens the communication engine of a group, and returns it and its name with the reason for the choice.
 
-    Raises:
-        SMDDPError: If SMDDP_ENGINE is invalid, or requests shared memory, MPI or NCCL that is unavailable.
+    Raises SMDDPError if SMDDP_ENGINE is invalid, or requests shared memory, MPI or NCCL that is unavailable.
     """
     requested, later = engine_selection.requested_engine(), dist.is_initialized()
     problem = nccl_problem(PrefixStore("nccl", store), rank, size) if requested == "nccl" else ""

@@ -50,12 +50,8 @@ def record_collective(
 ) -> Callable[[], None]:
     """Returns the collective so that it records itself, with the wait for it. Call it when the collective is called.
 
-    In a backward pass the collective is a bucket: it gets a number, and that it is ready is recorded now.
-
-    Args:
-        name, about: Its name, and the arguments of its span: see `timeline`.
-        collective: Does the work.
-        queue: Runs it.
+    In a backward pass it is a bucket: it gets a number, and that it is ready is recorded now. `name` and `about` are
+    the span's: see `timeline`. `queue` runs the collective.
     """
     backward = _current_backward(queue)
     args = dict(about)

@@ -88,7 +88,7 @@ def require_parts(what: str, flats: Sequence[torch.Tensor], dtype: torch.dtype |
         raise SMDDPError(f"The {what} are {len(flats)} tensors. Fix: pass one for each of the {count} ranks.")
     for flat in flats:
         if flat.dtype != dtype:
-            raise SMDDPError(f"The {what} have {flat.dtype} and {dtype}: all tensors must have one dtype.")
+            raise SMDDPError(f"The {what} have {flat.dtype} and {dtype}. Fix: give all tensors one dtype.")
 
 
 def require_alike(what: str, flats: Sequence[torch.Tensor], like: torch.Tensor, count: int) -> None:
@@ -96,7 +96,7 @@ def require_alike(what: str, flats: Sequence[torch.Tensor], like: torch.Tensor, 
     require_parts(what, flats, like.dtype, count)
     for flat in flats:
         if flat.numel() != like.numel():
-            raise SMDDPError(f"The {what} have {flat.numel()} and {like.numel()} elements: all must have as many.")
+            raise SMDDPError(f"The {what} have {flat.numel()} and {like.numel()} elements. Fix: give all as many.")
 
 
 def all_reduce_sparse(engine: Engine, rank: int, size: int, tensor: torch.Tensor, op: str) -> None:
@@ -132,7 +132,6 @@ def _gathered_counts(engine: Engine, size: int, count: int) -> list[int]:
 
 
 def _gathered(engine: Engine, rank: int, parts: Sequence[torch.Tensor], own: torch.Tensor) -> torch.Tensor:
-    """Writes each rank's rows into `parts`, by broadcasts, and returns all rows in rank order."""
     parts[rank].copy_(own)
     for root, part in enumerate(parts):
         with Flattened(part) as flat:

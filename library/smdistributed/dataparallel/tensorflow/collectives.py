@@ -221,7 +221,9 @@ def _as_dense(tensor: Any) -> Any:
 def broadcast_tensors(tensors: Sequence[Any], root_rank: int) -> list[Any]:
     """Returns the root's tensors, sent in buckets; the given ones stay. Raises SMDDPError as `broadcast` does."""
     if not 0 <= root_rank < require_size():
-        raise SMDDPError(f"root_rank={root_rank} is not a rank: there are {require_size()}, from 0.")
+        raise SMDDPError(
+            f"root_rank={root_rank} is not a rank. Allowed: 0 to {require_size() - 1}. Fix: name one of these."
+        )
     results: list[Any] = [None] * len(tensors)
     for bucket in _buckets(dict(enumerate(tensors)), BUCKET_MB << 20):
         for index, tensor in zip(

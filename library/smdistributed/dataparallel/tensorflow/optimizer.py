@@ -63,7 +63,7 @@ def reject_unsupported(device_dense: str, device_sparse: str, sparse_as_dense: b
     if device_dense or device_sparse:
         raise SMDDPError("device_dense and device_sparse are not supported. Fix: leave them out.")
     if not sparse_as_dense:
-        raise SMDDPError("sparse_as_dense=False is not supported: sparse gradients are reduced as dense ones.")
+        raise SMDDPError("sparse_as_dense=False is not supported: sparse gradients become dense. Fix: leave it out.")
 
 
 _MARK = "_smddp_combines"

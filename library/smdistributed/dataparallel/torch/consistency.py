@@ -81,7 +81,6 @@ def compare_weights(module: torch.nn.Module, group: Any) -> None:
 
 
 def _reduced_parameters(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Returns the parameters with their names, without those that the model tells torch to ignore."""
     ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
     return [(name, parameter) for name, parameter in module.named_parameters() if name not in ignored]
 
@@ -138,7 +137,9 @@ def _check_weights_periodically(wrapper: DistributedDataParallel, group: Any) ->
     if not text:
         return
     if not text.isdecimal() or not int(text):
-        raise SMDDPError(f"SMDDP_CHECK_WEIGHTS={text!r} is invalid. Allowed: a number of steps above 0.")
+        raise SMDDPError(
+            f"SMDDP_CHECK_WEIGHTS={text!r} is invalid. Allowed: a number of steps above 0. Fix: set one, or unset it."
+        )
     every, passes = int(text), 0
 
     def check(module: torch.nn.Module, _: object) -> None:

@@ -100,6 +100,7 @@ _WITHOUT_EFFECT: dict[str, tuple[Any, str]] = {
 }
 """Published keys that have no effect here: their default, which does not warn, and the reason."""
 _MINIMUM = {"pipeline_parallel_degree": 1, "microbatches": 1, "active_microbatches": 1, "tensor_parallel_degree": 1}
+_VALUE_FIX = "Fix: set one of these, or leave the key out."
 _CHOICES = {
     "pipeline": PIPELINES,
     "optimize": OPTIMIZE,
@@ -132,20 +133,25 @@ def read_config(argument: Mapping[str, Any] | None, environ: Mapping[str, str]) 
         try:
             launched = json.loads(text)
         except ValueError as error:
-            raise SMPConfigError(f"{LAUNCH_VARIABLE}={text!r} is not JSON: {error}.") from None
+            raise SMPConfigError(
+                f'{LAUNCH_VARIABLE}={text!r} is not JSON: {error}. Fix: write an object, {{"partitions": 2}}.'
+            ) from None
     return check({**_resolve_aliases(argument or {}), **_resolve_aliases(launched)})
 
 
 def _resolve_aliases(given: Any) -> dict[str, Any]:
     """Uses one name for keys that have two. Raises SMPConfigError if their values differ, or it is not a mapping."""
     if not isinstance(given, Mapping):
-        raise SMPConfigError(f"mp_parameters must be a mapping of names to values, not {given!r}.")
+        raise SMPConfigError(f"mp_parameters must be a mapping of names to values, not {given!r}. Fix: pass a dict.")
     known = dict(given)
     for alias, name in _ALIASES.items():
         if alias in known:
             value = known.pop(alias)
             if known.setdefault(name, value) != value:
-                raise SMPConfigError(f"{alias!r} is {value!r} and {name!r} is {known[name]!r}: they mean the same.")
+                raise SMPConfigError(
+                    f"{alias!r} is {value!r} and {name!r} is {known[name]!r}: they mean the same. Fix: give one of "
+                    "them."
+                )
     return known
 
 
@@ -153,7 +159,10 @@ def read_verify_steps(environ: Mapping[str, str]) -> int:
     """Returns how many steps to run again without stages; default: 0. Raises SMPConfigError if it is not a number."""
     text = environ.get(VERIFY_VARIABLE) or "0"
     if not text.isdecimal():
-        raise SMPConfigError(f"{VERIFY_VARIABLE} is {text!r}. Allowed: 0 or more, the number of steps to verify.")
+        raise SMPConfigError(
+            f"{VERIFY_VARIABLE} is {text!r}. Allowed: 0 or more, the number of steps to verify. Fix: set one, or "
+            "unset it."
+        )
     return int(text)
 
 
@@ -163,7 +172,9 @@ def check(given: dict[str, Any]) -> Config:
     _check_names(given)
     known = {name: value for name, value in given.items() if name in _KEYS}
     if "pipeline_parallel_degree" not in known:
-        raise SMPConfigError("'partitions' is a required parameter.")
+        raise SMPConfigError(
+            "'partitions' is a required parameter. Fix: set it to the number of stages; 1 cuts nothing."
+        )
     values = {name: _typed(name, value) for name, value in known.items()}
     stages = values["pipeline_parallel_degree"]
     values.setdefault("memory_weight", _MEMORY_WEIGHTS[values.get("optimize", "memory")])
@@ -180,7 +191,7 @@ def _check_names(given: Mapping[str, Any]) -> None:
     for name in given:
         if name not in known:
             hint = did_you_mean(name, known) or f" Known: {', '.join(sorted(known))}."
-            raise SMPConfigError(f"mp_parameters has an unknown key, {name!r}.{hint}")
+            raise SMPConfigError(f"mp_parameters has an unknown key, {name!r}.{hint} Fix: correct it, or leave it out.")
 
 
 def _typed(name: str, value: Any) -> Any:
@@ -191,19 +202,19 @@ def _typed(name: str, value: Any) -> Any:
         return _boolean(name, value)
     if kind is float and isinstance(value, (int, float)) and not isinstance(value, bool):
         if not 0.0 <= value <= 1.0:
-            raise SMPConfigError(f"memory_weight must be between 0.0 and 1.0! It is {value!r}.")
+            raise SMPConfigError(f"memory_weight must be between 0.0 and 1.0! It is {value!r}. {_VALUE_FIX}")
         return float(value)
     if kind is int and isinstance(value, int) and not isinstance(value, bool):
         if value < _MINIMUM.get(name, 0):
-            raise SMPConfigError(f"{name!r} is {value}. Allowed: {_MINIMUM.get(name, 0)} or more.")
+            raise SMPConfigError(f"{name!r} is {value}. Allowed: {_MINIMUM.get(name, 0)} or more. {_VALUE_FIX}")
         return value
     if kind is str and isinstance(value, str):
         allowed = _CHOICES[name]
         if value not in allowed:
-            raise SMPConfigError(f"{name!r} is {value!r}. Allowed: {', '.join(map(repr, allowed))}.")
+            raise SMPConfigError(f"{name!r} is {value!r}. Allowed: {', '.join(map(repr, allowed))}. {_VALUE_FIX}")
         return value
     names = {int: "an integer", float: "a number between 0.0 and 1.0", str: "a string"}
-    raise SMPConfigError(f"{name!r} is {value!r}. Allowed: {names[kind]}.")
+    raise SMPConfigError(f"{name!r} is {value!r}. Allowed: {names[kind]}. {_VALUE_FIX}")
 
 
 def _boolean(name: str, value: Any) -> bool:
@@ -211,25 +222,29 @@ def _boolean(name: str, value: Any) -> bool:
         return value
     if isinstance(value, str) and value.lower() in ("true", "false"):
         return value.lower() == "true"
-    raise SMPConfigError(f"{name!r} is {value!r}. Allowed: true or false.")
+    raise SMPConfigError(f"{name!r} is {value!r}. Allowed: true or false. {_VALUE_FIX}")
 
 
 def _check_together(values: Mapping[str, Any]) -> None:
     """Raises SMPConfigError if values contradict each other, and SMPUnsupportedError for refused keys."""
     stages = values["pipeline_parallel_degree"]
     if not values.get("auto_partition", True) and "default_partition" not in values:
-        raise SMPConfigError("default_partition must be supplied if auto_partition is set to False!")
+        raise SMPConfigError(
+            "default_partition must be supplied if auto_partition is set to False! Fix: set it to a stage, from 0."
+        )
     if values.get("default_partition", 0) >= stages:
         raise SMPConfigError(
             "default_partition must be less than the number of partitions! "
-            f"It is {values['default_partition']}, of {stages}."
+            f"It is {values['default_partition']}, of {stages}. Fix: set it to {stages - 1} or less."
         )
     if "ddp_port" in values and not values.get("ddp"):
-        raise SMPConfigError("`ddp_port` needs `ddp` to be set as well")
+        raise SMPConfigError(
+            "`ddp_port` needs `ddp` to be set as well. Fix: set 'ddp' to true, or leave 'ddp_port' out."
+        )
     if values.get("ddp") and values.get("horovod"):
-        raise SMPConfigError("'ddp' and 'horovod' cannot be simultaneously enabled.")
+        raise SMPConfigError("'ddp' and 'horovod' cannot be simultaneously enabled. Fix: leave one out.")
     if values.get("fp16") and values.get("bf16"):
-        raise SMPConfigError("'fp16' and 'bf16' cannot be simultaneously enabled.")
+        raise SMPConfigError("'fp16' and 'bf16' cannot be simultaneously enabled. Fix: leave one out.")
     for name, (neutral, instead) in _REFUSED.items():
         if values.get(name, neutral) != neutral:
             raise SMPUnsupportedError(

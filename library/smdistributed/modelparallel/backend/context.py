@@ -99,7 +99,8 @@ class Context:
         if "smdistributed.dataparallel" in sys.modules:
             raise SMPConfigError(
                 'Using "modelparallel" and "dataparallel" in one job is not supported. This process has imported '
-                "smdistributed.dataparallel. For replicas of a partitioned model set 'ddp' to true in mp_parameters."
+                "smdistributed.dataparallel. Fix: import one. Replicas of a partitioned model need 'ddp': true in "
+                "mp_parameters."
             )
         self.cfg = read_config(argument, os.environ)
         launch = read_launch()

@@ -118,8 +118,8 @@ def _cut_anchored(costs: Sequence[float], names: Sequence[str], groups: dict[int
     kept = [place for place in range(len(costs)) if members.get(place, place) == place]
     if len(kept) < stages:
         raise SMPConfigError(
-            f"'partitions' is {stages}, but the model has {len(kept)} modules that can be on stages of their own: "
-            "use fewer partitions."
+            f"'partitions' is {stages}, but the model has {len(kept)} modules that can be on stages of their own. "
+            f"Fix: set 'partitions' to {len(kept)} or less."
         )
     merged = [sum(costs[member] for member in groups.get(place, (place,))) for place in kept]
     optimum = largest_of(merged, _greedy(merged, stages))

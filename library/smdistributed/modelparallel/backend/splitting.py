@@ -28,8 +28,8 @@ class ArgumentSplitter(ABC):
         takes_any = any(p.kind is p.VAR_KEYWORD for p in self._signature.parameters.values())
         if unknown and not takes_any:
             raise MicrobatchError(
-                f"smp.step of {function.__qualname__} names {', '.join(map(repr, unknown))}, which it does not take: "
-                f"its arguments are {', '.join(self._signature.parameters)}."
+                f"smp.step of {function.__qualname__} names {', '.join(map(repr, unknown))}, which it does not take. "
+                f"Fix: name its arguments, {', '.join(self._signature.parameters)}."
             )
         self._whole, self._axes, self.uneven = frozenset(whole), dict(axes), uneven
 
@@ -98,7 +98,10 @@ class ArgumentSplitter(ABC):
         if not shape:
             return [value] * count
         if not -len(shape) <= axis < len(shape):
-            raise MicrobatchError(f"{name} has {len(shape)} axes: it cannot be split along axis {axis}.")
+            raise MicrobatchError(
+                f"{name} has {len(shape)} axes: it cannot be split along axis {axis}. Fix: name another axis in "
+                "input_split_axes."
+            )
         size = shape[axis]
         if size < count or (size % count and not self.uneven):
             raise MicrobatchError(

@@ -85,7 +85,9 @@ def save_model(model: Any, path: str) -> None:
     """Every rank calls it, and waits for the others. Raises StepUsageError before the first step."""
     state.require()
     if not model.built:
-        raise StepUsageError("save_model() is called before the first step: the model has no weights yet.")
+        raise StepUsageError(
+            "save_model() is called before the first step: the model has no weights yet. Fix: call it after."
+        )
     pipeline = state.group("PP_GROUP")
     if state.group("DP_GROUP")[0] == state.rank:
         if state.rank == pipeline[0]:

@@ -49,8 +49,8 @@ class _WholeLayer:
             return default
         if not 0 <= stage < count:
             raise SMPConfigError(
-                f"smp.partition({stage}) puts layer {self.name!r} on a stage that there is not: 'partitions' is "
-                f"{count}, they count from 0."
+                f"smp.partition({stage}) puts layer {self.name!r} on a stage that does not exist. Allowed: 0 to "
+                f"{count - 1}. Fix: name one of these, or raise 'partitions'."
             )
         return stage
 
@@ -184,4 +184,6 @@ def _reject_separated(layers: Sequence[_WholeLayer], stages: Sequence[int], grou
     for group in groups:
         if len({stages[place] for place in group}) > 1:
             names = ", ".join(f"{layers[place].name!r} on stage {stages[place]}" for place in group)
-            raise SMPConfigError(f"Layers with common variables must be on one stage: {names}.")
+            raise SMPConfigError(
+                f"Layers with common variables must be on one stage: {names}. Fix: request the same stage for all."
+            )

@@ -59,7 +59,8 @@ class StepOutput:
         """
         if method not in _METHODS:
             raise SMPConfigError(
-                f"accumulate(method={method!r}) is unknown. Allowed: {', '.join(map(repr, _METHODS))}."
+                f"accumulate(method={method!r}) is unknown. Allowed: {', '.join(map(repr, _METHODS))}. Fix: pass one "
+                "of these."
             )
         mean = self.reduce_mean()
         return mean if var is None else var.assign(mean)

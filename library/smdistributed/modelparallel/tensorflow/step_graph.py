@@ -38,6 +38,7 @@ from smdistributed.modelparallel.tensorflow.step_messages import (
 from smdistributed.modelparallel.tensorflow.tensor_exchange import NEW_RUN
 from smdistributed.modelparallel.tensorflow.transfers import TransferPlan
 
+_SAME_FIX = "Fix: make the model's call() always do the same."
 _LOSSES = 1 << 20  # a model has fewer transfers
 _LAST = 1 << 30  # sorts before all transfers of a backward pass
 
@@ -103,7 +104,10 @@ class StepGraph:
         """Makes this the current step, for one microbatch. Raises StepUsageError inside another step."""
         global _current
         if _current is not None:
-            raise StepUsageError("A function under smp.step is called inside a step: steps cannot be nested.")
+            raise StepUsageError(
+                "A function under smp.step is called inside a step: steps cannot be nested. Fix: call it as a plain "
+                "function, without @smp.step."
+            )
         self._microbatch, self._calls, self._shared_losses = number, 0, 0
         self._outputs.clear()
         _current = self
@@ -148,7 +152,9 @@ class StepGraph:
         """Other stages get constants. Raises SMPRuntimeError for another number of tensors than when it was traced."""
         known = tensors_of(plan.outputs)
         if len(mine) != len(known):
-            raise SMPRuntimeError(f"The model gave {len(mine)} tensors, and {len(known)} when it was traced.")
+            raise SMPRuntimeError(
+                f"The model gave {len(mine)} tensors, and {len(known)} when it was traced. {_SAME_FIX}"
+            )
         shared = []
         for tensor, like, transfers in zip(mine, known, plan.output_transfers):
             if self.context.stage == plan.output_stage:
@@ -271,7 +277,7 @@ class StepGraph:
             numbers = ", ".join(f"{number}." for number, _ in gathered)
             raise SMPRuntimeError(
                 f"The stages trace different steps, the {numbers} of each: one has failed, or has batches of other "
-                "shapes. All ranks of a replica must get the same batches."
+                "shapes. Fix: give all ranks of a replica the same batches."
             )
         return [messages for _, messages in gathered]
 
@@ -371,7 +377,7 @@ class _StageCall:
             before = placed.call.layer.name if placed else "none"
             raise SMPRuntimeError(
                 f"The model calls layer {layer.name!r}, but called {before!r} at this point when it was traced. "
-                "Its call() must always do the same."
+                f"{_SAME_FIX}"
             )
         self._step.require_own_graph(f"Layer {layer.name!r}")
         self._expected = next(self._rest, None)
@@ -383,7 +389,8 @@ class _StageCall:
         tensors = tensors_of(outputs)
         if len(tensors) != len(placed.transfers):
             raise SMPRuntimeError(
-                f"Layer {layer.name!r} gave {len(tensors)} tensors, and {len(placed.transfers)} when it was traced."
+                f"Layer {layer.name!r} gave {len(tensors)} tensors, and {len(placed.transfers)} when it was traced. "
+                f"{_SAME_FIX}"
             )
         for tensor, transfers in zip(tensors, placed.transfers):
             for transfer in transfers:
@@ -395,7 +402,9 @@ class _StageCall:
     def require_end(self) -> None:
         if self._expected is not None:
             name = self._expected.call.layer.name
-            raise SMPRuntimeError(f"The model did not call layer {name!r}, which it called when it was traced.")
+            raise SMPRuntimeError(
+                f"The model did not call layer {name!r}, which it called when it was traced. {_SAME_FIX}"
+            )
 
     def _receive(self, like: Any, transfers: Sequence[Transfer]) -> Any:
         """Returns a tensor of another stage; an unreadable placeholder if this stage does not need it."""
@@ -411,7 +420,10 @@ def _step_and_label(operation: Any) -> tuple[StepGraph, str]:
     """Returns the step that is traced, and the label of a message. Raises StepUsageError outside a step."""
     step = current_step()
     if step is None:
-        raise StepUsageError("Gradients of a model on several stages are computed in the function under smp.step.")
+        raise StepUsageError(
+            "Gradients of a model on several stages are computed outside a step. Fix: compute them in the function "
+            "under smp.step."
+        )
     return step, operation.get_attr("label").decode()
 
 

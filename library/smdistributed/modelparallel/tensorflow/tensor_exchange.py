@@ -110,13 +110,13 @@ class TensorExchange:
         if received.dtype != operation.dtype_name:
             raise SMPRuntimeError(
                 f"Rank {operation.rank} sends {received.dtype} where rank {self._rank} expects {operation.dtype_name} "
-                f"({self._describe(label)}): their models differ."
+                f"({self._describe(label)}): their models differ. Fix: run the same script on all ranks."
             )
         size = len(received.memory)
         if size != math.prod(received.shape) * ITEM_BYTES[received.dtype]:
             raise SMPRuntimeError(
                 f"Rank {operation.rank} sends {size} bytes as {received.dtype} of shape {received.shape} "
-                f"({self._describe(label)})."
+                f"({self._describe(label)}), which does not fit. Fix: run the same script on all ranks."
             )
         address = operations.allocate_result(operation, received.shape)
         if size:

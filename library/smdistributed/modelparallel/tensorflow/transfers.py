@@ -151,5 +151,5 @@ class _NeededOutputs:
         name = next((variable.name for variable in variables_of([handle])), "a variable").partition(":")[0]
         raise SMPUnsupportedError(
             f"The model's call() uses the variable {name} outside of the layer that has it, so that it is on no stage. "
-            "Use it in the call() of a layer."
+            "Fix: use it in the call() of a layer."
         )

@@ -23,7 +23,9 @@ def send_checkpoint_files(directory: str, dest_rank: int) -> None:
     name = f"mp_rank_{state.group('MP_GROUP').index(state.rank)}"
     root = Path(directory, name)
     if not root.is_dir():
-        raise SMPRuntimeError(f"There are no checkpoint files to send: {root} is not a directory.")
+        raise SMPRuntimeError(
+            f"There are no checkpoint files to send: {root} is not a directory. Fix: save a checkpoint there before."
+        )
     paths = sorted(path.relative_to(directory) for path in root.rglob("*") if path.is_file())
     state.objects.send([str(path) for path in paths], dest_rank, _BOX)
     for path in paths:
@@ -54,7 +56,8 @@ def _inside(root: Path, name: str, src_rank: int) -> Path:
     path = Path(root, name).resolve()
     if not path.is_relative_to(root):
         raise SMPRuntimeError(
-            f"Rank {src_rank} sends a file {name!r} with a place that is not under {root}. Its path must be relative "
-            "and without `..` or links that lead out."
+            f"Rank {src_rank} sends a file {name!r} with a place that is not under {root}. Fix: receive into a "
+            "directory "
+            "without links that lead out, from ranks that you trust."
         )
     return path

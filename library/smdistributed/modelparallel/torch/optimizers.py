@@ -180,7 +180,10 @@ class FusedNovoGrad(_Layerwise):
         set_grad_none: bool = True,
     ) -> None:
         if norm_type not in (0, 2):
-            raise SMPConfigError(f"norm_type of FusedNovoGrad is {norm_type!r}. Allowed: 2, or 0 for the maximum.")
+            raise SMPConfigError(
+                f"norm_type of FusedNovoGrad is {norm_type!r}. Allowed: 2, or 0 for the maximum. Fix: pass one of "
+                "these."
+            )
         defaults = {
             "lr": lr,
             "bias_correction": bias_correction,

@@ -44,7 +44,10 @@ def set_activation_checkpointing(
         warn_without_effect("pack_args_as_tuple", "children get the output of the child before, as in any sequence")
     found = re.fullmatch(r"each|contiguous|group_([1-9]\d*)", strategy)
     if not found:
-        raise ValueError(f"The strategy is {strategy!r}. Allowed: 'each', 'contiguous' or 'group_N', with N from 1 on.")
+        raise ValueError(
+            f"The strategy is {strategy!r}. Allowed: 'each', 'contiguous' or 'group_N', with N from 1 on. Fix: pass "
+            "one."
+        )
     group = {"each": 1, "contiguous": 0}.get(strategy) if found[1] is None else int(found[1])
     module.__dict__[_MARK] = Checkpointing(preserve_rng_state, group or 0)
 

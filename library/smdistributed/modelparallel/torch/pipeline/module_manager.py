@@ -142,8 +142,9 @@ class ModuleManager:
     def _require_step(self, place: Placement) -> None:
         if current_task() is None:
             raise StepUsageError(
-                f"{place.name or 'The model'} is called outside a step: stages call each other only inside a function "
-                "under @smp.step, which all ranks call."
+                f"{place.name or 'The model'} is called outside a step, where stages cannot call each other. Fix: "
+                "call it "
+                "inside a function under @smp.step, on all ranks."
             )
 
     def release_remote_tensors(self) -> None:

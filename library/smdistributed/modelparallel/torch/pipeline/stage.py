@@ -278,7 +278,7 @@ class Stage:
         if inputs is None:
             raise SMPRuntimeError(
                 f"Backward ran twice through {', '.join(route[hop][1])}: a graph that spans stages can be used once. "
-                "Add the losses, and call model.backward once for each microbatch."
+                "Fix: add the losses, and call model.backward once for each microbatch."
             )
         gradients = inputs.backward(given)
         if hop:

@@ -27,6 +27,7 @@ from smdistributed.modelparallel.torch.plan.trace import Trace, trace
 
 OPTIMIZER_STATES = {"sgd": 0, "momentum": 1, "adam": 2}
 """How many tensors of a parameter's size an optimizer keeps for it."""
+_META_FIX = "Fix: make it construct and call the model without reading values of tensors."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,23 +64,25 @@ def load(factory: str) -> PlannedModel:
         raise SMPError(f"{factory!r} names no factory. Fix: give FILE.py:NAME or MODULE:NAME.")
     function = getattr(_module(where), name, None)
     if not callable(function):
-        raise SMPError(f"{where} has no function {name!r}.")
+        raise SMPError(f"{where} has no function {name!r}. Fix: name one that returns (module, args).")
     try:
         with torch.device("meta"):
             made = function()
     except Exception as error:  # the user's code, any reason
-        raise SMPError(f"{factory} raised {type(error).__name__} on the meta device: {error}") from error
+        raise SMPError(f"{factory} raised {type(error).__name__} on the meta device: {error}. {_META_FIX}") from error
     module, args, kwargs = (*made, {})[:3] if isinstance(made, tuple) and len(made) > 1 else (made, (), {})
     if not (
         isinstance(module, nn.Module) and isinstance(args, tuple) and isinstance(kwargs, dict) and (args or kwargs)
     ):
-        raise SMPError(f"{factory} must return (module, args) or (module, args, kwargs): args a tuple, kwargs a dict.")
+        raise SMPError(
+            f"{factory} must return (module, args) or (module, args, kwargs). Fix: make args a tuple, kwargs a dict."
+        )
     try:
         found = trace(module, args, kwargs)
     except Exception as error:
         raise SMPError(
             f"The model of {factory} cannot run on the meta device, where tensors have no values "
-            f"({type(error).__name__}: {error})."
+            f"({type(error).__name__}: {error}). {_META_FIX}"
         ) from error
     return PlannedModel(module, _batch((*args, *kwargs.values())), found)
 
@@ -194,7 +197,7 @@ def _module(where: str) -> Any:
     """Puts a file's directory into sys.path, and its module into sys.modules. Raises SMPError if that fails."""
     path = Path(where)
     if path.suffix == ".py" and not path.is_file():
-        raise SMPError(f"There is no file {where}.")
+        raise SMPError(f"There is no file {where}. Fix: give its path, from here or from the root.")
     try:
         if path.suffix != ".py":
             return importlib.import_module(where)
@@ -206,5 +209,7 @@ def _module(where: str) -> Any:
         sys.modules[name] = module  # where a dataclass looks for its annotations, and pickle for classes
         spec.loader.exec_module(module)
     except Exception as error:  # the user's code, any reason
-        raise SMPError(f"{where} cannot be imported: {type(error).__name__}: {error}") from error
+        raise SMPError(
+            f"{where} cannot be imported: {type(error).__name__}: {error}. Fix: make `python {where}` run."
+        ) from error
     return module

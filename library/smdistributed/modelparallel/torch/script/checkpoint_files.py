@@ -20,6 +20,7 @@ from smdistributed.modelparallel.backend.exceptions import SMPRuntimeError
 
 TORCH_WEIGHTS, SAFE_WEIGHTS = "pytorch_model.bin", "model.safetensors"
 """The full checkpoint that transformers' Trainer asks for, and the one that it has saved."""
+TAG_FIX = "Fix: name one that is there, or another directory."
 _TRUST_VARIABLE = "SMP_TRUST_CHECKPOINTS"
 _TRUSTS = {"": False, "0": False, "1": True}
 _NEWEST = "newest"
@@ -79,7 +80,7 @@ def read_object(path: Path, map_location: Any = "cpu", weights_only: bool | None
     SMP_TRUST_CHECKPOINTS is wrong. Raises pickle.UnpicklingError if it is damaged, and any object is allowed.
     """
     if not path.is_file():
-        raise SMPRuntimeError(f"There is no {path}: {path.parent} holds {list_files(path.parent)}.")
+        raise SMPRuntimeError(f"There is no {path}: {path.parent} holds {list_files(path.parent)}. {TAG_FIX}")
     only = not _trusts_checkpoints() if weights_only is None else weights_only
     try:
         return torch.load(path, map_location=map_location, weights_only=only, **options)
@@ -124,7 +125,7 @@ def read_newest(directory: Path, kind: str) -> str:
                     "file and save again."
                 )
             return tag
-    raise SMPRuntimeError(f"There is no {kind} checkpoint in {directory}: it holds {list_files(directory)}.")
+    raise SMPRuntimeError(f"There is no {kind} checkpoint in {directory}: it holds {list_files(directory)}. {TAG_FIX}")
 
 
 def list_files(directory: Path) -> str:

@@ -16,6 +16,7 @@ from smdistributed.modelparallel.backend.api import barrier, dp_rank, mp_rank, p
 from smdistributed.modelparallel.backend.exceptions import SMPRuntimeError
 from smdistributed.modelparallel.torch.script.checkpoint_files import (
     SAFE_WEIGHTS,
+    TAG_FIX,
     TORCH_WEIGHTS,
     list_files,
     read_newest,
@@ -238,7 +239,9 @@ def _load_full(
     if not weights.is_file() and tag == TORCH_WEIGHTS:
         weights = directory / SAFE_WEIGHTS
     if not weights.is_file():
-        raise SMPRuntimeError(f"There is no full checkpoint {tag!r} in {directory}: it holds {list_files(directory)}.")
+        raise SMPRuntimeError(
+            f"There is no full checkpoint {tag!r} in {directory}: it holds {list_files(directory)}. {TAG_FIX}"
+        )
     found = read_weights(weights, weights_only)
     script_model(state).load_state_dict(translate(found) if translate else found, strict)
     saved = directory / f"optimizer_{tag}"

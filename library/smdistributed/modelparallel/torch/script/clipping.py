@@ -65,7 +65,10 @@ def _patch_norm(original: Any) -> Any:
             return original(given, max_norm, norm_type, error_if_nonfinite, *args, **kwargs)
         norm = clip_gradients(given, float(max_norm), float(norm_type), state.gather_over_stages)
         if error_if_nonfinite and not norm < float("inf"):
-            raise RuntimeError(f"The norm of the gradients over all stages is {norm}: they have not been clipped.")
+            raise RuntimeError(
+                f"The norm of the gradients over all stages is {norm}: they have not been clipped. Fix: lower the "
+                "learning rate, or pass error_if_nonfinite=False."
+            )
         return torch.tensor(norm)
 
     return clip_grad_norm_

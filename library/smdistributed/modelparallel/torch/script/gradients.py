@@ -299,8 +299,7 @@ class StepGradients:
     def finish_averages(self) -> None:
         """Averages what `backward_passes_per_step` has left to later steps; all replicas call it.
 
-        Raises:
-            StepUsageError: If replicas have computed gradients outside a step, and not by `model.backward`.
+        Raises StepUsageError if replicas have computed gradients outside a step, and not by `model.backward`.
         """
         if self.reducer and self.was_called_outside and self.reducer.saw_gradients:
             raise StepUsageError(_UNAVERAGED)

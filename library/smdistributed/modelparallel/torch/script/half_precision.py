@@ -80,18 +80,12 @@ _DYNAMIC = {
 
 
 class LossScale:
-    """A static scale, or a dynamic one that depends on overflows of gradients.
+    """A static scale, or a dynamic one that depends on overflows of gradients. A static one does not detect them.
 
-    Args:
-        static: The scale, unless it is dynamic. With a static scale, overflows are not detected.
-        dynamic: Whether the scale is divided by `scale_factor` when gradients overflow, down to `min_scale`, and
-            multiplied by it after `scale_window` steps without an overflow.
-        arguments: Any of `init_scale`, `scale_factor`, `scale_window`, `min_scale`, `delayed_shift` and
-            `consecutive_hysteresis`. `delayed_shift`: the scale shrinks at this many overflows. They are counted since
-            it last grew; with `consecutive_hysteresis`, since the last step without an overflow.
-
-    Raises:
-        SMPConfigError: If `arguments` has an unknown name, or a value that is not allowed.
+    A dynamic one is divided by `scale_factor` when gradients overflow, down to `min_scale`, and multiplied by it after
+    `scale_window` steps without an overflow. It begins at `init_scale`, and shrinks at the `delayed_shift`-th overflow.
+    They are counted since it last grew; with `consecutive_hysteresis`, since the last step without an overflow. Raises
+    SMPConfigError if `arguments` has another name, or a value that is not allowed.
     """
 
     def __init__(self, static: float | None, dynamic: bool, arguments: Mapping[str, Any] | None) -> None:
@@ -132,10 +126,14 @@ def _checked(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
     for name, value in arguments.items():
         if name not in _DYNAMIC:
             hint = did_you_mean(name, _DYNAMIC) or f" Allowed: {', '.join(_DYNAMIC)}."
-            raise SMPConfigError(f"dynamic_loss_args has {name!r}, which is unknown.{hint}")
+            raise SMPConfigError(
+                f"dynamic_loss_args has {name!r}, which is unknown.{hint} Fix: correct it, or leave it out."
+            )
         least = 1 if name in ("scale_window", "delayed_shift") else 0
         if name != "consecutive_hysteresis" and not (isinstance(value, (int, float)) and value >= least):
-            raise SMPConfigError(f"{name!r} of dynamic_loss_args is {value!r}. Allowed: a number from {least} on.")
+            raise SMPConfigError(
+                f"{name!r} of dynamic_loss_args is {value!r}. Allowed: a number from {least} on. Fix: pass one."
+            )
     return arguments
 
 

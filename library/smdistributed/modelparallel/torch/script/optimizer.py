@@ -145,7 +145,9 @@ class DistributedOptimizer(WrappedOptimizer):
         if hasattr(inner, name):
             return getattr(inner, name)
         if name in _SHARDED_DATA_NAMES:
-            raise AttributeError(f"{name!r} belongs to sharded data parallelism, which is not implemented.")
+            raise AttributeError(
+                f"{name!r} belongs to sharded data parallelism, which is not implemented. Fix: leave it out."
+            )
         hint = did_you_mean(name, (known for known in (*dir(type(self)), *dir(inner)) if not known.startswith("_")))
         raise AttributeError(
             f"smp.DistributedOptimizer has no attribute {name!r}, nor has the {type(inner).__name__} that it wraps."

@@ -22,6 +22,7 @@ from typing import Any
 from smdistributed.modelparallel.backend.api import barrier, dp_rank, pp_rank, pp_size
 from smdistributed.modelparallel.backend.exceptions import SMPRuntimeError
 from smdistributed.modelparallel.torch.script.checkpoint_files import (
+    TAG_FIX,
     list_files,
     read_object,
     remove,
@@ -90,7 +91,7 @@ def load_partial(
     files = {kind: sorted(own.glob(f"{kind}_*.pt")) for kind in ("model", "optimizer")}
     if not any(files.values()):
         raise SMPRuntimeError(
-            f"There is no partial checkpoint {own.name} in {own.parent}: it holds {list_files(own.parent)}."
+            f"There is no partial checkpoint {own.name} in {own.parent}: it holds {list_files(own.parent)}. {TAG_FIX}"
         )
     notes = _read_notes(own)
     state.stage.resume(notes.get("steps", state.stage.all_steps))

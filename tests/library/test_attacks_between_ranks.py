@@ -333,7 +333,7 @@ def test_a_caller_gives_up_a_listener_that_does_not_complete_the_handshake(pause
         assert time.monotonic() - began < LIMIT_S / 2
 
 
-def test_a_listener_that_sends_back_what_it_gets_is_refused() -> None:
+def test_a_listener_that_sends_back_what_it_gets_is_refused_and_gets_no_proof() -> None:
     near, far = socket.socketpair()
 
     def echo() -> None:
@@ -344,6 +344,8 @@ def test_a_listener_that_sends_back_what_it_gets_is_refused() -> None:
         threading.Thread(target=echo, daemon=True).start()
         with pytest.raises(HandshakeError, match="another key"):
             initiate_handshake(near, KEY, 0, 1, time.monotonic() + LIMIT_S)
+        near.close()
+        assert far.recv(4096) == b""
 
 
 def drip(sock: socket.socket, data: bytes, pause: float) -> None:
@@ -385,10 +387,35 @@ CHANGES: dict[str, Callable[[bytes, bytes], bytes]] = {
 }
 
 
-@pytest.mark.parametrize("service", [TransportService], indirect=True)
 @pytest.mark.parametrize("how", CHANGES)
 def test_a_message_that_is_changed_between_the_hosts_is_not_obeyed(service: Service, how: str) -> None:
     refused = pytest.raises((StoreError, OSError))
     with between(service, to_listener=partial(Second, CHANGES[how])) as host, refused:
+        service.use(host.port)
+    assert service.count() == 1
+
+
+def test_a_message_of_another_connection_is_not_obeyed(service: Service) -> None:
+    recorded = bytes(recorded_use(service).from_caller[CALLER_BYTES:])
+    refused = pytest.raises((StoreError, OSError))
+    with between(service, to_listener=lambda: lambda _: recorded) as host, refused:
+        service.use(host.port)
+    assert service.count() == 4
+
+
+@pytest.mark.parametrize("service", [StoreService], indirect=True)
+@pytest.mark.parametrize("how", CHANGES)
+def test_an_answer_that_is_changed_between_the_hosts_is_not_believed(service: Service, how: str) -> None:
+    refused = pytest.raises(StoreError, match="is not what rank 0 sent")
+    with between(service, to_caller=partial(Second, CHANGES[how])) as host, refused:
+        service.use(host.port)
+    assert service.count() == 2
+
+
+@pytest.mark.parametrize("service", [StoreService], indirect=True)
+def test_a_request_that_is_sent_back_is_not_its_answer(service: Service) -> None:
+    """It has the number of the answer, and a tag of the same connection."""
+    refused = pytest.raises(StoreError, match="is not what rank 0 sent")
+    with between(service, to_caller=lambda: lambda _: bytes(host.from_caller[CALLER_BYTES:])) as host, refused:
         service.use(host.port)
     assert service.count() == 1

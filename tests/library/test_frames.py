@@ -13,9 +13,9 @@ from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 from tests.repeats import SEED, times
 
+from smdistributed.core.frames import Frame, FrameError, FrameReader, FrameWriter
 from smdistributed.core.handshake import HandshakeError, Initiator, Responder
 from smdistributed.core.store import parse_request
-from smdistributed.modelparallel.backend.frames import Frame, FrameError, FrameReader, FrameWriter
 
 pytestmark = pytest.mark.soak
 
@@ -103,6 +103,21 @@ def test_a_size_that_nobody_has_proved_takes_no_memory() -> None:
         room[:] = b"\xff" * len(room)
         reader.advance(len(room))
     assert reader.missing < 2 << 20
+
+
+@pytest.mark.parametrize(("head", "body"), [(101, 0), (80, 13)])
+def test_a_message_above_the_limit_is_refused_before_it_has_arrived(head: int, body: int) -> None:
+    """A body counts, and 8 bytes for its length."""
+    for most in (100, 101):
+        frame = FrameWriter(KEY).frame(bytes(head), [memoryview(bytes(body))] if body else [])
+        reader = FrameReader(KEY, most)
+        arrived = frame[: 28 if head > 100 else len(frame)]
+        reader.buffer()[: len(arrived)] = arrived
+        if most == 100:
+            with pytest.raises(FrameError, match="a message of 101 bytes"):
+                reader.advance(len(arrived))
+        else:
+            reader.advance(len(arrived))
 
 
 def shaken(initiator: Initiator, responder: Responder) -> bytes:

@@ -15,10 +15,10 @@ import pytest
 from tests.launching import clean_environment
 from tests.toolkit.netns import UNAVAILABLE, Host, cut, running, two_hosts
 
+from smdistributed.core.frames import FrameWriter
 from smdistributed.core.handshake import HandshakeError, Initiator, answer_handshake, initiate_handshake
 from smdistributed.core.sockets import LOSS_SECONDS, own_address
 from smdistributed.modelparallel.backend import transport
-from smdistributed.modelparallel.backend.frames import FrameWriter
 from smdistributed.modelparallel.backend.transport import Access, Transport
 
 KEY = b"k" * 32

@@ -15,8 +15,7 @@ import hmac
 import secrets
 import socket
 import struct
-
-from smdistributed.core.sockets import read_exactly, read_some
+import time
 
 _PROTOCOL = b"smdist-2"
 _HELLO = struct.Struct("!8sI32s")  # the protocol, the rank, a nonce
@@ -107,7 +106,10 @@ def initiate_handshake(sock: socket.socket, key: bytes, rank: int, to: int, dead
     """
     initiator = Initiator(key, rank, to)
     sock.sendall(initiator.hello)
-    sock.sendall(initiator.reply(read_exactly(sock, _ANSWER.size, deadline)))
+    answer = b""
+    while len(answer) < _ANSWER.size:
+        answer += _read(sock, _ANSWER.size - len(answer), deadline)
+    sock.sendall(initiator.reply(answer))
     return initiator.session
 
 
@@ -115,8 +117,17 @@ def answer_handshake(sock: socket.socket, key: bytes, rank: int, deadline: float
     """As `initiate_handshake`, on the side that listens; returns the connection's key. `rank` is this rank."""
     responder = Responder(key, rank)
     while not responder.session:
-        sock.sendall(responder.feed(read_some(sock, responder.missing_bytes, deadline)))
+        sock.sendall(responder.feed(_read(sock, responder.missing_bytes, deadline)))
     return responder.session
+
+
+def _read(sock: socket.socket, most: int, deadline: float) -> bytes:
+    """Waits until the deadline, and returns 1 to `most` bytes. Raises OSError, or EOFError if the connection ends."""
+    sock.settimeout(max(deadline - time.monotonic(), 1e-3))
+    part = sock.recv(most)
+    if not part:
+        raise EOFError("the connection has ended")
+    return part
 
 
 def _mac(key: bytes, role: bytes, transcript: bytes) -> bytes:

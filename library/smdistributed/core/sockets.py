@@ -1,4 +1,4 @@
-"""Sockets of the store and the transport: addresses, reading with deadlines, and the detection of lost hosts."""
+"""Sockets of the store and the transport: addresses, and the detection of lost hosts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import fcntl
 import ipaddress
 import socket
 import struct
-import time
 
 LOSS_SECONDS = 12.0
 """A connection ends after so long if its host stops answering."""
@@ -47,11 +46,12 @@ def listen(address: str, port: int = 0) -> socket.socket:
     return socket.create_server((address, port), family=family, backlog=1024)
 
 
-def enable_keepalive(sock: socket.socket) -> None:
-    """Makes an idle connection end within LOSS_SECONDS if the other host stops answering.
+def prepare_connection(sock: socket.socket) -> None:
+    """Sends without delay, and makes an idle connection end within LOSS_SECONDS if the other host stops answering.
 
     Kernels answer for stopped processes. For data that is not acknowledged, see `set_user_timeout`.
     """
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _IDLE_SECONDS)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_SECONDS)
@@ -64,25 +64,3 @@ def set_user_timeout(sock: socket.socket, seconds: float) -> None:
     A peer that reads nothing while its buffers are full counts as lost too. So use this for messages that always fit.
     """
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * seconds))
-
-
-def read_exactly(sock: socket.socket, size: int, deadline: float | None = None) -> bytes:
-    """Reads exactly `size` bytes. Raises EOFError if the connection ends first; else as `read_some`."""
-    found = bytearray()
-    while len(found) < size:
-        found += read_some(sock, size - len(found), deadline)
-    return bytes(found)
-
-
-def read_some(sock: socket.socket, most: int, deadline: float | None = None) -> bytes:
-    """Waits for data on a connection and returns 1 to `most` bytes; EOFError at its end.
-
-    `deadline` is by time.monotonic; None: the socket's timeout applies. Raises TimeoutError after it (another OSError
-    before Python 3.10), and EOFError if the connection ends.
-    """
-    if deadline is not None:
-        sock.settimeout(max(deadline - time.monotonic(), 1e-3))
-    part = sock.recv(min(most, 1 << 20))
-    if not part:
-        raise EOFError("the connection has ended")
-    return part

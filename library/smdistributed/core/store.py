@@ -3,11 +3,12 @@
 Rank 0 serves the TCP store and the others connect. The server is a process of its own, which ends with rank 0: a thread
 would not answer while C code holds the GIL. MPI_Init holds it until all ranks are in it, and they may need an answer.
 
-A request is a JSON list, its answer one JSON value; each follows its length in four bytes. A rank uses a connection for
-each call that is in progress, so a thread that waits for a value does not block others. Each connection starts with a
-handshake (see `handshake`): if the job has a secret, only its processes get answers. Otherwise, anybody who reaches
-the store may read and write values. The server listens only at the address of rank 0's host that the other hosts use.
-If that address is unknown, it listens at all addresses of the host.
+A request is a JSON list, its answer one JSON value; each is the head of a message (see `frames`). A rank uses a
+connection for each call that is in progress, so a thread that waits for a value does not block others. Each connection
+starts with a handshake (see `handshake`): if the job has a secret, only its processes get answers, and nobody between
+the hosts changes a message. Otherwise, anybody who reaches the store may read and write values. The server listens only
+at the address of rank 0's host that the other hosts use. If that address is unknown, it listens at all addresses of the
+host.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ import json
 import os
 import select
 import socket
-import struct
 import subprocess
 import sys
 import threading
@@ -29,17 +29,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
+from smdistributed.core.frames import FrameError, FrameReader, FrameWriter
 from smdistributed.core.handshake import HandshakeError, answer_handshake, initiate_handshake
 from smdistributed.core.launch import Address, Launch, LaunchError, master_address
 from smdistributed.core.secret import derive_key, job_key
 from smdistributed.core.sockets import (
     LOSS_SECONDS,
-    enable_keepalive,
     interface_address,
     is_loopback,
     listen,
     own_address,
-    read_exactly,
+    prepare_connection,
     set_user_timeout,
 )
 
@@ -49,8 +49,8 @@ _RETRY_SECONDS = 0.05
 _POLL_SECONDS = 1.0
 _ROOT = str(Path(__file__).resolve().parents[2])
 _GRACE_SECONDS = 15.0  # for a busy server; a stopped one never answers
-_LENGTH = struct.Struct("!I")
-_MAX_BYTES = 64 << 20  # of a request: ranks send none that is longer
+_MAX_BYTES = 64 << 20  # of a message: ranks send none that is longer
+_READ_BYTES = 4 << 10  # most messages are shorter
 _MAX_UNVERIFIED = 64  # connections that have not completed the handshake
 _NO_SECRET = derive_key(b"", "store")  # of jobs without a secret: anybody can compute it
 _LOOPBACK = "127.0.0.1"
@@ -171,6 +171,31 @@ class LocalStore(JobStore):
         """Does nothing: there is no connection."""
 
 
+class _Link:
+    """A connection after its handshake: JSON values, each with a tag. Both ways have keys of their own.
+
+    So nobody between the hosts changes, repeats or drops a value, or sends a request back as its answer.
+    """
+
+    def __init__(self, sock: socket.socket, session: bytes, sends: str, receives: str) -> None:
+        self.sock = sock
+        self._writer = FrameWriter(derive_key(session, sends))
+        self._reader = FrameReader(derive_key(session, receives), _MAX_BYTES, _READ_BYTES)
+
+    def send(self, value: object) -> None:
+        self.sock.sendall(self._writer.frame(json.dumps(value).encode(), []))
+
+    def receive(self) -> bytes:
+        """Waits for a message. Raises EOFError, OSError, or ValueError if the other side sends more than one."""
+        while not (complete := self._reader.take()):
+            count = self.sock.recv_into(self._reader.buffer())
+            if not count:
+                raise EOFError("the connection has ended")
+            self._reader.advance(count)
+        ((head, _),) = complete
+        return head
+
+
 class Server:
     """Starts a process that serves a store, until `close` is called or this process ends.
 
@@ -232,13 +257,14 @@ class _Service:
         with connection, contextlib.suppress(OSError, EOFError, ValueError):
             _prepare(connection)
             try:
-                answer_handshake(connection, self._key, 0, time.monotonic() + _GRACE_SECONDS)
+                session = answer_handshake(connection, self._key, 0, time.monotonic() + _GRACE_SECONDS)
             finally:
                 with contextlib.suppress(ValueError):  # it was closed as one of too many
                     self._unverified.remove(connection)
             connection.settimeout(None)
+            link = _Link(connection, session, sends="answers", receives="requests")
             while True:
-                _send(connection, self._answer(*parse_request(_receive(connection))))
+                link.send(self._answer(*parse_request(link.receive())))
 
     def _answer(self, command: str, key: str, value: Any) -> Any:
         if command == "set":
@@ -270,8 +296,8 @@ class TcpStore(JobStore):
         self, address: Address, seconds: float = WAIT_SECONDS, server: Server | None = None, key: bytes = _NO_SECRET
     ) -> None:
         self._address, self._seconds, self._server, self._key = address, seconds, server, key
-        self._idle: list[socket.socket] = []  # list.append and list.pop need no lock
-        with self._connection(CONNECT_SECONDS):  # fails now if the server cannot be reached
+        self._idle: list[_Link] = []  # list.append and list.pop need no lock
+        with self._link(CONNECT_SECONDS):  # fails now if the server cannot be reached
             pass
 
     def set(self, key: str, value: str) -> None:
@@ -293,7 +319,7 @@ class TcpStore(JobStore):
     def close(self) -> None:
         """Closes idle connections and, if this rank serves the store, the server."""
         while self._idle:
-            self._idle.pop().close()
+            self._idle.pop().sock.close()
         if self._server is not None:
             self._server.close()
 
@@ -304,34 +330,39 @@ class TcpStore(JobStore):
     def _request(self, *request: object) -> Any:
         """Sends a request once and returns its answer. Raises StoreError if the connection fails."""
         try:
-            with self._connection() as connection:
-                _send(connection, request)
-                return json.loads(_receive(connection))
+            with self._link() as link:
+                link.send(request)
+                return json.loads(link.receive())
+        except FrameError as error:
+            raise StoreError(
+                f"An answer of the store at {self._where} is not what rank 0 sent: {error}. "
+                "Fix: isolate the job's network."
+            ) from None
         except (OSError, EOFError) as error:
             raise StoreError(
                 f"The store at {self._where} is unreachable: rank 0, which serves it, has ended ({error})."
             ) from None
 
     @contextlib.contextmanager
-    def _connection(self, timeout: float = 0.0) -> Iterator[socket.socket]:
+    def _link(self, timeout: float = 0.0) -> Iterator[_Link]:
         """Lends an idle or new connection to one caller. After an error it is closed: an answer may still arrive."""
         try:
-            connection = self._idle.pop()
+            link = self._idle.pop()
         except IndexError:
-            connection = self._connect(timeout)
+            link = self._connect(timeout)
         try:
-            yield connection
+            yield link
         except BaseException:
-            connection.close()
+            link.sock.close()
             raise
-        self._idle.append(connection)
+        self._idle.append(link)
 
-    def _connect(self, timeout: float) -> socket.socket:
+    def _connect(self, timeout: float) -> _Link:
         """Connects and authenticates. Raises StoreError when `timeout` has passed, or at once for another key."""
         deadline = time.monotonic() + timeout
         while True:
             try:
-                connection = _dial(self._address, self._key)
+                link = _dial(self._address, self._key)
             except HandshakeError as error:
                 raise StoreError(
                     f"The server at {self._where} is not this job's store, or has another secret ({error}). Fix: give "
@@ -345,8 +376,8 @@ class TcpStore(JobStore):
                     ) from None
                 time.sleep(_RETRY_SECONDS)
                 continue
-            connection.settimeout(self._seconds + _GRACE_SECONDS)
-            return connection
+            link.sock.settimeout(self._seconds + _GRACE_SECONDS)
+            return link
 
 
 def open_store(launch: Launch, seconds: float = WAIT_SECONDS) -> JobStore:
@@ -384,7 +415,7 @@ def _job_address(master: str) -> str:
     return ""
 
 
-def _dial(address: Address, key: bytes) -> socket.socket:
+def _dial(address: Address, key: bytes) -> _Link:
     """Connects and authenticates, once. Raises OSError, EOFError or HandshakeError; then the socket is closed."""
     connection = socket.create_connection((address.host, address.port), _GRACE_SECONDS)
     try:
@@ -393,16 +424,15 @@ def _dial(address: Address, key: bytes) -> socket.socket:
         ):  # the port was chosen as its own peer: TCP connects to itself
             raise ConnectionRefusedError(errno.ECONNREFUSED, "nobody listens there")
         _prepare(connection)
-        initiate_handshake(connection, key, 0, 0, time.monotonic() + _GRACE_SECONDS)
+        session = initiate_handshake(connection, key, 0, 0, time.monotonic() + _GRACE_SECONDS)
     except BaseException:
         connection.close()
         raise
-    return connection
+    return _Link(connection, session, sends="requests", receives="answers")
 
 
 def _prepare(connection: socket.socket) -> None:
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    enable_keepalive(connection)
+    prepare_connection(connection)
     set_user_timeout(connection, LOSS_SECONDS)
 
 
@@ -421,19 +451,6 @@ def _listen(address: str, port: int) -> socket.socket:
             f"Rank 0 cannot serve the job's store: another process of this host uses port {port}. "
             "Fix: set MASTER_PORT to a port that is free on rank 0's host."
         ) from None
-
-
-def _send(connection: socket.socket, value: object) -> None:
-    message = json.dumps(value).encode()
-    connection.sendall(_LENGTH.pack(len(message)) + message)
-
-
-def _receive(connection: socket.socket) -> bytes:
-    """Waits for a message and returns it. Raises ValueError if it is too long, before reading it."""
-    (length,) = _LENGTH.unpack(read_exactly(connection, _LENGTH.size))
-    if length > _MAX_BYTES:
-        raise ValueError(f"a message of {length} bytes")
-    return read_exactly(connection, length)
 
 
 def serve(number: int, rank_process: int) -> None:

@@ -24,9 +24,9 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
+from smdistributed.core.frames import FrameError, FrameReader, FrameWriter
 from smdistributed.core.handshake import HandshakeError, Responder, initiate_handshake
-from smdistributed.core.sockets import LOSS_SECONDS, enable_keepalive, is_loopback, listen, set_user_timeout
-from smdistributed.modelparallel.backend.frames import FrameError, FrameReader, FrameWriter
+from smdistributed.core.sockets import LOSS_SECONDS, is_loopback, listen, prepare_connection, set_user_timeout
 
 SEND_SECONDS = 1800.0
 _CONNECT_SECONDS = 60.0  # a process that holds the interpreter lock answers late
@@ -390,10 +390,8 @@ class _Incoming:
 
 
 def _prepare(sock: socket.socket) -> None:
-    """Sends without delay, with a large buffer, and detects a lost host."""
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    prepare_connection(sock)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
-    enable_keepalive(sock)
 
 
 def _send_all(sock: socket.socket, parts: list[Any]) -> None:

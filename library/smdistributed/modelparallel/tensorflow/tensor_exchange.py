@@ -1,7 +1,7 @@
 """Sends and receives tensors of a step's graph, and Python objects, between the ranks of a job.
 
 It warns of stalls, and ends waits that exceed the time limit. The head of a tensor's message is JSON. An object is a
-pickle in the head of its message. Heads prove that they come from a rank of this job (see `backend.frames`), bodies do
+pickle in the head of its message. Heads prove that they come from a rank of this job (see `core.frames`), bodies do
 not.
 """
 

@@ -7,15 +7,17 @@
     the head                                 covered by the tag
     the bodies                               not covered
 
-Heads may be pickles, so only heads with a valid tag are delivered. A message that is changed, repeated, left out or
-moved ends the connection. Bodies are numbers, which are not executed; a tag over them would cost as much as sending
-them. Within a host, messages can't be changed: tags are zero there, because they cost more than all the rest.
+The transport's heads may be pickles, so only heads with a valid tag are delivered. A message that is changed, repeated,
+left out or moved ends the connection. Bodies are numbers, which are not executed; a tag over them would cost as much as
+sending them. Within a host, the transport's messages can't be changed: tags are zero there, because they cost more than
+all the rest. The store has no bodies, and always tags.
 """
 
 from __future__ import annotations
 
 import hashlib
 import hmac
+import math
 import struct
 from collections.abc import Generator, Sequence
 
@@ -52,12 +54,13 @@ class FrameReader:
     """Makes messages from the bytes of one connection, which arrive in pieces of any size.
 
     Read into `buffer()`, pass the number of bytes to `advance`, and `take` the complete messages. `take` also returns
-    the messages before an error. Long bodies are read without a copy. key: the writer's key.
+    the messages before an error. Long bodies are read without a copy. key: the writer's key. most: the bytes of the
+    longest message. ahead: shorter parts are read together, up to that many bytes.
     """
 
-    def __init__(self, key: bytes) -> None:
-        self._key, self._count = key, 0
-        self._ahead = memoryview(bytearray(_READ_BYTES))
+    def __init__(self, key: bytes, most: float = math.inf, ahead: int = _READ_BYTES) -> None:
+        self._key, self._count, self._most = key, 0, most
+        self._ahead = memoryview(bytearray(ahead))
         self._complete: list[Frame] = []
         self._parts = self._read_messages()
         self._part, self._filled = bytearray(next(self._parts)), 0
@@ -68,12 +71,12 @@ class FrameReader:
         return len(self._part) - self._filled
 
     def buffer(self) -> memoryview:
-        return memoryview(self._part)[self._filled :] if self.missing >= _READ_BYTES else self._ahead
+        return memoryview(self._part)[self._filled :] if self.missing >= len(self._ahead) else self._ahead
 
     def advance(self, count: int) -> None:
         """Takes `count` bytes that were read into `buffer()`. Raises FrameError if they are not the next message."""
         ahead = self._ahead
-        if self.missing >= _READ_BYTES:
+        if self.missing >= len(ahead):
             ahead, self._filled = ahead[:0], self._filled + count
         taken = min(self.missing, len(ahead), count)
         self._part[self._filled : self._filled + taken] = ahead[:taken]
@@ -101,20 +104,27 @@ class FrameReader:
         return complete
 
     def _read_messages(self) -> Generator[int, bytearray, None]:
-        """Yields the size of the next part that it needs, and is sent the part. Raises FrameError for a wrong tag."""
+        """Yields the size of the next part that it needs, and is sent the part. Raises FrameError."""
         while True:
             head_bytes, bodies, tag = _PRELUDE.unpack((yield _PRELUDE.size))
             size = 8 * bodies + head_bytes
+            self._check_size(size)
             rest = yield min(size, _UNVERIFIED_BYTES)
             while len(rest) < size:  # in steps: the size is not verified yet
                 rest += yield min(size - len(rest), _UNVERIFIED_BYTES)
             if not hmac.compare_digest(tag, _tag(self._key, self._count, head_bytes, bodies, rest)):
                 raise FrameError("a message was changed on its way, or is not the next one")
             self._count += 1
+            sizes = struct.unpack_from(f"!{bodies}Q", rest)
+            self._check_size(size + sum(sizes))
             parts = []
-            for size in struct.unpack_from(f"!{bodies}Q", rest):
+            for size in sizes:
                 parts.append((yield size))
             self._complete.append((bytes(rest[8 * bodies :]), parts))
+
+    def _check_size(self, size: int) -> None:
+        if size > self._most:
+            raise FrameError(f"a message of {size} bytes")
 
 
 def _tag(key: bytes, number: int, head_bytes: int, bodies: int, rest: bytes | bytearray) -> bytes:

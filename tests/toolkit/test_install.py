@@ -32,6 +32,7 @@ from shoal_toolkit.plan import sidecars
 from shoal_toolkit.result import setup_failure
 from shoal_toolkit.sidecars import install
 
+from ..repeats import in_soak
 from .conftest import Finished, Tree, clean_environment
 from .test_plan import MACHINE
 from .test_s3 import CREDENTIALS
@@ -257,15 +258,15 @@ def test_requirements_may_name_the_framework_and_replace_the_rest(tree: Tree, en
     ("has", "asked", "problem"),
     [
         ("tensorflow_cpu", "tensorflow", ""),
-        ("tensorflow_cpu", "tensorflow>=2.10,<2.15", ""),
-        ("tensorflow_cpu", "wants", ""),
+        in_soak("tensorflow_cpu", "tensorflow>=2.10,<2.15", ""),
+        in_soak("tensorflow_cpu", "wants", ""),
         ("tensorflow", "tensorflow-cpu==2.14.1", ""),
-        ("tensorflow", "intel_tensorflow", ""),
-        ("tensorflow", "tf-nightly", ""),
+        in_soak("tensorflow", "intel_tensorflow", ""),
+        in_soak("tensorflow", "tf-nightly", ""),
         ("opencv_python_headless", "opencv-python", ""),
         ("tensorflow_cpu", "tensorflow==2.14.0", "asks for tensorflow==2.14.0, but this image has tensorflow 2.14.1,"),
         ("tensorflow", "tensorflow-cpu==2.14.0", "tensorflow-cpu==2.14.0, but this image has tensorflow-cpu 2.14.1,"),
-        ("tensorflow", "tensorflow-gpu<2", "tensorflow-gpu<2, but this image has tensorflow-gpu 2.14.1,"),
+        in_soak("tensorflow", "tensorflow-gpu<2", "tensorflow-gpu<2, but this image has tensorflow-gpu 2.14.1,"),
     ],
 )
 def test_packages_of_the_same_modules_count_as_one(

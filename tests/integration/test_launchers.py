@@ -14,6 +14,7 @@ from testcontainers.core.network import Network
 
 from shoal.matrix.spec import BuildSpec
 
+from ..repeats import in_soak
 from .conftest import Ended, Host, StartHost, write_tree
 
 HOSTS = ("algo-1", "algo-2")
@@ -77,7 +78,7 @@ def test_modelparallel_under_mpi(start_host: StartHost, pytorch: str, network: N
         )
 
 
-@pytest.mark.parametrize("done", ["", "algo-2"])
+@pytest.mark.parametrize("done", [in_soak(""), "algo-2"])
 def test_a_parameter_server_that_ends_ends_the_job(
     start_host: StartHost, tensorflow: str, network: Network, tmp_path: Path, done: str
 ) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import queue
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,18 @@ End = tuple[int, bool | None]
 """How a container ends: the exit code, and whether with a result. `STOPPED`: when it is stopped."""
 
 
+class Arrivals(queue.SimpleQueue[Arrival]):
+    """Ends of hosts. When none is left and nothing limits the wait, `on_wait` makes the next ones."""
+
+    def __init__(self, on_wait: Callable[[], None]) -> None:
+        self._on_wait = on_wait
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Arrival:
+        if self.empty() and timeout is None:
+            self._on_wait()
+        return super().get(block, 0 if timeout is None else timeout)
+
+
 class FakeHosts:
     """Hosts whose containers end one after the other, as a test says: at first, and after each new start."""
 
@@ -32,7 +44,9 @@ class FakeHosts:
             source=Path(), entry_point="x", hosts=len(ends), max_restarts=max_restarts, min_hosts=min_hosts
         )
         self.console = Console(file=io.StringIO(), width=200)
-        self.arrivals: queue.SimpleQueue[Arrival] = queue.SimpleQueue()
+        self.arrivals: queue.SimpleQueue[Arrival] = Arrivals(self._end_later)
+        self.later: list[dict[str, End]] = []
+        """Hosts that end together, once others may take as long as they need."""
         self.ids: dict[str, str] = {}
         self.stopped: list[str] = []
         self.created: list[tuple[str, Mapping[str, str]]] = []
@@ -53,6 +67,14 @@ class FakeHosts:
             self._current[host] = next(self._ends[host])
             if self._current[host][1] is not STOPPED:
                 self._end(host)
+
+    def end(self, host: str, end: End) -> None:
+        self._current[host] = end
+        self._end(host)
+
+    def _end_later(self) -> None:
+        for host, end in self.later.pop(0).items():
+            self.end(host, end)
 
     def _end(self, host: str) -> None:
         self.arrivals.put((host, self.ids[host], HostExit(self._current[host][0])))
@@ -90,7 +112,8 @@ def test_host_that_outlives_the_others_is_stopped() -> None:
 @pytest.mark.parametrize("end", [(137, LOST), (138, RESULT)], ids=["killed", "lost the first host"])
 def test_lost_host_is_replaced_and_the_others_keep_their_containers(end: End) -> None:
     """Also one that has given up the first host, which still waits for it."""
-    hosts = FakeHosts({"algo-1": [(0, STOPPED)], "algo-2": [end, (0, RESULT)], "algo-3": [(0, STOPPED)]}, 1)
+    hosts = FakeHosts({"algo-1": [(0, STOPPED)], "algo-2": [end, (0, STOPPED)], "algo-3": [(0, STOPPED)]}, 1)
+    hosts.later = [{"algo-2": (0, RESULT)}]
     assert wait(hosts)[0] == {"algo-1": 0, "algo-2": 0, "algo-3": 0}
     assert [host for host, _ in hosts.created] == ["algo-2"]
     assert hosts.stopped == ["algo-1", "algo-3"]
@@ -172,10 +195,10 @@ def test_a_host_is_replaced_as_often_as_max_restarts_allows() -> None:
 def test_hosts_that_start_again_have_no_deadline() -> None:
     """The one of the lost first host would stop them in the middle of their work."""
     hosts = FakeHosts({"algo-1": [(137, LOST), (0, STOPPED)], "algo-2": [(143, STOPPED), (0, STOPPED)]}, 1)
-    watched = run.Watch(hosts)
-    watched._wait_for_one()
+    hosts.later = [{"algo-1": (0, RESULT), "algo-2": (0, RESULT)}]
+    assert wait(hosts)[0] == {"algo-1": 0, "algo-2": 0}
     assert [host for host, _ in hosts.created] == ["algo-1", "algo-2"]
-    assert watched.deadline is None
+    assert hosts.stopped == ["algo-2"], "before the new start, and not after it"
 
 
 def test_all_hosts_are_stopped_if_the_connection_to_docker_is_lost(capsys: pytest.CaptureFixture[str]) -> None:
@@ -191,13 +214,10 @@ def test_all_hosts_are_stopped_if_the_connection_to_docker_is_lost(capsys: pytes
 def test_elastic_job_goes_on_without_a_host_that_cannot_be_replaced(end: End) -> None:
     """It is not stopped, and its exit code is that of the first host."""
     hosts = FakeHosts({"algo-1": [(0, STOPPED)], "algo-2": [end], "algo-3": [(0, STOPPED)]}, 3, min_hosts=2)
+    hosts.later = [{"algo-1": (0, RESULT)}]
     watched = run.Watch(hosts)
-    watched._wait_for_one()
-    watched._wait_for_one()  # the deadline
-    assert (hosts.stopped, hosts.created, watched.deadline) == ([], [], None)
-    hosts._end("algo-1")
     assert set(watched.wait()) == set(hosts.ids)
-    assert hosts.stopped == ["algo-3"]
+    assert (hosts.stopped, hosts.created) == (["algo-3"], [])
     assert watched.exit_codes() == {"algo-1": 0}
 
 
@@ -208,10 +228,8 @@ def test_elastic_job_replaces_lost_hosts_and_fails_with_the_code_of_a_host() -> 
         "algo-3": [(1, STOPPED)],
     }
     hosts = FakeHosts(ends, 3, min_hosts=1)
+    hosts.end("algo-1", (1, RESULT))
     watched = run.Watch(hosts)
-    watched._wait_for_one()
-    assert hosts.created == [("algo-2", {})]
-    hosts._current["algo-1"] = 1, RESULT
-    hosts._end("algo-1")
     watched.wait()
+    assert hosts.created == [("algo-2", {})]
     assert watched.exit_codes() == {"algo-1": 1, "algo-2": 1, "algo-3": 1}

@@ -59,17 +59,36 @@ class Properties:
     name = "A100"
 
 
-def test_devices_are_distinguished_by_the_names_that_the_host_has_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def one_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: Properties)
-    found = []
-    for visible in ("2", "3", "GPU-8b3c", "2"):
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-        found.append(devices._device()[0])
-    assert found[0] == found[3]
-    assert len(set(found)) == 3
+
+
+def problem_of_two(monkeypatch: pytest.MonkeyPatch, variable: str, values: tuple[str, str]) -> str:
+    """Returns why NCCL cannot carry the tensors of two ranks that differ in a variable."""
+    store, other = HashStore(), HashStore()
+    monkeypatch.setenv(variable, values[1])
+    devices.nccl_problem(other, 0, 1)
+    store.set("device-1", other.get("device-0").decode())
+    monkeypatch.setenv(variable, values[0])
+    return devices.nccl_problem(store, 0, 2)
+
+
+SHARED = "rank 0 and rank 1 share one CUDA device, cuda:0 (A100)"
+
+
+@pytest.mark.usefixtures("one_device")
+@pytest.mark.parametrize(
+    ("visible", "problem"), [(("2", "3"), ""), (("2", "GPU-8b3c"), ""), (("3", "GPU-8b3c"), ""), (("2", "2"), SHARED)]
+)
+def test_devices_are_distinguished_by_the_names_that_the_host_has_for_them(
+    monkeypatch: pytest.MonkeyPatch, visible: tuple[str, str], problem: str
+) -> None:
+    found = problem_of_two(monkeypatch, "CUDA_VISIBLE_DEVICES", visible)
+    assert found.startswith(problem) and bool(found) == bool(problem)
 
 
 class WithUuid(Properties):
@@ -78,24 +97,8 @@ class WithUuid(Properties):
     uuid = "5f5d-a1"
 
 
-def test_a_device_is_the_same_in_all_containers_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each container may be a host of its own, and number the device 0. NCCL refuses two ranks on one."""
-    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: WithUuid)
-    found = []
-    for host in ("algo-1", "algo-2"):
-        monkeypatch.setenv("SMDDP_HOST", host)
-        found.append(devices._device()[0])
-    assert found == ["5f5d-a1", "5f5d-a1"]
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: Properties)
-    monkeypatch.setattr(ctypes, "CDLL", lambda _: Driver)
-    assert devices._device()[0] == "00" * 15 + "07"
-
-
 class Driver:
-    """NVIDIA's, as far as it is asked for a device's number."""
+    """NVIDIA's, with device numbers only."""
 
     @staticmethod
     def cuDeviceGet(handle: Any, device: int) -> int:  # noqa: N802 (NVIDIA's name)
@@ -106,6 +109,19 @@ class Driver:
     def cuDeviceGetUuid(uuid: Any, handle: Any) -> int:  # noqa: N802
         uuid[15] = handle.value
         return 0
+
+
+@pytest.mark.usefixtures("one_device")
+@pytest.mark.parametrize("source", ["torch", "driver"])
+def test_a_device_is_the_same_in_all_containers_of_a_machine(monkeypatch: pytest.MonkeyPatch, source: str) -> None:
+    """Each container may be a host of its own, and number the device 0. NCCL refuses two ranks on one."""
+    hosts = ("algo-1", "algo-2")
+    assert problem_of_two(monkeypatch, "SMDDP_HOST", hosts) == "", "nothing but its number tells devices apart"
+    if source == "torch":
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: WithUuid)
+    else:
+        monkeypatch.setattr(ctypes, "CDLL", lambda _: Driver)
+    assert problem_of_two(monkeypatch, "SMDDP_HOST", hosts).startswith(SHARED)
 
 
 FakeNccl: Any = stand_in(OLDEST)
@@ -190,7 +206,7 @@ def test_nccl_is_taken_where_it_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_this_rank_lacks(monkeypatch: pytest.MonkeyPatch, has_nccl: bool, problem: str) -> None:
     monkeypatch.setattr(dist, "is_nccl_available", lambda: has_nccl)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    assert problem in devices._device()[2]
+    assert devices.nccl_problem(HashStore(), 0, 1).startswith(f"rank 0 {problem}")
 
 
 class Doubling:

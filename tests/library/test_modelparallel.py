@@ -6,7 +6,6 @@ import json
 import re
 import subprocess
 import threading
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,7 @@ from tests.repeats import SEED, SOAK, times
 from smdistributed.modelparallel.backend.config import Config
 from smdistributed.modelparallel.backend.exceptions import SMPRuntimeError
 from smdistributed.modelparallel.backend.schedule import Schedule, Slot, TurnKind
-from smdistributed.modelparallel.torch.pipeline import failures
+from smdistributed.modelparallel.torch.pipeline import failures, observation
 from smdistributed.modelparallel.torch.pipeline.messages import MessageKind, StageMessage
 from smdistributed.modelparallel.torch.pipeline.observation import StageObserver
 from smdistributed.modelparallel.torch.pipeline.scheduler import RunningStep, Scheduler
@@ -284,6 +283,35 @@ def test_a_stage_fails_at_once_whoever_takes_no_messages(monkeypatch: pytest.Mon
     assert sorted(transport.informed) == [1, 2]
 
 
+class Clock:
+    """The time of one thread, which sleeps until the test lets time pass."""
+
+    def __init__(self) -> None:
+        self._now, self._asleep, self._awake = 0.0, threading.Semaphore(0), threading.Semaphore(0)
+
+    def monotonic(self) -> float:
+        return self._now
+
+    def sleep(self, _: float) -> None:
+        self._asleep.release()
+        self._awake.acquire()
+
+    def wait(self, seconds: float) -> None:
+        """Lets time pass, and returns after the thread has looked at the clock."""
+        assert self._asleep.acquire(timeout=60)
+        self._now += seconds
+        self._awake.release()
+        assert self._asleep.acquire(timeout=60)
+        self._asleep.release()
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(observation, "time", made)
+    return made
+
+
 def observer(seconds: float) -> tuple[StageObserver, list[str]]:
     called: list[str] = []
     made = StageObserver("stage 1 (rank 1)", seconds, called.append, lambda: called.append("long turn"))
@@ -291,28 +319,35 @@ def observer(seconds: float) -> tuple[StageObserver, list[str]]:
     return made, called
 
 
-def test_a_stage_waits_no_longer_than_the_limit_after_the_last_message_of_another() -> None:
+def test_a_stage_waits_no_longer_than_the_limit_after_the_last_message_of_another(clock: Clock) -> None:
     waiting, called = observer(100)
-    now = time.monotonic()
-    waiting._check_limit(now + 99)
+    clock.wait(99)
     assert called == []
-    waiting._check_limit(now + 101)
+    clock.wait(2)
     assert called == ["nobody has called anything here: the first stage may not be in this step"]
     waiting.call_begins(1, lambda: "microbatch 0 waits for the forward of head on stage 2 (rank 2)")
-    waiting._check_limit(now + 101)
+    clock.wait(0)
     assert called[1:] == ["microbatch 0 waits for the forward of head on stage 2 (rank 2)"]
-    waiting._last_event = now + 50  # as after a message
-    waiting._check_limit(now + 149)
+    waiting.message_received()
+    clock.wait(99)
     assert len(called) == 2
+    clock.wait(2)
+    assert len(called) == 3
 
 
-def test_a_stage_that_computes_for_long_lets_the_others_hear_of_it() -> None:
+def test_a_stage_that_computes_for_long_informs_the_others(clock: Clock) -> None:
     computing, called = observer(100)
-    computing.turn_begins(StageTask(0, TurnKind.FORWARD, 0))
-    computing._check_limit(time.monotonic() + 20)
+    computing.turn_begins(task := StageTask(0, TurnKind.FORWARD, 0))
+    clock.wait(20)
     assert called == []
-    computing._check_limit(time.monotonic() + 1000)
+    clock.wait(1000)
+    assert called == ["long turn"], "it waits for nobody: there is no timeout"
+    computing.turn_ends(task)
+    clock.wait(99)
     assert called == ["long turn"]
+
+
+def test_a_message_of_a_stage_that_computes_postpones_the_timeout_of_the_others() -> None:
     transport: Any = FullTransport()
     transport.emptied.set()
     stages = [Stage(transport, [0, 1], rank, lambda name: None, 1800) for rank in (0, 1)]

@@ -63,18 +63,14 @@ def test_netrc_of_the_home_directory_is_the_default(tmp_path: Path, monkeypatch:
     assert "me:" in credentials.read_netrc().add_credentials("https://one.example/simple")
 
 
-def test_invalid_netrc_is_reported(netrc: Path) -> None:
-    netrc.write_text("machine one.example login me password my secret\n")
+@pytest.mark.parametrize(
+    ("password", "problem"), [(b"my secret", "line "), (b"\xff", "cannot be read: ")], ids=["two words", "no UTF-8"]
+)
+def test_invalid_netrc_is_reported(netrc: Path, password: bytes, problem: str) -> None:
+    netrc.write_bytes(b"machine one.example login me password " + password + b"\n")
     found = credentials.read_netrc()
-    assert found.problem.startswith(f"{netrc}: line ")
+    assert found.problem.startswith(f"{netrc}: {problem}")
     assert "secret" not in found.problem
-    assert found.add_credentials("https://one.example/") == "https://one.example/"
-
-
-def test_unreadable_netrc_is_reported(netrc: Path) -> None:
-    netrc.write_bytes(b"machine one.example login me password \xff\n")
-    found = credentials.read_netrc()
-    assert found.problem.startswith(f"{netrc}: cannot be read: ")
     assert found.add_credentials("https://one.example/") == "https://one.example/"
 
 

@@ -134,25 +134,20 @@ def test_a_name_that_reads_as_an_option(tree: Tree, run: Run, name: str) -> None
     assert '"-m package.module"' in tree.failure
 
 
-def test_a_directory_as_script_is_an_error_with_the_command_that_runs_it(tree: Tree, run: Run) -> None:
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("pkg/", "The script 'pkg/' is a directory of CODE. Fix: to run it as a package, write \"-m pkg\""),
+        ("notes.txt", "notes.txt is neither .py nor .sh nor executable. Fix: make it executable (chmod +x)"),
+        ("train", "The script 'train' is not in"),  # pyproject.toml makes no package here
+    ],
+)
+def test_what_cannot_be_run_is_named_with_a_fix(tree: Tree, run: Run, name: str, problem: str) -> None:
     package(tree)
-    assert run(SAGEMAKER_PROGRAM="pkg/").code == 2
-    assert (
-        f"The script 'pkg/' is a directory of {tree.code}. Fix: to run it as a package, write \"-m pkg\""
-        in tree.failure
-    )
-
-
-def test_a_file_that_cannot_be_run_is_named(tree: Tree, run: Run) -> None:
     tree.script("data", "notes.txt")
-    assert run(SAGEMAKER_PROGRAM="notes.txt").code == 2
-    assert "notes.txt is neither .py nor .sh nor executable. Fix: make it executable (chmod +x)" in tree.failure
-
-
-def test_a_pyproject_that_only_configures_tools_makes_no_package(tree: Tree, run: Run) -> None:
     tree.script("[tool.ruff]\nline-length = 120\n", "pyproject.toml")
-    assert run(SAGEMAKER_PROGRAM="train").code == 2
-    assert "The script 'train' is not in" in tree.failure
+    assert run(SAGEMAKER_PROGRAM=name).code == 2
+    assert problem.replace("CODE", str(tree.code)) in tree.failure
 
 
 # They run

@@ -65,7 +65,7 @@ def test_arguments_in_the_contracts_form() -> None:
 
 
 @given(st.dictionaries(st.text(min_size=1), st.integers() | st.text()))
-def test_each_hyperparameter_gives_two_words_in_order(values: dict[str, Any]) -> None:
+def test_each_hyperparameter_gives_two_arguments_in_order(values: dict[str, Any]) -> None:
     words = format_arguments(values)
     assert [word.lstrip("-") for word in words[::2]] == [name.lstrip("-") for name in sorted(values)]
     assert words[1::2] == [str(values[name]) for name in sorted(values)]
@@ -244,17 +244,17 @@ def test_every_variable_has_a_name_that_a_shell_holds(variables: dict[str, str])
 # Launchers
 
 
-@pytest.mark.parametrize("value", ["false", '"false"', "False"])
-def test_false_does_not_enable_a_launcher(tree: Tree, value: str) -> None:
+@pytest.mark.parametrize(
+    ("value", "launcher"),
+    [
+        *[(text, "process") for text in ("false", '"false"', "False")],
+        *[(text, "mpi") for text in ("true", '"true"', "True")],
+    ],
+)
+def test_a_launcher_is_enabled_by_true_only(tree: Tree, value: str, launcher: str) -> None:
     """Defect 20."""
     tree.configure("hyperparameters", {"sagemaker_mpi_enabled": value})
-    assert planned(tree).launcher.name == "process"
-
-
-@pytest.mark.parametrize("value", ["true", '"true"', "True"])
-def test_true_enables_it(tree: Tree, value: str) -> None:
-    tree.configure("hyperparameters", {"sagemaker_mpi_enabled": value})
-    assert planned(tree).launcher.name == "mpi"
+    assert planned(tree).launcher.name == launcher
 
 
 def test_mpi_comes_first(tree: Tree) -> None:
@@ -274,7 +274,7 @@ def test_a_bare_run_uses_every_gpu(tree: Tree) -> None:
     assert planned(tree, machine=MACHINE._replace(gpus=1)).launcher.name == "process"
 
 
-def test_more_processes_than_gpus_is_an_error_in_awss_words(tree: Tree) -> None:
+def test_more_processes_than_gpus_is_an_error_with_awss_message(tree: Tree) -> None:
     tree.hyperparameters(sagemaker_mpi_enabled=True, sagemaker_mpi_num_of_processes_per_host=3)
     with pytest.raises(
         ContractError, match="The number of node-local MPI processes 3 cannot be larger than the device count 2"
@@ -399,7 +399,7 @@ def test_explain_prints_the_plan_and_touches_nothing(tree: Tree, run: Run) -> No
     assert "hunter2" not in text.out
 
 
-def test_explain_says_what_is_wrong(tree: Tree, run: Run) -> None:
+def test_explain_prints_what_is_wrong(tree: Tree, run: Run) -> None:
     done = run("--explain", SAGEMAKER_PROGRAM="train.py")
     assert (done.code, done.out) == (2, "")
     assert "The script 'train.py' is not in" in done.err

@@ -203,7 +203,7 @@ def test_a_child_is_kept_if_its_parent_is_built_again_and_is_the_same(fake: Fake
     assert endings(out) == [f"✓ {ONE} built", f"✓ {CHILD} up"]
 
 
-def test_images_of_several_systems_stand_on_a_base_each(fake: FakeEngine, checkout: Path) -> None:
+def test_each_system_has_a_base_image_for_its_images(fake: FakeEngine, checkout: Path) -> None:
     versions = checkout / "dockerfiles" / "versions.yml"
     system = '  debian13: {suite: trixie, upstream: "debian:trixie-slim", sources: debian.sources, python: py313}\n'
     versions.write_text(VERSIONS.replace("releases:\n", f"{system}releases:\n"))

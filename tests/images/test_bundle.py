@@ -286,7 +286,7 @@ def add(archive: tarfile.TarFile, name: str, content: bytes = b"", **fields: obj
 
 
 @pytest.mark.parametrize("name", ["/manifest.json", "../manifest.json", "link/manifest.json"])
-def test_a_manifest_that_only_an_engine_would_find_is_refused(tmp_path: Path, name: str) -> None:
+def test_a_manifest_that_only_docker_would_find_is_refused(tmp_path: Path, name: str) -> None:
     """Docker 20.10 names images as each of them says, but for the second."""
     path = write_image(tmp_path / "base.tar", manifest=[{"RepoTags": ["debian:bookworm-slim"]}])
     with tarfile.open(path, "a") as archive:
@@ -296,7 +296,7 @@ def test_a_manifest_that_only_an_engine_would_find_is_refused(tmp_path: Path, na
         bundled.copy_image(path, io.BytesIO())
 
 
-def test_an_engine_is_given_the_files_that_were_looked_at(tmp_path: Path) -> None:
+def test_docker_is_given_the_checked_files(tmp_path: Path) -> None:
     """For Python a global header renames all entries after it; Go knows nothing of that."""
     own = [{"RepoTags": ["debian:bookworm-slim"]}]
     path = tmp_path / "base.tar"
@@ -385,7 +385,7 @@ def test_packages_that_lie_there_stay_in_the_index(tmp_path: Path) -> None:
     assert index.endswith("Filename: ./b_1.deb\nSize: 1\n\n")
 
 
-def test_a_file_is_refused_before_the_engine_is_asked(
+def test_a_file_is_refused_before_docker_is_asked(
     project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("precious")
@@ -435,7 +435,7 @@ def test_an_interrupt_keeps_nothing_that_is_cut_off(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "kind"), [("ERROR: no such file", BuildError), ("OSError: [Errno 28] No space left on device", DiskError)]
 )
-def test_wheels_that_cannot_be_fetched_are_reported_with_pips_words(
+def test_wheels_that_cannot_be_fetched_are_reported_with_pips_message(
     project: Project, matrix: BuildSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str, kind: type
 ) -> None:
     def download(scratch: Path, options: list[str]) -> subprocess.CompletedProcess[str]:

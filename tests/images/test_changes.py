@@ -98,7 +98,7 @@ def test_a_lock_rebuilds_its_layer_and_those_above(sources: Sources) -> None:
     assert plan.reasons == ("framework/torch 2.0.1 → 9.9",)
 
 
-def test_the_engine_rebuilds_its_stage_and_what_takes_from_it(sources: Sources) -> None:
+def test_docker_rebuilds_its_stage_and_those_that_copy_from_it(sources: Sources) -> None:
     plan = planned(sources, replace(sources, engine={**sources.engine, "engine.c": b"other"}))
     assert plan.rebuilt[:3] == ("engine", "library", "toolkit")
     assert plan.reasons == ("engine/engine.c changed",)

@@ -453,17 +453,17 @@ def test_after_a_colon_bash_is_offered_the_part_that_it_replaces(small: Project,
     assert offered == ["2.13.0-cpu-py311-debian12", "2.13.0-cpu-py311-debian12-devel"]
 
 
-def test_bash_counts_a_colon_at_the_end_as_a_word(small: Project) -> None:
+def test_bash_counts_a_colon_at_the_end_as_an_argument(small: Project) -> None:
     offered = complete(small.root, "build", "tensorflow-training", ":")
     gpu = "2.14.1-gpu-py311-cu118-debian12"
     assert offered == [gpu, f"{gpu}-devel", "2.14.1-cpu-py311-debian12"]
 
 
-def test_a_space_after_a_colon_begins_another_word(small: Project) -> None:
+def test_a_space_after_a_colon_begins_another_argument(small: Project) -> None:
     assert "pytorch" in complete(small.root, "build", "tensorflow-training", ":", "")
 
 
-def test_a_tag_in_quotes_is_one_word(small: Project) -> None:
+def test_a_tag_in_quotes_is_one_argument(small: Project) -> None:
     assert complete(small.root, "build", "'pytorch-training:2.0") == [
         "pytorch-training:2.0.1-gpu-py311-cu117-debian12",
         "pytorch-training:2.0.1-gpu-py311-cu117-debian12-devel",

@@ -42,7 +42,7 @@ def test_an_interrupt_ends_what_comes_after_the_answer() -> None:
     assert done == ["answered"]
 
 
-def test_an_engine_that_hangs_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_docker_that_hangs_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(containers, "HANGS", -1)
     done = []
     with pytest.raises(KeyboardInterrupt), containers.delay_interrupts():
@@ -52,7 +52,7 @@ def test_an_engine_that_hangs_is_not_waited_for(monkeypatch: pytest.MonkeyPatch)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_other_threads_hear_none() -> None:
+def test_other_threads_receive_no_signal() -> None:
     done = []
 
     def work() -> None:

@@ -305,7 +305,7 @@ def test_wrong_references_are_errors(text: str) -> None:
 
 
 @pytest.mark.parametrize("kind", WorkloadKind)
-def test_pods_know_how_often_they_were_made_again_if_the_controller_tells(kind: WorkloadKind) -> None:
+def test_pods_get_the_number_of_restarts_from_the_label_of_the_controller(kind: WorkloadKind) -> None:
     """JobSets have a label with that number, and a TrainJob makes a JobSet."""
     found = variables(next(find_pods(build(make_request(None, kind=kind, hosts=2)))))
     field = {"fieldRef": {"fieldPath": "metadata.labels['jobset.sigs.k8s.io/restart-attempt']"}}
@@ -557,7 +557,7 @@ def test_the_file_is_only_for_its_owner(tmp_path: Path, there: str) -> None:
     assert other.read_text() == "old"
 
 
-def test_the_command_writes_a_file_and_says_what_to_do(source: Path, tmp_path: Path) -> None:
+def test_the_command_writes_a_file_and_prints_the_next_steps(source: Path, tmp_path: Path) -> None:
     path = tmp_path / "job.yaml"
     words = ["deploy", "kubernetes", "pytorch-training:1-cpu-py311", str(source / "train.py")]
     words += ["--hosts", "3", "--gpus", "1", "--registry", "registry.example.org/team/", "--namespace", "ml"]

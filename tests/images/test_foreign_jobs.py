@@ -305,7 +305,7 @@ def test_processes_of_containers_do_not_belong_to_a_job(tmp_path: Path) -> None:
 
 
 @needs_root
-def test_nobody_else_can_lock_a_job(request_: JobRequest) -> None:
+def test_other_users_cannot_lock_a_job(request_: JobRequest) -> None:
     """A reader could: then `shoal stop` would wait for it without an end."""
     with TemporaryDirectory() as shared:
         Path(shared).chmod(0o755)

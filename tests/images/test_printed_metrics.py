@@ -98,7 +98,7 @@ def test_a_value_that_is_not_finite(line: str) -> None:
 
 
 @pytest.mark.parametrize("line", ["x=nan", "loss information", "loss: infra", "loss: nano", "big=1e999"])
-def test_other_words_are_not_numbers(line: str) -> None:
+def test_other_texts_are_not_numbers(line: str) -> None:
     assert read(line) == {}
 
 

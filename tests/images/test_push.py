@@ -87,7 +87,7 @@ def test_an_error_that_a_retry_does_not_change_is_reported_at_once(error: str) -
     assert engine.tags == ["a:1"]
 
 
-def test_words_of_a_registry_do_not_reach_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+def test_control_characters_of_a_registry_do_not_reach_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(PushError) as raised:
         pushed(Engine("denied: \x1b]0;owned\x07\x1b[2J\n✓ pushed\n" + "y" * 10 * MIB))
     print_error(str(raised.value))
@@ -168,7 +168,7 @@ class Leaving(Engine):
         docker.errors.StreamParseError("half a line"),
     ],
 )
-def test_an_engine_that_goes_away_is_reported_for_each_image(
+def test_a_lost_docker_is_reported_for_each_image(
     project: Project, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception, back: bool
 ) -> None:
     answers = Leaving(error, back=back)

@@ -88,7 +88,7 @@ def test_the_compiler_stays_in_a_stage_of_its_own(project: Project, matrix: Buil
     assert not [text for text in others if "gcc" in text]
 
 
-def test_no_feature_that_old_engines_lack_is_rendered(project: Project, matrix: BuildSpec) -> None:
+def test_no_feature_that_an_old_docker_lacks_is_rendered(project: Project, matrix: BuildSpec) -> None:
     for image in matrix.images:
         text = render_dockerfile(project, image)
         assert "<<" not in text

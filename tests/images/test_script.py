@@ -82,7 +82,7 @@ def test_command_line_describes_the_job(here: Path, words: list[str], fields: di
     assert {name: getattr(record.request, name) for name in fields} == fields
 
 
-def test_local_is_the_engine_none(here: Path) -> None:
+def test_local_means_no_docker(here: Path) -> None:
     assert read("any:1", "code/train.py", "--local").request.engine == "none"
 
 

@@ -28,7 +28,7 @@ DEFAULTS = {"pytorch": GPU, "tensorflow": TENSORFLOW}
         (["*:2.[01]*"], [], [GPU, CPU, TENSORFLOW]),
     ],
 )
-def test_words_mean_images(wanted: list[str], skip: list[str], chosen: list[str]) -> None:
+def test_selectors_match_images(wanted: list[str], skip: list[str], chosen: list[str]) -> None:
     assert choose_tags(TAGS, DEFAULTS, wanted, skip) == chosen
 
 

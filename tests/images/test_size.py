@@ -260,7 +260,9 @@ def hidden_of(*layers: list[tuple[str, Content]]) -> list[int]:
         ([("a", b""), ("a", b"")], [], 1),
     ],
 )
-def test_what_hides_what(lower: list[tuple[str, Content]], upper: list[tuple[str, Content]], hidden: int) -> None:
+def test_later_layers_hide_files_of_earlier_ones(
+    lower: list[tuple[str, Content]], upper: list[tuple[str, Content]], hidden: int
+) -> None:
     assert hidden_of(lower, upper) == [hidden, 0]
     assert hidden_of(lower, [("between", None)], upper) == [hidden, 0, 0]
 

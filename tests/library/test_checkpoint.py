@@ -620,7 +620,9 @@ def test_what_a_script_can_ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert contract.directory() is None, "it may be of another job"
 
 
-def test_a_training_that_has_ended_says_that_nothing_is_left(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_training_that_has_ended_prints_that_nothing_is_left(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     def train(epochs: int) -> list[int]:
         checkpoint = Checkpoint(tmp_path, asynchronous=False, model=model())
         loader = DataLoader(TensorDataset(torch.arange(4.0)), 2)

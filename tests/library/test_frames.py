@@ -95,7 +95,7 @@ def test_a_repeated_message_and_one_of_another_connection_are_refused() -> None:
     assert read(FrameWriter(OTHER).frame(b"head", [])) == ([], True)
 
 
-def test_a_size_that_nobody_has_proved_takes_no_memory() -> None:
+def test_a_size_without_a_proof_takes_no_memory() -> None:
     """A head of 2^64 bytes, with 2^32 bodies."""
     reader = FrameReader(KEY)
     for _ in range(10):

@@ -156,7 +156,7 @@ def test_ranks_finish_the_renames_of_a_killed_job_together(tmp_path: Path, monke
 
 @pytest.mark.mpi
 @pytest.mark.once
-def test_misuse_says_what_and_where(mpirun: Mpirun) -> None:
+def test_misuse_is_reported_with_its_place(mpirun: Mpirun) -> None:
     output = job(mpirun, 2, 2, "misuse")
     assert output.count("The model is called outside a step") == 2
     assert output.count("model.backward is called outside a step") == 2
@@ -223,7 +223,7 @@ def test_a_failure_at_a_random_point_ends_all_ranks(alone: Alone, tmp_path: Path
 
 @pytest.mark.mpi
 @pytest.mark.once
-def test_a_stage_says_what_it_waits_for_and_records_what_it_does(mpirun: Mpirun, tmp_path: Path) -> None:
+def test_a_stage_prints_its_wait_and_records_its_work(mpirun: Mpirun, tmp_path: Path) -> None:
     environ = {"STAGES": "2", "SMDDP_STALL_SECONDS": "1", "SMP_TIMELINE": str(tmp_path)}
     environ["SMP_TIMEOUT_SECONDS"] = "2"  # the module takes longer, and the stage that has it lets the other hear of it
     output = mpirun(2, "-c", WITH_ERRORS, RANKS, "stalls", **environ)
@@ -260,7 +260,7 @@ class FullTransport:
         self.informed.append(to)
 
 
-def test_a_stage_that_takes_no_messages_keeps_a_failure_from_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_reaches_all_stages_that_take_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(failures, "_REPORT_SECONDS", 0.2)
     transport: Any = FullTransport()
     failing = Stage(transport, [0, 1, 2], 0, lambda name: None, 1800)
@@ -270,7 +270,7 @@ def test_a_stage_that_takes_no_messages_keeps_a_failure_from_nobody(monkeypatch:
     transport.emptied.set()
 
 
-def test_a_stage_fails_at_once_whoever_takes_no_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stage_fails_at_once_even_if_another_takes_no_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(failures, "_REPORT_SECONDS", 600)
     transport: Any = FullTransport()
     failing = Stage(transport, [0, 1, 2], 0, lambda name: None, 1800)
@@ -363,7 +363,7 @@ def test_a_message_of_a_stage_that_computes_postpones_the_timeout_of_the_others(
 
 @pytest.mark.mpi
 @pytest.mark.once
-def test_a_stage_that_hears_nothing_for_the_limit_fails_and_says_what_it_waits_for(mpirun: Mpirun) -> None:
+def test_a_stage_without_messages_for_the_limit_fails_and_names_its_wait(mpirun: Mpirun) -> None:
     """The first stage never enters the step."""
     output = mpirun(2, RANKS, "absent", STAGES="2", SMP_TIMEOUT_SECONDS="1")
     silence = "Stage 1 (rank 1) has received nothing from the other stages for 1 s"

@@ -69,7 +69,7 @@ def test_values_that_are_not_allowed_name_the_key(values: dict[str, Any], messag
         ("offload_activations", True, "smp.set_activation_checkpointing"),
     ],
 )
-def test_what_is_not_implemented_says_what_to_do_instead(key: str, value: object, instead: str) -> None:
+def test_what_is_not_implemented_is_an_error_with_a_fix(key: str, value: object, instead: str) -> None:
     with pytest.raises(SMPUnsupportedError, match=f"'{key}' is {value}: .* Fix: leave it out.*{instead}"):
         check({"partitions": 2, key: value})
 

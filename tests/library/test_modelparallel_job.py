@@ -92,7 +92,7 @@ def test_what_a_rank_has_sent_is_there_after_it_is_lost() -> None:
             ranks[1].objects.send("too late", 0)
 
 
-def test_an_object_that_nobody_sends_is_waited_for_until_the_limit() -> None:
+def test_a_missing_object_is_waited_for_until_the_limit() -> None:
     waiting = ObjectExchange(1, lambda *_: None, pickle.loads, 0.05)
     with pytest.raises(SMPRuntimeError, match=r"Rank 1 has waited 0.05 s for an object.*SMP_TIMEOUT_SECONDS"):
         waiting.receive(0)
@@ -210,7 +210,7 @@ def nobody(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "ask", [api.rank, api.local_size, api.get_pp_group, api.barrier, lambda: api.send(1, 0), lambda: api.recv_from(0)]
 )
-def test_before_init_every_function_says_so(ask: Any) -> None:
+def test_before_init_every_function_raises(ask: Any) -> None:
     assert not api.is_initialized()
     with pytest.raises(StepUsageError, match=r"smp.init\(\) has not been called"):
         ask()

@@ -85,7 +85,7 @@ def test_nccl_is_made_as_its_class_has_it(version: str) -> None:
     assert "_timeout" in classes["ProcessGroupNCCL.Options"]
 
 
-def test_torch_tells_of_collectives_as_we_read_it() -> None:
+def test_torch_reports_collectives_in_the_expected_format() -> None:
     classes = record(NEWEST)
     hooks = classes["ProcessGroup"]
     assert any(takes(signature, 0) for signature in hooks["_enable_collectives_timing"])

@@ -99,7 +99,7 @@ def test_without_backwards_nothing_limits_what_is_in_flight() -> None:
     assert ends(programs, order(programs, 1, simple=False))
 
 
-def test_a_message_that_nobody_sends_is_reported() -> None:
+def test_a_missing_message_is_reported() -> None:
     programs = chain(2, 1)
     del programs[0][1]
     with pytest.raises(SMPRuntimeError, match=r"wait for each other forever.*0 from 0"):

@@ -34,7 +34,7 @@ def train(python: Python, port: int, arguments: list[Path], timeline: str = "", 
     assert [rank.wait(timeout=100) for rank in ranks] == [0, 0]
 
 
-def test_the_report_tells_how_much_communication_is_hidden(python: Python, tmp_path: Path, free_port: int) -> None:
+def test_the_report_shows_how_much_communication_is_hidden(python: Python, tmp_path: Path, free_port: int) -> None:
     train(python, free_port, [tmp_path])
     page = tmp_path / "page.html"
     shoal = [str(Path(sys.executable).with_name("shoal")), "timeline", str(tmp_path), "-o", str(page)]

@@ -106,7 +106,7 @@ def test_a_late_rank_is_named_with_what_it_does(guarded: Guarded) -> None:
 
 
 @pytest.mark.once
-def test_who_waits_says_so_before_giving_up(guarded: Guarded) -> None:
+def test_a_waiting_rank_prints_a_warning_before_it_fails(guarded: Guarded) -> None:
     first, second = guarded("late_but_in_time", SMDDP_STALL_SECONDS="0.5")
     assert first.count("smddp: rank 1") == 1
     assert "in dawdle\n" in first
@@ -152,7 +152,7 @@ def test_a_late_rank_of_another_host_is_named_by_all(guarded: Guarded, world_siz
 
 
 @pytest.mark.once
-def test_who_waits_for_another_host_says_so_in_the_logs_of_both(guarded: Guarded) -> None:
+def test_a_wait_for_another_host_is_printed_in_the_logs_of_both(guarded: Guarded) -> None:
     first, second = guarded("late_but_in_time", ranks_per_host=1, SMDDP_STALL_SECONDS="0.5")
     assert first.count("smddp: rank 1 (process ") == 1
     assert second.count("smddp: rank 0 reports: rank 1 (process ") == 1
@@ -274,7 +274,7 @@ def test_the_name_of_the_backend_is_enough(tmp_path: Path) -> None:
 
 @pytest.mark.once
 @pytest.mark.mpi
-def test_an_engine_that_there_is_not(mpirun: Mpirun) -> None:
+def test_a_missing_docker(mpirun: Mpirun) -> None:
     with pytest.raises(
         AssertionError, match=r"'smh' is not a communication engine\. Fix: use one of auto, shm, mpi, gloo"
     ):

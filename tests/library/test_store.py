@@ -106,7 +106,7 @@ def test_sums_of_many_threads(either: JobStore) -> None:
         assert sorted(pool.map(lambda _: either.add("n", 1), range(200))) == list(range(1, 201))
 
 
-def test_a_word_that_nobody_sets(server: Server) -> None:
+def test_a_value_that_no_rank_sets(server: Server) -> None:
     store = TcpStore(Address("127.0.0.1", server.port), seconds=0.1)
     with pytest.raises(
         StoreError, match=rf"No rank has set 'rank-1' in the store at 127.0.0.1:{server.port} within 0 s"
@@ -234,7 +234,7 @@ def test_a_pickle_that_was_changed_on_its_way_is_not_handed_out(monkeypatch: pyt
         verify(sent, "another purpose")
 
 
-def test_without_the_jobs_secret_nobody_is_answered(free_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_jobs_secret_no_peer_gets_an_answer(free_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     place = Address("127.0.0.1", free_port)
     monkeypatch.setenv("SMDDP_JOB_SECRET", "0123456789abcdef")
     first = open_store(launch(0, 2, place))
@@ -274,7 +274,7 @@ def test_a_system_that_gives_no_more_threads_does_not_end_it(monkeypatch: pytest
     store.close()
 
 
-def test_strangers_without_end_keep_nobody_from_it(server: Server) -> None:
+def test_endless_strangers_do_not_block_it(server: Server) -> None:
     with contextlib.ExitStack() as undo:
         for _ in range(300):
             undo.enter_context(socket.create_connection(("127.0.0.1", server.port), 5))

@@ -237,12 +237,12 @@ def test_starting_twice_names_the_file_that_runs(tmp_path: Path) -> None:
     assert not (tmp_path / "other").exists()
 
 
-def test_stopping_without_a_start_says_so() -> None:
+def test_stopping_without_a_start_is_an_error() -> None:
     with pytest.raises(SMDDPError, match=r"No timeline is being recorded\. Fix: start one first"):
         dataparallel.stop_profiler()
 
 
-def test_an_unwritable_path_says_where_and_what_to_do(tmp_path: Path) -> None:
+def test_an_unwritable_path_is_named_with_a_fix(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(SMDDPError, match=r"rank 0 cannot be written to .* \(.*/file: File exists\)\. Give a dir"):
         dataparallel.start_profiler(tmp_path / "file")

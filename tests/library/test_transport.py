@@ -245,7 +245,7 @@ def user_timeout(rank: Rank, to: int) -> int:
 
 @pytest.mark.long
 @pytest.mark.skipif(bool(UNAVAILABLE), reason=UNAVAILABLE)
-def test_a_lost_host_is_noticed_by_who_sends_and_who_waits(tmp_path: Path) -> None:
+def test_a_lost_host_is_noticed_by_senders_and_receivers(tmp_path: Path) -> None:
     """Rank 0 sends all the time, and never gets anything; rank 1 waits. Both prove themselves by a secret."""
     with two_hosts(tmp_path) as hosts:
         started = [start(host, rank, hosts[0].address) for rank, host in enumerate(hosts)]

@@ -70,7 +70,7 @@ def test_a_count_that_is_none_is_an_error(value: str) -> None:
         contract.read_count({"n": contract.decode(value)}, "n")
 
 
-def test_hyperparameters_are_split_by_whom_they_are_for(tree: Tree) -> None:
+def test_hyperparameters_of_sagemaker_are_split_from_those_of_the_script(tree: Tree) -> None:
     tree.script("")
     tree.hyperparameters(
         lr=0.1,

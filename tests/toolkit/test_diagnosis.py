@@ -604,7 +604,7 @@ def test_a_script_that_the_kernel_kills_for_lack_of_memory(tree: Tree, limited: 
 
 
 @pytest.mark.skipif(not CAN_LIMIT, reason="needs root, and version 1 of memory control groups")
-def test_a_worker_tells_the_first_host_of_its_lack_of_memory(tmp_path: Path, limited: Path) -> None:
+def test_a_worker_reports_its_lack_of_memory_to_the_first_host(tmp_path: Path, limited: Path) -> None:
     trees = two_trees(tmp_path)
     for tree in trees:
         tree.script("import os, time\nif os.environ['RANK'] == '1': kept = bytearray(256 << 20)\ntime.sleep(60)")

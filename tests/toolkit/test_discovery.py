@@ -326,7 +326,7 @@ def test_resourceconfig_counts_before_everything_and_warns(tree: Tree) -> None:
 
 
 @pytest.mark.parametrize("environ", [EXPLICIT, SLURM, TRAINJOB, PYTORCHJOB, BATCH, SKYPILOT])
-def test_without_a_secret_each_platform_says_how_it_gives_one(environ: dict[str, str]) -> None:
+def test_without_a_secret_the_fix_of_each_platform_is_printed(environ: dict[str, str]) -> None:
     found = find(environ)
     without_secret, _ = take_settings({})
     (note,) = warn_without_secret(without_secret, found.hosts, found.secret)
@@ -351,7 +351,7 @@ def test_a_source_is_imported_only_if_its_variable_is_set(monkeypatch: pytest.Mo
 # `train` itself
 
 
-def test_train_says_where_its_hosts_come_from(tree: Tree, run: Run) -> None:
+def test_train_prints_the_source_of_its_hosts(tree: Tree, run: Run) -> None:
     tree.script("")
     text = run("--explain", SAGEMAKER_PROGRAM="train.py", **SLURM)
     assert "hosts from   Slurm: SLURM_STEP_NODELIST=n[1-2], SLURM_NODEID=1, SLURM_JOB_ID=7\n" in text.out, text.err

@@ -104,7 +104,7 @@ def test_nccl_leaves_infiniband_alone_unless_it_is_there(tree: Tree) -> None:
         ("smdataparallel", "INFO", None),
     ],
 )
-def test_nccl_says_as_much_as_in_the_stock_toolkit(tree: Tree, part: str, debug: str, rings: str | None) -> None:
+def test_nccl_logs_as_much_as_in_the_stock_toolkit(tree: Tree, part: str, debug: str, rings: str | None) -> None:
     variables = chosen(tree, part=LAUNCHERS[part]).variables
     assert (variables["NCCL_DEBUG"], variables.get("NCCL_MIN_NRINGS")) == (debug, rings)
 
@@ -163,7 +163,7 @@ def test_the_table_of_instance_types() -> None:
     assert {name: table[name]["gpus"] for name in facts} == facts
 
 
-def test_explain_says_why(tree: Tree, run: Run) -> None:
+def test_explain_prints_the_reason(tree: Tree, run: Run) -> None:
     tree.script("")
     tree.hosts("algo-1", "algo-1", current_instance_type=P4D, network_interface_name="lo")
     done = run("--explain", "--json", SAGEMAKER_PROGRAM="train.py", NCCL_DEBUG="TRACE")

@@ -172,7 +172,7 @@ def test_a_package_is_installed_and_run(tree: Tree, environment: Environment, me
     assert sorted(path.name for path in tree.code.iterdir()) == before, "the build leaves nothing in the user's tree"
 
 
-def test_a_failed_install_fails_the_job_with_pips_words(tree: Tree, environment: Environment) -> None:
+def test_a_failed_install_fails_the_job_with_pips_message(tree: Tree, environment: Environment) -> None:
     tree.script("no-such-package-anywhere\n", "requirements.txt")
     tree.script("print('started')")
     done = environment.train(tree, SAGEMAKER_PROGRAM="train.py", PIP_NO_INDEX="1")

@@ -59,7 +59,7 @@ def test_gpus_are_the_device_nodes_that_cuda_would_show(tmp_path: Path, visible:
 
 
 @pytest.mark.parametrize(("word", "count"), [("all", 1), ("0", 1), ("none", 0), ("void", 0)])
-def test_a_container_that_shall_have_no_gpu(tmp_path: Path, word: str, count: int) -> None:
+def test_a_container_without_gpus(tmp_path: Path, word: str, count: int) -> None:
     assert count_gpus(str(tmp_path), ["nvidia0"], {"NVIDIA_VISIBLE_DEVICES": word}) == count
 
 

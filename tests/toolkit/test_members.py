@@ -86,7 +86,7 @@ for visit in [socket.create_connection(("algo-1", 7000), 20, ("{0}", 0)) for _ i
 
 
 @needs_namespaces
-def test_a_stranger_who_comes_often_is_looked_for_once(tmp_path: Path) -> None:
+def test_a_stranger_that_connects_often_is_looked_up_once(tmp_path: Path) -> None:
     """While a host is missing, the look for its name takes seconds, as here the look for many."""
     variables = f"LD_PRELOAD={native.PATH.with_name('_peer_filter.so')}", "SHOAL_PEERS=" + "1 " * 60_000
     with two_hosts(tmp_path) as hosts, stranger(hosts[1]) as address:
@@ -101,7 +101,7 @@ def test_a_stranger_who_comes_often_is_looked_for_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to act as another user")
-def test_nobody_else_can_open_the_table_of_connections() -> None:
+def test_other_users_cannot_open_the_table_of_connections() -> None:
     path = build_connection_variables({PEERS: ""})["SHOAL_CONNECTIONS"]
     command = ["/usr/bin/python3", "-c", f"open({path!r}, 'r+b'); print('opened')"]
     assert subprocess.run(command, check=False, capture_output=True, text=True).stdout == "opened\n"

@@ -125,7 +125,7 @@ def test_values_that_no_peer_sends_are_refused(message: Any) -> None:
 
 
 @pytest.mark.parametrize("word", ["\x1b]0;title\x07", "\ntrain: a line of its own", "\r", "\u2028", "\u202e", "\ud800"])
-def test_who_has_proved_nothing_writes_only_words_into_a_log(word: str) -> None:
+def test_a_peer_without_a_proof_writes_only_plain_text_into_a_log(word: str) -> None:
     with pytest.raises(ProtocolError, match="printable"):
         messages.parse_message(*messages.encode_message(messages.Refused(f"because {word}")), proved=False)
 
@@ -168,7 +168,7 @@ def fuzzed(test: Callable[..., None]) -> Callable[..., None]:
 @fuzzed
 @given(KINDS, payloads(), st.booleans())
 @example(b"P", HOSTILE["deep"], False)
-def test_parsing_says_protocol_error_or_returns_what_was_sent(kind: bytes, payload: bytes, proved: bool) -> None:
+def test_parsing_raises_protocol_error_or_returns_the_sent_message(kind: bytes, payload: bytes, proved: bool) -> None:
     try:
         message = messages.parse_message(kind, payload, proved)
     except ProtocolError:

@@ -245,7 +245,7 @@ def test_the_traceback_is_the_scripts(tree: Tree, run: Run) -> None:
         ),
     ],
 )
-def test_the_reason_is_what_mpirun_says_first(tree: Tree, run: Run, options: str, why: str) -> None:
+def test_the_reason_is_the_first_message_of_mpirun(tree: Tree, run: Run, options: str, why: str) -> None:
     tree.script("print('trained')")
     ranks(tree, sagemaker_mpi_custom_mpi_options=options)
     done = run(SAGEMAKER_PROGRAM="train.py")

@@ -500,7 +500,7 @@ def test_a_worker_takes_what_its_own_plan_has_and_nothing_else(
             build_daemon_command(other, made(options, hosts=TWO, environ=variables).daemon, environ, "/tmp")
 
 
-def test_a_worker_without_the_first_hosts_open_mpi_says_so(tmp_path: Path) -> None:
+def test_a_worker_without_the_first_hosts_open_mpi_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match=r"prted, which the first host's mpirun needs here, is not on PATH"):
         build_daemon_command(OF_5_0, {}, {"PATH": str(tmp_path)}, "/tmp")
 

@@ -128,7 +128,7 @@ DETECTED = f"{RULE}mpirun detected that one or more processes exited with non-ze
         ("", ""),
     ],
 )
-def test_what_mpi_says_in_a_ranks_place(log_text: str, cause: str) -> None:
+def test_causes_that_mpi_prints_for_a_rank(log_text: str, cause: str) -> None:
     log = MpirunLog()
     log.feed(2, log_text.encode())
     assert log.rank_failure_cause() == cause

@@ -99,7 +99,7 @@ def test_a_job_by_mpirun_inside_srun_and_mpirun(tree: Tree) -> None:
         assert "SLURM_TASKS_PER_NODE" not in environ
 
 
-def test_scripts_on_two_hosts_get_their_ranks_in_the_other_launchers_words(tmp_path: Path) -> None:
+def test_scripts_on_two_hosts_get_their_ranks_in_the_variables_of_other_launchers(tmp_path: Path) -> None:
     trees = two_trees(tmp_path)
     for tree in trees:
         tree.script(PRINT)

@@ -150,7 +150,7 @@ def test_progress_bars_of_ranks_do_not_overwrite_each_other(speak: Speak) -> Non
     assert speak(*words, marked=True)[0] == b"[0,h] 10%\r[0,h] 20%\r\n[1,h] 5%\r\n[0,h] done\n"
 
 
-def test_train_does_not_speak_into_a_line(speak: Speak) -> None:
+def test_messages_of_train_do_not_split_a_line(speak: Speak) -> None:
     words = [(2, 0, b"half a "), "asked to stop", (2, 0, b"line\n"), "and", "over"]
     assert speak(*words, marked=False)[1] == b"half a \ntrain: asked to stop\nline\ntrain: and\ntrain: over\n"
 
@@ -160,7 +160,7 @@ def test_a_last_line_without_an_end_is_kept(speak: Speak) -> None:
     assert speak((1, 0, b"a\nb"), marked=True)[0] == b"[0,h] a\n[0,h] b\n"
 
 
-def test_after_the_end_train_still_speaks(speak: Speak, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+def test_messages_of_train_follow_the_end_of_the_ranks(speak: Speak, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
     speak(marked=False)
     log.write_log("over")
     assert capfdbinary.readouterr().err == b"train: over\n"
@@ -263,7 +263,7 @@ compat = SimpleNamespace(v1=SimpleNamespace(ConfigProto=dict))
 
 
 @pytest.mark.parametrize("form", ["text", "json"])
-def test_what_runs_beside_the_script_speaks_in_the_same_form(tmp_path: Path, form: str) -> None:
+def test_processes_beside_the_script_print_in_the_same_form(tmp_path: Path, form: str) -> None:
     trees = two_trees(tmp_path)
     for tree in trees:
         tree.script(TENSORFLOW, "tensorflow.py")

@@ -37,7 +37,7 @@ def test_a_name_that_is_none_is_an_answer(loop: Loop, name: str) -> None:
     loop.close()
 
 
-def test_a_slow_name_server_holds_nothing_up(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_name_server_delays_nothing(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
     release = threading.Event()
 
     def slow(host: str, port: int) -> list[Address]:

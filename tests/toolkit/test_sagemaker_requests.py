@@ -76,7 +76,7 @@ def test_recordings_are_of_these_scripts_and_sdks(case: Any) -> None:
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_a_request_starts_what_the_estimator_says(tree: Tree, name: str) -> None:
+def test_a_request_starts_the_launcher_of_the_estimator(tree: Tree, name: str) -> None:
     plan = plan_request(tree, name)
     expected = PLANS[name]
     assert (plan.launcher.name, plan.ranks) == (expected.launcher, expected.ranks)

@@ -52,7 +52,7 @@ def test_a_script_finds_its_job(tree: Tree, run: Run) -> None:
     assert {name: found[name] for name in expected} == expected
 
 
-def test_without_the_variable_the_files_tell_the_same(tree: Tree) -> None:
+def test_without_the_variable_the_files_have_the_same_facts(tree: Tree) -> None:
     """Linux passes no variable of more than 128 KiB; `train` leaves it out then."""
     configured(tree)
     environ = clean_environment(SAGEMAKER_BASE_DIR=str(tree.base), SM_NUM_GPUS="3")

@@ -56,7 +56,7 @@ def test_a_file_that_every_user_can_read_or_write_is_refused(tmp_path: Path, mod
         ("s3cret", {"SHOAL_JOB_SECRET": "s3cret"}, "are both set. Fix: set one of them"),
     ],
 )
-def test_a_file_without_a_secret_is_an_error_and_nobody_can_prove_it(
+def test_a_file_without_a_secret_is_an_error_and_proves_nothing(
     tmp_path: Path, text: str | None, more: dict[str, str], says: str
 ) -> None:
     if text is not None:
@@ -108,7 +108,7 @@ def test_only_a_job_of_several_hosts_without_a_secret_is_warned() -> None:
     assert "SHOAL_JOB_SECRET_FILE" in note
 
 
-def test_ranks_of_all_hosts_have_a_key_that_tells_nothing_of_the_secret(tmp_path: Path) -> None:
+def test_ranks_of_all_hosts_have_a_key_that_does_not_reveal_the_secret(tmp_path: Path) -> None:
     trees = two_trees(tmp_path)
     for tree in trees:
         tree.script("import os; print(sorted((n, v) for n, v in os.environ.items() if 'SECRET' in n))")

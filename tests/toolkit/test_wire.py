@@ -140,7 +140,7 @@ def test_who_proves_the_secret_from_the_first_hosts_address_is_served(loop: Loop
     assert visit(loop) == ([HELLO, WELCOME], [START])
 
 
-def test_who_cannot_prove_the_secret_is_refused_and_not_served(loop: Loop) -> None:
+def test_a_peer_without_the_secret_is_refused_and_not_served(loop: Loop) -> None:
     refused: tuple[list[bytes], list[bytes]] = ([HELLO, REFUSED], [])
     assert visit(loop, secret="other") == refused
     assert visit(loop, role="worker") == refused
@@ -253,7 +253,7 @@ CHANGES: dict[str, list[bytes]] = {
 
 
 @pytest.mark.parametrize("how", CHANGES)
-def test_nobody_between_the_hosts_changes_what_one_says(loop: Loop, how: str) -> None:
+def test_a_message_that_was_changed_between_the_hosts_is_refused(loop: Loop, how: str) -> None:
     """Such as a host that answers for both addresses, and passes on the frames."""
     pair = Pair(loop)
     pair.channel.start(seals("worker"))
@@ -328,7 +328,7 @@ class Meeting:
             each.close()
 
 
-def test_who_says_nothing_takes_no_place_of_the_first_hosts(loop: Loop) -> None:
+def test_a_silent_peer_takes_no_place_of_the_first_host(loop: Loop) -> None:
     """From the first host's own address too: another user of that machine cannot keep it out."""
     meeting = Meeting(loop)
     meeting.crowd("127.0.0.1")

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from selenium.webdriver.common.by import By
 
-from shoal.jobs.job_log import Line, parse_line
+from shoal.jobs.job_log import JobLog, Line
+from shoal.jobs.train_events import HostOutput
 from shoal.report import timeline_page, trace
 from shoal.report.job_page import render_comparison_page, render_job_page
 from shoal.report.job_report import Curve, JobReport
@@ -81,14 +82,14 @@ def test_texts_of_a_timeline_run_nothing(browser: Browser, show: Show, tmp_path:
     check_page(browser)
 
 
-RECORD = '{"time": 1, "rank": 0, "host": "%s", "message": "forged%s line"}'
-
-
 def test_a_line_neither_hides_nor_covers_other_lines(browser: Browser, show: Show) -> None:
-    """Neither a line with line ends in its JSON, nor a long name of a host, nor many ranks and hosts."""
-    texts = [RECORD % ("algo-1", r"\n" * 3), RECORD % ("h" * 4_000, ""), RECORD % ("h" * 255, "")]
-    texts += [f"[{at},host-{at}] line" for at in range(5_000)]
-    lines = [parse_line(0.0, "algo-1", text) for text in texts]
+    """Neither a line with other line ends, nor a long name of a host, nor many ranks and hosts."""
+    texts = [("algo-1", "forged\u2028 line"), ("h" * 4_000, "forged line"), ("h" * 255, "forged line")]
+    fields = {"shoal_event": "output", "rank": 0, "stream": 1, "form": "plain"}
+    events = [json.dumps({**fields, "host": host, "text": f"{text}\n"}) for host, text in texts]
+    events += [json.dumps({**fields, "host": f"host-{at}", "rank": at, "text": "line\n"}) for at in range(5_000)]
+    chunks = HostOutput("algo-1", JobLog()).read(f"{event}\n".encode() for event in events)
+    lines = [shown.line for chunk in chunks for shown in chunk.lines]
     show(render_job_page(replace(make_report(), log=lines, metrics=[])), "[aria-label=Log] div div div")
     rows = browser.execute_script("""
         return [...document.querySelectorAll("[aria-label=Log] div")].filter(row => !row.querySelector("div"))

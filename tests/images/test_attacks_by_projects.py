@@ -29,7 +29,6 @@ from shoal.docker_client import archive
 from shoal.errors import SpecError, UsageError
 from shoal.jobs import checkpoints, job_log, results, running, source_files, store
 from shoal.jobs.job import LOCAL, JobRequest
-from shoal.jobs.metric_definitions import MetricPattern, MetricSearch
 from shoal.jobs.store import JobRecord, open_job
 from shoal.limits import MOST_GIT, MOST_LOCK
 from shoal.matrix import project as projects
@@ -206,18 +205,6 @@ for read in (
         assert "Fix: replace it by a text file" in str(error), error
     else:
         raise AssertionError
-"""
-    run_child(code, str(tmp_path))
-
-
-@pytest.mark.parametrize("make", [pipe, endless, huge])
-def test_a_hostile_description_of_metrics_is_none(tmp_path: Path, make: Callable[[Path], None]) -> None:
-    """The live view reads it."""
-    make(tmp_path / "metrics.json")
-    code = """
-import pathlib, sys
-from shoal.jobs.metric_definitions import read_definitions
-assert read_definitions({}, pathlib.Path(sys.argv[1])) == []
 """
     run_child(code, str(tmp_path))
 
@@ -434,11 +421,6 @@ def test_no_module_of_the_working_directory_is_imported(copy: Path, monkeypatch:
     assert shoal(copy, "lock", "pytorch-*-cu117-*").returncode == 3
     monkeypatch.chdir(copy)
     bundle._pip_download(copy, ["shoal-none"])
-    search = MetricSearch([MetricPattern("loss", re.compile(r"loss (\S+)"))])
-    try:
-        assert search.search(["loss 1"]) == [[("loss", 1.0)]]
-    finally:
-        search.close()
     assert not (copy / "RAN").exists()
     subprocess.run([sys.executable, "-m", "pip", "--version"], check=True)
     assert (copy / "RAN").exists(), "the attack of this test works"

@@ -6,7 +6,9 @@ import dataclasses
 import html.parser
 import io
 import json
+import math
 import random
+import time
 from pathlib import Path
 from typing import Any, cast
 from unittest.mock import Mock
@@ -17,8 +19,7 @@ from rich.console import Console
 from shoal.errors import UsageError
 from shoal.jobs import job_log
 from shoal.jobs.job import FinishedJob, JobRequest
-from shoal.jobs.job_log import JobLog, Line, parse_line
-from shoal.jobs.metric_definitions import read_metrics
+from shoal.jobs.job_log import JobLog, Line
 from shoal.jobs.printed_metrics import LineReader
 from shoal.jobs.store import JobRecord, OpenJob
 from shoal.jobs.usage import CPU, MEMORY, Usage, sample_usage
@@ -147,21 +148,6 @@ def test_a_file_that_is_no_report_is_an_error(tmp_path: Path) -> None:
         read_report(tmp_path / "missing.html")
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("[3,algo-2] \x1b[31mloss\x1b[0m=1", ("algo-2", 3, "loss=1")),
-        ("train: ready", ("algo-1", None, "train: ready")),
-        ('{"time": "t", "host": "h", "rank": 1, "stream": "stdout", "message": "m"}', ("h", 1, "m")),
-        ('{"time": "t", "rank": [], "host": 1}', ("algo-1", None, '{"time": "t", "rank": [], "host": 1}')),
-        ("[3,] x", ("algo-1", None, "[3,] x")),
-    ],
-)
-def test_lines_have_the_rank_that_wrote_them(text: str, expected: tuple[str, int | None, str]) -> None:
-    line = parse_line(0.0, "algo-1", text)
-    assert (line.host, line.rank, line.text) == expected
-
-
 def test_numbers_of_lines() -> None:
     line = "loss=0.25 lr=1e-3, name=x path=1.2.3 big=1e999 step=7"
     assert LineReader().read(line) == ({"loss": 0.25, "lr": 0.001}, ("step", 7.0))
@@ -180,7 +166,7 @@ def test_log_keeps_its_ends_and_a_long_series_keeps_its_shape(monkeypatch: pytes
     monkeypatch.setattr(job_log, "_HALF", 10)
     log = JobLog()
     for at in range(5000):
-        log.add("algo-1", f"[1,algo-1] value={at}")
+        log.add("algo-1", f"value={at}", rank=1)
     assert [line.text for line in log.lines] == [f"value={at}" for at in (*range(10), *range(4990, 5000))]
     assert (log.omitted, log.omitted_at) == (4980, 10)
     values = log.series["value", "algo-1", 1].values
@@ -233,18 +219,15 @@ def test_values_are_masked_if_train_has_not_named_the_secrets(tmp_path: Path) ->
 
 def test_metric_definitions_come_before_numbers_in_the_log(tmp_path: Path) -> None:
     opened = open_finished_job(tmp_path)
-    opened.log.add("algo-1", "[0,algo-1] other=1")
+    opened.log.add("algo-1", "other=1", rank=0)
     assert [curve.name for curve in job_collection.collect_report(opened, None).metrics] == ["other"]
-    output = tmp_path / "algo-1" / "output"
-    output.mkdir(parents=True)
-    record = {"time": "2026-01-31T12:00:00.500Z", "name": "loss", "value": 0.25, "rank": 1, "host": "algo-1"}
-    records = [record, "nonsense", {**record, "rank": None}, {**record, "value": []}, {**record, "value": "nan"}]
-    (output / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)))
-    opened.log.began = 1769860800.0
-    opened.log.defined = read_metrics(tmp_path, opened.log.began)
+    opened.log.began = time.time() - 0.5
+    for value in (0.25, math.nan):
+        opened.log.add_metric(("loss", "algo-1", 1), value)
     (curve,) = job_collection.collect_report(opened, None).metrics
-    assert (curve.name, curve.rank, [*curve.times], [*curve.values]) == ("loss", 1, [0.5], [0.25])
-    assert curve.marks == [(0.5, None, "nan")]
+    assert (curve.name, curve.rank, [*curve.values]) == ("loss", 1, [0.25])
+    assert [*curve.times] == pytest.approx([0.5], abs=0.4)
+    assert [mark[1:] for mark in curve.marks] == [(None, "nan")]
     assert {name: str(value) for (name, _, _), value in opened.log.not_finite.items()} == {"loss": "nan"}
     opened.log.add("algo-1", "loss=3")
     opened.log.defined["loss", "algo-1", 1].add(1.0, 0.125)

@@ -158,8 +158,10 @@ def test_a_running_job_comes_before_an_ended_one_of_its_name(
 
 def test_lines_of_a_log_are_chosen(tmp_path: Path) -> None:
     log = JobLog(path=tmp_path / LOG)
-    for host, text in (("algo-1", "[0,algo-1] a"), ("algo-1", "[2,algo-2] b"), ("algo-2", "c"), ("algo-1", "d")):
-        log.add(host, text)
+    log.add("algo-1", "a", rank=0, shown="[0,algo-1] a")
+    log.add("algo-1", "b", "algo-2", 2, "[2,algo-2] b")
+    log.add("algo-2", "c")
+    log.add("algo-1", "[2,algo-2] d")
     log.close()
     log.add("algo-1", "too late")
     with (tmp_path / LOG).open("a") as file:
@@ -169,10 +171,10 @@ def test_lines_of_a_log_are_chosen(tmp_path: Path) -> None:
     def chosen(*filters: Any, **options: Any) -> list[str]:
         return list(read_lines(tmp_path, LineFilter(*filters), **options))
 
-    assert chosen() == ["algo-1 | [0,algo-1] a", "algo-1 | [2,algo-2] b", "algo-2 | c", "algo-1 | d"]
+    assert chosen() == ["algo-1 | [0,algo-1] a", "algo-1 | [2,algo-2] b", "algo-2 | c", "algo-1 | [2,algo-2] d"]
     assert chosen("algo-2") == ["algo-1 | [2,algo-2] b", "algo-2 | c"]
     assert chosen(None, 2) == ["algo-1 | [2,algo-2] b"]
-    assert chosen(tail=1) == ["algo-1 | d"]
+    assert chosen(tail=1) == ["algo-1 | [2,algo-2] d"]
     assert chosen(follow=True, tail=0) == [], "the job does not run"
     (line,) = chosen("algo-1", 0, timestamps=True)
     assert line[4] == line[7] == "-"

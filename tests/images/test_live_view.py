@@ -12,7 +12,6 @@ import struct
 import sys
 import termios
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -22,13 +21,6 @@ from shoal.clean_text import clean_log_line
 from shoal.docker_client.containers import split_lines, split_pieces
 from shoal.jobs import usage
 from shoal.jobs.job_log import JobLog, Line, Series
-from shoal.jobs.metric_definitions import (
-    MetricPattern,
-    MetricSearch,
-    encode_definitions,
-    find_metrics,
-    read_definitions,
-)
 from shoal.jobs.usage import (
     CPU,
     GPU,
@@ -174,23 +166,12 @@ def test_a_progress_bar_is_in_the_panel_until_its_last_state() -> None:
         assert [line for line in text.splitlines() if line.endswith("0%")] == [*["100%"] * (count > 5), *expected]
 
 
-def test_definitions_replace_the_numbers_of_the_log(tmp_path: Path) -> None:
-    definitions = '[{"Name": "loss", "Regex": "loss is ([^ ]+)"}, {"Name": "bad", "Regex": "("}, 3]'
-    found = read_definitions({"sagemaker_metric_definitions": definitions}, tmp_path)
-    metrics = [(name, str(value)) for name, value in find_metrics(found, "loss is 0.5, loss is nan loss is 1e-3 ")]
-    assert metrics == [("loss", "nan"), ("loss", "0.001")]
-    assert read_definitions({}, tmp_path) == []
-    (tmp_path / "metrics.json").write_text(definitions)
-    assert [each.name for each in read_definitions({}, tmp_path)] == ["loss"]
-
-    given = encode_definitions({"loss": r"is ([0-9\.]+)"})
-    (metric,) = read_definitions({"sagemaker_metric_definitions": given}, None)
-    assert (metric.name, metric.pattern.pattern) == ("loss", r"is ([0-9\.]+)")
-
+def test_definitions_replace_the_numbers_of_the_log() -> None:
     receiver, sender = os.pipe()
-    view = make_view(sender, definitions=found)
+    view = make_view(sender)
     with view:
-        view.add("", view.log.add("algo-1", "[3,algo-1] loss is 0.5 other=2"))
+        view.add("", view.log.add("algo-1", "loss is 0.5 other=2", rank=3))
+        view.log.add_metric(("loss", "algo-1", 3), 0.5)
     view.console.file.close()
     received: list[bytes] = []
     read_all(receiver, received)
@@ -198,30 +179,6 @@ def test_definitions_replace_the_numbers_of_the_log(tmp_path: Path) -> None:
     assert "1 host · 4 ranks" in text
     assert "loss 0.5" in text
     assert "other" not in text
-
-
-def test_an_expression_that_takes_years_keeps_no_terminal() -> None:
-    """It may be in a file beside the script, and the script chooses the lines. No thread runs during a search."""
-    search = MetricSearch([MetricPattern("loss", re.compile("((a+)+)$"))])
-    began = time.monotonic()
-    assert search.search(["a" * 60 + "b"], seconds=0.5) is None
-    assert time.monotonic() - began < 20
-    dead = MetricSearch([MetricPattern("loss", re.compile("loss (.)"))])
-    assert dead.search(["loss 1"]) == [[("loss", 1.0)]]
-    assert dead._process
-    dead._process.kill()
-    dead._process.wait()
-    assert dead.search(["loss 1"]) is None
-    receiver, sender = os.pipe()
-    view = make_view(sender, definitions=[MetricPattern("loss", re.compile("((a+)+)$"))])
-    with view:
-        view.add("", view.log.add("algo-1", "a" * 60 + "b=1 other=2"))
-    view.console.file.close()
-    received: list[bytes] = []
-    read_all(receiver, received)
-    shown = SEQUENCES.sub("", b"".join(received).decode())
-    assert "other 2" in shown
-    assert "shoal: an expression of a metric takes too long" in shown
 
 
 def test_use_of_gpus_becomes_the_mean_and_the_sum_of_a_host() -> None:

@@ -125,12 +125,53 @@ def test_interrupted_job_continues(project: Project, tmp_path: Path) -> None:
 KILL_TRAIN = """
 import os, pathlib, signal, sys, time
 def kill_train():
+    time.sleep(1)  # so that `train` has passed on what was printed
     parent = os.getppid()
     while pathlib.Path("/proc", str(parent), "comm").read_text() != "train\\n":
         parent = int(pathlib.Path("/proc", str(parent), "stat").read_text().rpartition(")")[2].split()[1])
     os.kill(parent, signal.SIGKILL)
     time.sleep(600)
 """
+FORGING = """
+import os, pathlib, sys, time
+print("[5,algo-9] loss=0.1")
+print("train: loss=0.25 step=1")
+print('{"shoal_event": "output", "host": "h", "rank": 7, "stream": 1, "form": "plain", "text": "loss=1\\\\n"}')
+os.write(1, b"\\xff 10%\\r20%\\r\\nhalf")
+while not pathlib.Path(sys.argv[2]).exists():  # what was written is copied at once
+    time.sleep(0.01)
+os.write(1, b" line")
+"""
+
+
+def test_lines_of_a_script_are_its_own_whatever_they_look_like(tmp_path: Path) -> None:
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "train.py").write_text(FORGING)
+    command: list[str | Path] = [SHOAL, "run", "any:1", "code/train.py", "--local", "--name", "j", "--json"]
+    command += ["--metric", "defined=loss=([0-9.]+)", "--hyperparameter", f"go={tmp_path / 'go'}"]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout and process.stderr
+        seen = b""
+        while not seen.endswith(b"\nhalf"):
+            piece = os.read(process.stderr.fileno(), 4096)
+            assert piece, seen
+            seen += piece
+        (tmp_path / "go").touch()
+        seen += process.stderr.read()
+        document = json.loads(process.stdout.read())
+    assert b"\xff 10%\r20%\r\nhalf line" in seen
+    assert document["metrics"] == {"loss": 1.0, "defined": 1.0}
+    report = read_report(tmp_path / "jobs" / "j")
+    own = [line for line in report.log if line.rank is not None]
+    assert {(line.host, line.rank) for line in own} == {("algo-1", 0)}
+    assert [line.text for line in own if "event" not in line.text] == [
+        *("[5,algo-9] loss=0.1", "train: loss=0.25 step=1", "\ufffd 10%", "20%", "half line")
+    ]
+    assert [curve.rank for curve in report.metrics] == [0]
+    logs = subprocess.run([SHOAL, "logs", "j", "--rank", "5"], cwd=tmp_path, capture_output=True, text=True)
+    assert (logs.stdout, "no line has that rank" in logs.stderr) == ("", True)
+
+
 LOST = f"""{KILL_TRAIN}
 base = pathlib.Path(os.environ["SAGEMAKER_BASE_DIR"])
 saved = base / "checkpoints" / "pid"

@@ -104,8 +104,8 @@ def test_other_texts_are_not_numbers(line: str) -> None:
 
 def test_the_last_value_counts() -> None:
     log = JobLog()
-    for line in ("loss: nan", "loss: 0.5 acc: nan", "[1,algo-2] loss: 1", "[1,algo-2] loss inf"):
-        log.add("algo-1", line)
+    for rank, line in ((None, "loss: nan"), (None, "loss: 0.5 acc: nan"), (1, "loss: 1"), (1, "loss inf")):
+        log.add("algo-1", line, rank=rank)
     assert {key[0::2]: str(value) for key, value in log.not_finite.items()} == {
         ("acc", None): "nan",
         ("loss", 1): "inf",
@@ -114,7 +114,8 @@ def test_the_last_value_counts() -> None:
 
 def test_a_curve_has_steps_and_marks() -> None:
     log = JobLog()
-    for line in ("step 1 loss 2", "step 2 loss nan", "[1,a] step 1 loss 1", "step 3 loss 1", "step 4 loss -inf"):
+    log.add("a", "step 1 loss 1", rank=1)
+    for line in ("step 1 loss 2", "step 2 loss nan", "step 3 loss 1", "step 4 loss -inf"):
         log.add("a", line)
     series = log.series["loss", "a", None]
     assert ([*series.values], [*series.xs], series.x_name) == ([2, 1], [1, 3], "step")

@@ -281,6 +281,60 @@ def test_processes_beside_the_script_print_in_the_same_form(tmp_path: Path, form
             assert {line["message"]: line["rank"] for line in objects(out)}["trained"] == rank
 
 
+# Events, for `shoal run`
+
+EVENTS = {"SHOAL_LOG_EVENTS": "1", "SAGEMAKER_PROGRAM": "train.py"}
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize(("form", "expected"), [("text", "plain"), ("json", "json")])
+def test_all_output_becomes_events_without_losing_a_byte(
+    tree: Tree, run: Run, launcher: str, form: str, expected: str
+) -> None:
+    launch_by(tree, launcher)
+    data = ODD + bytes(range(256)) * 300
+    tree.script(f"import os\nfor fd in (1, 2): os.write(fd, {data!r})\nassert 'SHOAL_LOG_EVENTS' not in os.environ")
+    done = run(**EVENTS, SHOAL_LOG_FORMAT=form)
+    assert (done.code, done.err) == (0, ""), "both streams are in order"
+    written = {1: b"", 2: b""}
+    for event in objects(done.out):
+        assert event["form"] == expected
+        if event["shoal_event"] == "output":
+            assert (event["host"], event["rank"]) == ("algo-1", 0)
+            written[event["stream"]] += event["text"].encode("utf-8", "surrogateescape")
+    assert written == {1: data, 2: data}
+    own = [event["text"] for event in objects(done.out) if event["shoal_event"] == "log"]
+    assert any(text.startswith(f"train: launcher {launcher}") and text.endswith("\n") for text in own)
+
+
+@pytest.mark.mpi
+def test_events_of_several_ranks_ask_for_a_prefix(tree: Tree, run: Run) -> None:
+    launch_by(tree, "mpi", 2)
+    tree.script("print('one')")
+    texts = {(event["rank"], event["form"]): event["text"] for event in objects(run(**EVENTS).out)}
+    assert {key for key in texts if key[0] is not None} == {(0, "prefixed"), (1, "prefixed")}
+
+
+def test_a_metric_is_an_event_too_even_if_its_file_cannot_be_written(tree: Tree, run: Run) -> None:
+    tree.hosts("algo-1", "algo-1")
+    tree.hyperparameters(sagemaker_metric_definitions=[{"Name": "loss", "Regex": "loss: (.*)"}])
+    tree.script("print('loss: 0.5')\nprint('loss: nan')")
+    (tree.output / "metrics.jsonl").mkdir(parents=True)
+    done = run(**EVENTS)
+    found = [event for event in objects(done.out) if event["shoal_event"] == "metric"]
+    assert [(event["name"], event["value"], event["rank"], event["host"]) for event in found] == [
+        ("loss", 0.5, 0, "algo-1"),
+        ("loss", "nan", 0, "algo-1"),
+    ]
+
+
+def test_a_failure_before_the_plan_is_an_event(tree: Tree, run: Run) -> None:
+    done = run(SHOAL_LOG_EVENTS="1", SAGEMAKER_PROGRAM="missing.py")
+    assert done.code != 0
+    assert done.err == ""
+    assert all(event["text"].startswith("train: ") for event in objects(done.out))
+
+
 def test_a_form_that_there_is_not(tree: Tree, run: Run) -> None:
     tree.script("print('trained')")
     done = run(SAGEMAKER_PROGRAM="train.py", SHOAL_LOG_FORMAT="jsn")

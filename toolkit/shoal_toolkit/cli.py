@@ -176,7 +176,7 @@ def _run_job(paths: Paths, words: Sequence[str], began: float, preflight: bool) 
         settings = settings._replace(hosts_timeout=min(settings.hosts_timeout, _PREFLIGHT_TIMEOUT))
     cluster = read_cluster(paths, os.uname().nodename, os.environ)
     remove_launch_variables(os.environ)
-    configure_log(cluster.current_host, settings.log_format == "json")
+    configure_log(cluster.current_host, settings.log_format == "json", settings.as_events)
     if cluster.found.registration is not None:
         cluster = _register(cluster, settings, problem)
     environ = _build_script_environment(settings, preflight)
@@ -230,7 +230,7 @@ def _register(cluster: Cluster, settings: TrainSettings, problem: TrainError | N
     from shoal_toolkit.hosts.registration import register_hosts
 
     cluster = make_cluster(register_hosts(cluster.found, settings))
-    configure_log(cluster.current_host, settings.log_format == "json")
+    configure_log(cluster.current_host, settings.log_format == "json", settings.as_events)
     return cluster
 
 

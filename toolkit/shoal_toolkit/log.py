@@ -5,6 +5,14 @@ With SHOAL_LOG_FORMAT=json each line is an object. The output of ranks has the s
 {"time": "2026-01-31T12:00:00.123Z", "host": "algo-1", "rank": 0, "stream": "stdout", "message": "epoch 1"}
 
 `rank` is null for lines of `train` and of the launcher. Bytes that are not UTF-8 become \\xNN.
+
+Inside `shoal run` all output is a stream of events on stdout, JSON objects on lines of their own. `shoal run` divides
+their text into lines, and gives them the form of SHOAL_LOG_FORMAT (images/shoal/jobs/train_events.py). An event has
+output of any length, so that a chatty script costs little more than the copy of its bytes:
+
+{"shoal_event": "output", "host": "algo-1", "rank": 0, "stream": 1, "form": "plain", "text": "epoch 1\\nepoch 2\\nepo"}
+{"shoal_event": "log", "host": "algo-1", "rank": null, "stream": 2, "form": "plain", "text": "train: restart 1 ..."}
+{"shoal_event": "metric", "host": "algo-1", "rank": 0, "name": "loss", "value": 0.25, "time": ...}
 """
 
 from __future__ import annotations
@@ -12,27 +20,30 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Iterable
-from json.encoder import encode_basestring
+from collections.abc import Callable, Iterable, Mapping
+from json.encoder import encode_basestring, encode_basestring_ascii
+from typing import Any
 
 from shoal_toolkit import redact
 
 STDOUT, STDERR = 1, 2
+PLAIN, PREFIXED, JSON = "plain", "prefixed", "json"  # what `shoal run` makes of the lines of an event
+_MAX_EVENT = 1 << 16  # bytes of output; an escape takes six characters, and `shoal run` splits lines of more than 1 MiB
 _STREAM_NAMES = {STDOUT: "stdout", STDERR: "stderr"}
 
 _host = ""
-_as_json = False
+_as_json = _as_events = False
 _writer: Callable[[bytes], None] | None = None
 
 
-def configure_log(host: str, as_json: bool) -> None:
+def configure_log(host: str, as_json: bool, as_events: bool = False) -> None:
     """Sets the host and the format of all later log lines."""
-    global _host, _as_json
-    _host, _as_json = host, as_json
+    global _host, _as_json, _as_events
+    _host, _as_json, _as_events = host, as_json, as_events
 
 
 def set_log_writer(writer: Callable[[bytes], None] | None) -> None:
-    """Sends later log lines to `writer`, which keeps their order with other output; None: directly to stderr."""
+    """Sends later log lines to `writer`, which keeps their order with other output; None: directly to the log."""
     global _writer
     _writer = writer
 
@@ -43,11 +54,19 @@ def write_log(text: str) -> None:
     Nothing is buffered, so that a fork writes nothing twice. If a log writer is set, it gets the lines.
     """
     lines = [f"train: {clean_line(line)}" for line in redact.mask_text(text).splitlines()]
-    if _as_json:
+    if _as_json and not _as_events:
         data = format_json_lines(_host, None, STDERR, lines)
     else:
         data = "".join(f"{line}\n" for line in lines).encode("utf-8", "backslashreplace")
-    (_writer or _write_to_stderr)(data)
+        if _as_events:
+            data = format_events(begin_event("log", _host, None, STDERR, JSON if _as_json else PLAIN), data)
+    (_writer or _write_directly)(data)
+
+
+def write_event(kind: str, fields: Mapping[str, Any]) -> None:
+    """Tells `shoal run` something that is not output. Outside of it, this does nothing."""
+    if _as_events:
+        (_writer or _write_directly)(f"{json.dumps({'shoal_event': kind, **fields})}\n".encode())
 
 
 def clean_line(line: str) -> str:
@@ -79,15 +98,27 @@ def format_json_lines(host: str, rank: int | None, stream: int, messages: Iterab
     return "".join(lines).encode("utf-8", "backslashreplace")
 
 
+def begin_event(kind: str, host: str, rank: int | None, stream: int, form: str) -> str:
+    """Returns the beginning of all events with output of one stream."""
+    fields = {"shoal_event": kind, "host": host, "rank": rank, "stream": stream, "form": form}
+    return f'{json.dumps(fields)[:-1]}, "text": '
+
+
+def format_events(start: str, data: bytes) -> bytes:
+    """Returns events with output. Bytes that are not UTF-8 become lone surrogates, as in Python's file names."""
+    pieces = (data[at : at + _MAX_EVENT].decode("utf-8", "surrogateescape") for at in range(0, len(data), _MAX_EVENT))
+    return "".join(f"{start}{encode_basestring_ascii(piece)}}}\n" for piece in pieces).encode()
+
+
 def format_time() -> str:
     """Returns the current time in UTC, to the millisecond, such as 2026-01-31T12:00:00.123Z."""
     now = time.time()
     return f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(now))}.{int(now % 1 * 1000):03d}Z"
 
 
-def _write_to_stderr(data: bytes) -> None:
+def _write_directly(data: bytes) -> None:
     try:
         while data:
-            data = data[os.write(STDERR, data) :]
+            data = data[os.write(STDOUT if _as_events else STDERR, data) :]
     except OSError:
-        return  # stderr is closed
+        return  # it is closed

@@ -320,7 +320,6 @@ def _run_to_end(opened: OpenJob, progress: Console, options: RunOptions, build_s
             with contextlib.suppress(OSError):  # of a full disk: `error` tells more
                 opened.finish(code, state)
         if opened.log.lines:
-            opened.log.defined = metric_definitions.read_metrics(opened.directory, opened.log.began)
             page = job_collection.write_job_report(progress, opened, None)
             _print_report(progress, page)
         if opened.has_checkpoints:
@@ -331,7 +330,6 @@ def _run_to_end(opened: OpenJob, progress: Console, options: RunOptions, build_s
         raise
     opened.finish(result.exit_code)
     checkpoints = opened.checkpoints.path if opened.has_checkpoints else None
-    opened.log.defined = metric_definitions.read_metrics(opened.directory, opened.log.began)
     not_finite = {name: str(value) for (name, _, _), value in opened.log.not_finite.items()}
     result = dataclasses.replace(
         result,
@@ -374,8 +372,7 @@ def _open_view(opened: OpenJob, progress: Console, options: RunOptions) -> conte
     merged = 1 if request.engine == LOCAL and not request.min_hosts else request.hosts
     hosts = f"{request.min_hosts}:{request.hosts}" if request.min_hosts else str(merged)
     ranks = request.hosts * (request.procs_per_host or 1)
-    definitions = metric_definitions.read_definitions(request.hyperparameters, request.source)
-    return LiveView(progress, opened.log, opened.name, hosts, ranks, definitions)
+    return LiveView(progress, opened.log, opened.name, hosts, ranks)
 
 
 def _print_warnings(request: JobRequest, options: RunOptions) -> None:

@@ -106,8 +106,8 @@ def print_logs(
     sys.stdout.flush()
     if rank is not None and not has_lines and tail != 0:
         raise UsageError(
-            f"--rank {rank}: no line has that rank. Lines have one if MPI or torchrun starts several ranks. "
-            "Fix: use --host"
+            f"--rank {rank}: no line has that rank. Ranks begin at 0, and lines of an image without Shoal's `train`"
+            " have none. Fix: another rank, or --host"
         )
     print_line(_describe_state(store.read_job(found.directory)), progress_console(as_json=True))
 

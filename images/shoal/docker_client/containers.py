@@ -197,30 +197,51 @@ def split_pieces(chunks: Iterable[bytes]) -> Iterator[tuple[str, bool]]:
 
     A line of more than `MOST_LOG_LINE` bytes is split.
     """
-    rest = bytearray()
+    splitter = PieceSplitter()
     for chunk in chunks:
-        is_same_line = not rest.endswith(b"\r") and b"\n" not in chunk and b"\r" not in chunk
-        rest += chunk
-        if is_same_line and len(rest) <= MOST_LOG_LINE:
-            continue  # to search all of it after each byte would take minutes
-        data = bytes(rest)
+        yield from splitter.feed(chunk)
+    yield from splitter.flush()
+
+
+class PieceSplitter:
+    """Divides one stream as `split_pieces` does.
+
+    Args:
+        errors: What becomes of bytes that are not UTF-8, as in `bytes.decode`.
+    """
+
+    def __init__(self, errors: str = "replace") -> None:
+        self.rest = bytearray()
+        """The line that is not complete."""
+        self._errors = errors
+
+    def feed(self, chunk: bytes) -> Iterator[tuple[str, bool]]:
+        """Yields the lines that are complete now."""
+        is_same_line = not self.rest.endswith(b"\r") and b"\n" not in chunk and b"\r" not in chunk
+        self.rest += chunk
+        if is_same_line and len(self.rest) <= MOST_LOG_LINE:
+            return  # to search all of it after each byte would take minutes
+        data = bytes(self.rest)
         held = b"\r" if data.endswith(b"\r") else b""  # it may be the first half of \r\n
         *lines, last = data.removesuffix(held).replace(b"\r\n", b"\n").split(b"\n")
         for line in lines:
-            yield from _split_returns(line)
+            yield from self._split_returns(line)
         if b"\r" in last:
             bar, _, last = last.rpartition(b"\r")
-            yield from ((text, True) for text, _ in _split_returns(bar))
-        rest = bytearray(last + held)
-        if len(rest) > MOST_LOG_LINE:  # without end, it would fill the memory
-            yield rest.decode(errors="replace"), False
-            rest.clear()
-    if rest:
-        yield from _split_returns(bytes(rest).removesuffix(b"\r"))
+            yield from ((text, True) for text, _ in self._split_returns(bar))
+        self.rest = bytearray(last + held)
+        if len(self.rest) > MOST_LOG_LINE:  # without end, it would fill the memory
+            yield self.rest.decode(errors=self._errors), False
+            self.rest.clear()
 
+    def flush(self) -> Iterator[tuple[str, bool]]:
+        """Yields an incomplete last line."""
+        if self.rest:
+            yield from self._split_returns(bytes(self.rest).removesuffix(b"\r"))
+            self.rest.clear()
 
-def _split_returns(line: bytes) -> Iterator[tuple[str, bool]]:
-    *overwritten, last = line.split(b"\r") if b"\r" in line else [line]
-    for piece in overwritten:
-        yield piece.decode(errors="replace"), True
-    yield last.decode(errors="replace"), False
+    def _split_returns(self, line: bytes) -> Iterator[tuple[str, bool]]:
+        *overwritten, last = line.split(b"\r") if b"\r" in line else [line]
+        for piece in overwritten:
+            yield piece.decode(errors=self._errors), True
+        yield last.decode(errors=self._errors), False

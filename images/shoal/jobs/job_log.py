@@ -33,7 +33,6 @@ _HALF = 50_000
 MAX_SERIES = 2_000
 _MAX_POINTS = 1_000  # of a series
 _MAX_MARKS = 100  # of a series
-_PREFIX = re.compile(r"\[(\d{1,9}),([^\]\s]{1,255})\] ?")
 _ESCAPES = re.compile(r"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b]*\x07)")
 
 
@@ -44,7 +43,7 @@ class Line(NamedTuple):
     """When it came, after the start of the job."""
     host: str
     rank: int | None
-    """None: `train` or the launcher wrote it."""
+    """None: `train`, the launcher or another program wrote it."""
     text: str
 
 
@@ -125,19 +124,28 @@ class JobLog:
     series: dict[Key, Series] = field(default_factory=dict)
     """The metrics that the script has printed."""
     defined: dict[Key, Series] = field(default_factory=dict)
-    """The metrics of metric definitions, if the job has ended."""
+    """The metrics of metric definitions, which `train` has found."""
     steps: dict[Key, float] = field(default_factory=dict)
     """The last step and epoch that the script has printed beside metrics."""
     usage: dict[Key, Series] = field(default_factory=dict)
     """CPU, memory and GPUs of hosts."""
     path: Path | None = None
-    """The file that gets all lines, as `[seconds since 1970, host, text]`. It is made for the first line."""
+    """The file that gets all lines. It is made for the first one.
+
+    A line is `[seconds since 1970, host, text]`. With a rank, its own host and the rank follow.
+    """
     _file: IO[str] | None = None
     _size: int = 0
     _head: list[Line] = field(default_factory=list)
     _tail: deque[Line] = field(default_factory=lambda: deque(maxlen=_HALF))
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _readers: dict[tuple[str, int | None], LineReader] = field(default_factory=dict)
+
+    @property
+    def last_values(self) -> dict[Key, float]:
+        """The last values of metric definitions; without them, of what is printed, with steps."""
+        last = {key: each.last for key, each in (self.defined or self.series).copy().items()}
+        return last if self.defined else {**self.steps.copy(), **last}
 
     @property
     def not_finite(self) -> dict[Key, float]:
@@ -160,23 +168,44 @@ class JobLog:
         """The index in `lines` before which lines are left out."""
         return len(self._head)
 
-    def add(self, host: str, text: str) -> Line:
-        """Adds a line that came from a host now, and returns it.
+    def add(
+        self,
+        source: str,
+        text: str,
+        host: str | None = None,
+        rank: int | None = None,
+        shown: str | None = None,
+        has_metrics: bool = True,
+    ) -> Line:
+        """Adds a line that came now, and returns it without colours.
 
-        Its rank is in its prefix, or in its JSON; colours are removed.
+        Args:
+            source: The host from which it came.
+            text: The line.
+            host: The host on which it was written; None: it is the source.
+            rank: The rank that wrote it, if one did.
+            shown: The line as a terminal shows it; None: the text itself.
+            has_metrics: Whether the numbers in it may be metrics.
         """
         now = time.time()
-        line = parse_line(round(now - self.began, 2), host, text)
+        line = Line(round(now - self.began, 2), host or source, rank, cut_line(_ESCAPES.sub("", text)))
+        origin = () if rank is None else (line.host, rank)
         with self._lock:
-            self._write(json.dumps([round(now, 3), host, text]))
+            self._write(json.dumps([round(now, 3), source, text if shown is None else shown, *origin]))
             if len(self._head) < _HALF:
                 self._head.append(line)
             else:
                 self.omitted += len(self._tail) == _HALF
                 self._tail.append(line)
-            if not line.text.startswith("train: "):
+            if has_metrics:
                 self._add_metrics(line)
         return line
+
+    def add_metric(self, key: Key, value: float) -> None:
+        """Adds a value of a metric definition that came now."""
+        with self._lock:
+            if key in self.defined or len(self.defined) < MAX_SERIES:
+                self.defined.setdefault(key, Series()).add(round(time.time() - self.began, 2), value)
 
     def close(self) -> None:
         """Closes the file. Later lines are not written to it."""
@@ -221,40 +250,6 @@ def _list_last(series: Mapping[Key, Series]) -> Iterable[tuple[str, float]]:
     return ((name, value) for (name, _, _), value in ordered)
 
 
-def parse_line(seconds: float, host: str, text: str) -> Line:
-    """Returns a line of the log with its origin.
-
-    Args:
-        seconds: When it came.
-        host: The host from which it came, for lines that name none.
-        text: `[rank,host] text` or a JSON object of `train`, otherwise a line without a rank.
-    """
-    text = cut_line(_ESCAPES.sub("", text))
-    if found := _PREFIX.match(text):
-        return Line(seconds, found[2], int(found[1]), text[found.end() :])
-    if text.startswith('{"time": '):
-        return _parse_json(seconds, host, text)
-    return Line(seconds, host, None, text)
-
-
-def _parse_json(seconds: float, host: str, text: str) -> Line:
-    """Returns a line of SHOAL_LOG_FORMAT=json. A line that is none is returned as it is."""
-    try:
-        record = json.loads(text)
-        rank, message = record["rank"], str(record["message"])
-        origin = _PREFIX.fullmatch(f"[{rank or 0},{record['host']}]")
-        if origin and (rank is None or type(rank) is int):
-            return Line(seconds, _one_line(origin[2]), rank, _one_line(message))
-    except (ValueError, KeyError, RecursionError):
-        pass
-    return Line(seconds, host, None, text)
-
-
-def _one_line(text: str) -> str:
-    """Returns a text without line ends and lone surrogates, which JSON can have."""
-    return text.replace("\n", " ").encode("utf-8", "replace").decode()
-
-
 _PAUSE = 0.2
 """Seconds between two looks at a log that grows."""
 _MOST_LINE = 8 * MOST_LOG_LINE  # bytes; JSON writes up to six for one
@@ -267,12 +262,9 @@ class LineFilter:
     host: str | None = None
     rank: int | None = None
 
-    def accepts(self, host: str, text: str) -> bool:
-        """Returns whether to show a line that came from a host."""
-        if self.host is None and self.rank is None:
-            return True
-        line = parse_line(0, host, text)
-        return self.host in (None, line.host) and self.rank in (None, line.rank)
+    def accepts(self, host: str, rank: int | None) -> bool:
+        """Returns whether to show a line of a host and a rank."""
+        return self.host in (None, host) and self.rank in (None, rank)
 
 
 def read_lines(
@@ -300,17 +292,17 @@ def read_lines(
     except (OSError, ValueError) as error:
         raise UsageError(f"{path}: cannot be read: {error}. Fix: remove it") from error
     with opened as file:
-        found = (_format(*each, timestamps) for each in _read_whole(file) if chosen.accepts(*each[1:]))
+        found = _read_whole(file, chosen, timestamps)
         yield from found if tail is None else deque(found, maxlen=tail)
         while follow:
             is_last = not running.is_running(directory)
-            yield from (_format(*each, timestamps) for each in _read_whole(file) if chosen.accepts(*each[1:]))
+            yield from _read_whole(file, chosen, timestamps)
             if is_last:
                 return
             time.sleep(_PAUSE)
 
 
-def _read_whole(file: IO[bytes]) -> Iterator[tuple[float, str, str]]:
+def _read_whole(file: IO[bytes], chosen: LineFilter, timestamps: bool) -> Iterator[str]:
     """A line that is still being written is left for the next call. Lines of another form are left out."""
     while True:
         place = file.tell()
@@ -319,11 +311,8 @@ def _read_whole(file: IO[bytes]) -> Iterator[tuple[float, str, str]]:
             file.seek(place)
             return
         with contextlib.suppress(ValueError, TypeError, OverflowError, OSError, RecursionError):  # of another program
-            at, host, text = json.loads(line)
-            datetime.fromtimestamp(at)
-            yield at, str(host), str(text)
-
-
-def _format(at: float, host: str, text: str, timestamps: bool) -> str:
-    time_of_line = f"{datetime.fromtimestamp(at):%Y-%m-%d %H:%M:%S} " if timestamps else ""
-    return f"{time_of_line}{host} | {text}"
+            at, source, text, *origin = json.loads(line)
+            moment = datetime.fromtimestamp(at)
+            host, rank = origin or (source, None)
+            if chosen.accepts(host, rank):
+                yield f"{f'{moment:%Y-%m-%d %H:%M:%S} ' if timestamps else ''}{source} | {text}"

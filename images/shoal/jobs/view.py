@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -23,8 +23,7 @@ from rich.text import Text
 
 from shoal.clean_text import COLORS, clean_log_line, clean_text
 from shoal.console import LogLines, print_log_lines
-from shoal.jobs.job_log import JobLog, Key, Line
-from shoal.jobs.metric_definitions import MetricPattern, MetricSearch
+from shoal.jobs.job_log import JobLog, Line
 from shoal.jobs.summary import format_number
 from shoal.jobs.usage import CPU, GPU, GPU_MEMORY, MEMORY
 
@@ -151,8 +150,6 @@ _FASTEST, _SLOWEST = 0.1, 0.5  # seconds between two writes to the terminal
 _MAX_SHARE = 0.005
 """The part of a core that the view takes, as long as it need not write less often than every `_SLOWEST` seconds."""
 _MAX_WAITING = 50_000  # lines
-_SEARCH_FAILED = "shoal: an expression of a metric takes too long: all numbers of the log are shown. Fix: simplify it"
-_MAX_SEARCHED = 1_000  # lines of a write in which metric definitions are searched
 _KEPT = 500  # lines that are written again after a change of the terminal's size
 
 
@@ -204,8 +201,6 @@ class LiveView:
     """The number of hosts, or a range."""
     ranks: int
     """The number of ranks, if the log does not show more of them."""
-    definitions: Sequence[MetricPattern] = ()
-    """The metrics to show; none: all numbers that lines name."""
     is_live: bool = True
     _waiting: deque[tuple[str, Line, bool]] = field(default_factory=deque)
     _added: int = 0
@@ -214,13 +209,10 @@ class LiveView:
     _changed: threading.Event = field(default_factory=threading.Event)
     _ended: threading.Event = field(default_factory=threading.Event)
     _shown: deque[str] = field(default_factory=lambda: deque(maxlen=_KEPT))
-    _found: dict[Key, float] = field(default_factory=dict)
-    """The last values of the metric definitions."""
     _progress: str = ""
     _panel_time: float = 0.0
 
     def __post_init__(self) -> None:
-        self._search = MetricSearch(self.definitions)
         self._thread = threading.Thread(target=self._write_lines, name="live view", daemon=True)
 
     def __enter__(self) -> LiveView:
@@ -237,7 +229,6 @@ class LiveView:
             self._thread.join()
             self._live.update(render_result(self._describe(), self.console.width))
         finally:  # also after an interrupt: the cursor is hidden until then
-            self._search.close()
             with contextlib.suppress(OSError):  # the terminal has gone
                 self._live.stop()
 
@@ -279,7 +270,7 @@ class LiveView:
             self._progress = COLORS.sub("", clean_log_line(shown)) if is_overwritten else ""
         if skipped:
             text = f"… {skipped:,} lines are not shown, because the terminal is slower than the job\n{text}"
-        text += self._read_lines(line for _, line, _ in [*waiting][-_MAX_SEARCHED:])
+        self.ranks = max([self.ranks, *(line.rank + 1 for _, line, _ in waiting if line.rank is not None)])
         self._shown.extend(text.splitlines(keepends=True)[-_KEPT:])
         now = time.monotonic()
         is_resized = self.console.size != self._size
@@ -302,26 +293,10 @@ class LiveView:
         self.console.file.write("\x1b[J")
         self._live = self._start_live()
 
-    def _read_lines(self, lines: Iterable[Line]) -> str:
-        """If the search fails, the log's numbers replace the definitions. Returns a line about it, or ""."""
-        lines = [*lines]
-        self.ranks = max([self.ranks, *(line.rank + 1 for line in lines if line.rank is not None)])
-        searched = [line for line in lines if self.definitions and not line.text.startswith("train: ")]
-        if not searched:
-            return ""
-        found = self._search.search([line.text for line in searched])
-        if found is None:
-            self.definitions = ()
-            return f"{_SEARCH_FAILED}\n"
-        for line, metrics in zip(searched, found):
-            self._found.update({(name, line.host, line.rank): value for name, value in metrics})
-        return ""
-
     def _describe(self) -> PanelState:
         seconds = time.time() - self.log.began
-        last = {**self.log.steps.copy(), **{key: series.last for key, series in self.log.series.copy().items()}}
         metrics: dict[str, list[float]] = {}
-        for (name, _, _), value in (self._found if self.definitions else last).items():
+        for (name, _, _), value in self.log.last_values.items():
             metrics.setdefault(name, []).append(value)
         usage: dict[str, dict[str, float]] = {}
         measured = self.log.usage.copy()

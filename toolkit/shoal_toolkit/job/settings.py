@@ -24,6 +24,7 @@ SECRET, SECRET_FILE = "SHOAL_JOB_SECRET", "SHOAL_JOB_SECRET_FILE"
 LIBRARY_SECRET = "SMDDP_JOB_SECRET"
 MEMBERS_ONLY = "SHOAL_MEMBERS_ONLY"  # 1: ranks accept connections from hosts of the job only
 SET_DEVICE = "SHOAL_SET_DEVICE"  # 0: ranks get no GPU of their own (hooks/devices.py)
+EVENTS = "SHOAL_LOG_EVENTS"  # 1: `shoal run` reads the log, as events (log.py)
 REPORTED_VARIABLES = "SHOAL_REPORTED_VARIABLES"  # names of variables for job.json, separated by spaces
 # Names of variables, separated by spaces. `train` sets each to the content of the file that NAME_FILE names.
 SECRET_VARIABLES = "SHOAL_SECRET_VARIABLES"
@@ -37,7 +38,7 @@ VARIABLES = (
 # Set by `train`, `shoal run` and the library, not by users.
 _INTERNAL = (
     *("SHOAL_JOB", "SHOAL_RUN_DIR", "SHOAL_CODE_DIR", "SHOAL_REHEARSE_TOLD", "SHOAL_SDK_HYPERPARAMETERS"),
-    *("SHOAL_PEERS", "SHOAL_CONNECTIONS", REPORTED_VARIABLES, SECRET_VARIABLES),
+    *("SHOAL_PEERS", "SHOAL_CONNECTIONS", EVENTS, REPORTED_VARIABLES, SECRET_VARIABLES),
 )
 _LEAST_SIMILARITY = 0.8
 
@@ -55,10 +56,11 @@ class TrainSettings(NamedTuple):
     restart: int = 0  # restarts of this job before this `train`, which count too
     standby: bool = True  # keep a process with imported frameworks for restarts
     min_hosts: int = 0  # with which an elastic job goes on; 0: all
+    as_events: bool = False  # write the log as events for `shoal run`
 
 
 def take_settings(environ: MutableMapping[str, str]) -> tuple[TrainSettings, ContractError | None]:
-    """Reads the settings, and removes the secret from the environment, so that no child process inherits it.
+    """Reads the settings. Removes the secret and EVENTS from the environment: no child process may inherit them.
 
     Args:
         environ: The environment of `train`; the variables of the secret are removed from it. Those that
@@ -97,6 +99,7 @@ def take_settings(environ: MutableMapping[str, str]) -> tuple[TrainSettings, Con
         standby=bool(number("SHOAL_STANDBY", 1, 0, 1)),
         min_hosts=number("SHOAL_MIN_HOSTS", 0, 1, _MOST_HOSTS),
         log_format=attempt(lambda: _read_log_format(environ), LOG_FORMATS[0]),
+        as_events=environ.pop(EVENTS, "") == "1",
     )
     return settings, next(iter(problems), None)
 

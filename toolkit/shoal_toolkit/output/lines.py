@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections import deque
 
-from shoal_toolkit.log import format_json_lines
+from shoal_toolkit.log import begin_event, format_events, format_json_lines
 
 _MAX_LINE_BYTES = 1 << 20
 _TAIL_BYTES = 16384
@@ -133,3 +133,18 @@ class JsonLines:
 
     def _format(self, lines: list[str]) -> bytes:
         return format_json_lines(*self._origin, lines) if lines else b""
+
+
+class OutputEvents:
+    """Turns one stream of a rank, or of the launcher (rank None), into events of `shoal run`, as it comes."""
+
+    def __init__(self, host: str, rank: int | None, stream: int, form: str) -> None:
+        self._start = begin_event("output", host, rank, stream, form)
+
+    def feed(self, data: bytes) -> bytes:
+        """Returns events with all of the output."""
+        return format_events(self._start, data)
+
+    def flush(self) -> bytes:
+        """Returns nothing, as nothing is kept."""
+        return b""

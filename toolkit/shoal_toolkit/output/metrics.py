@@ -3,7 +3,7 @@
 {"time": "2026-01-31T12:00:00.123Z", "name": "loss", "value": 0.25, "rank": 0, "host": "algo-1"}
 
 The value is the first group of the expression: a number, or the text nan, inf or -inf, which JSON has no numbers for.
-Every match in a line counts, on stdout and stderr.
+Every match in a line counts, on stdout and stderr. `shoal run` gets each record as an event too.
 
 An expression can take years for one line. A signal of a timer for CPU time interrupts it: Python's search looks for
 signals.
@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from shoal_toolkit.job.metrics import MetricPattern
-from shoal_toolkit.log import format_time, write_log
+from shoal_toolkit.log import format_time, write_event, write_log
 from shoal_toolkit.output.lines import TextLines
 
 _MAX_LENGTH = 4096  # characters of a line: an expression may take quadratic time, and the loop waits for it
@@ -79,6 +79,8 @@ class MetricsFile:
 
         The job then goes on without metrics.
         """
+        for record in records:
+            write_event("metric", record)
         if self._broken or not records:
             return
         try:

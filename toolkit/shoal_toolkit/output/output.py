@@ -3,7 +3,8 @@
 Also reads the metrics in the output of ranks, and closes their file. A line gets the prefix `[rank,host]` if several
 ranks share the log. Otherwise bytes pass unchanged. No two writers that pass through here share a line.
 
-With JSON or metrics, all output on stdout and stderr passes through here. Otherwise a script without a launcher writes
+With JSON, events or metrics, all output on stdout and stderr passes through here. Events are on stdout only, so that
+both streams keep their order. Otherwise a script without a launcher writes
 to stdout itself, and sidecars write to both.
 """
 
@@ -12,8 +13,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from shoal_toolkit.log import STDERR, STDOUT, set_log_writer
-from shoal_toolkit.output.lines import JsonLines, Lines, Tail
+from shoal_toolkit.log import JSON, PLAIN, PREFIXED, STDERR, STDOUT, set_log_writer
+from shoal_toolkit.output.lines import JsonLines, Lines, OutputEvents, Tail
 from shoal_toolkit.output.pipes import FlowControl, Sink
 from shoal_toolkit.system.loop import Loop
 
@@ -40,13 +41,20 @@ class Output:
     """Writes to stdout and stderr of `train` on this host. Creating it sends the log through it, until `close`."""
 
     def __init__(
-        self, loop: Loop, flow: FlowControl, prefixed: bool, as_json: bool, metrics: MetricsFile | None
+        self,
+        loop: Loop,
+        flow: FlowControl,
+        prefixed: bool,
+        as_json: bool,
+        metrics: MetricsFile | None,
+        as_events: bool = False,
     ) -> None:
         out = Sink(loop, STDOUT, flow)
         # One queue if both are the same file (2>&1): a write that ends within a line would let the other stream in.
-        self._sinks = {STDOUT: out, STDERR: out if os.path.sameopenfile(STDOUT, STDERR) else Sink(loop, STDERR, flow)}
-        self._prefixed = prefixed
-        self._as_json = as_json
+        shared = as_events or os.path.sameopenfile(STDOUT, STDERR)
+        self._sinks = {STDOUT: out, STDERR: out if shared else Sink(loop, STDERR, flow)}
+        self._form = JSON if as_json else PREFIXED if prefixed else PLAIN
+        self._as_events = as_events
         self._metrics = metrics
         self._streams: dict[tuple[int, int | None], _Stream] = {}
         self._writer_of: dict[Sink, int | None] = {}  # the rank that wrote last
@@ -56,7 +64,7 @@ class Output:
     @property
     def reads_all(self) -> bool:
         """Whether stdout of a process must pass through here even if no other process writes to the log."""
-        return self._as_json or self._metrics is not None
+        return self._as_events or self._form == JSON or self._metrics is not None
 
     @property
     def empty(self) -> bool:
@@ -113,9 +121,11 @@ class Output:
 
     def _add_stream(self, stream: int, rank: int | None, host: str) -> _Stream:
         formatter: Formatter | None = None
-        if self._as_json:
+        if self._as_events:
+            formatter = OutputEvents(host, rank, stream, self._form)
+        elif self._form == JSON:
             formatter = JsonLines(host, rank, stream)
-        elif self._prefixed and rank is not None:
+        elif self._form == PREFIXED and rank is not None:
             formatter = Lines(f"[{rank},{host}] ".encode())
         tail = metrics = None
         if rank is not None:

@@ -158,16 +158,17 @@ class Host(Role):
 
     def _make_output(self) -> Output:
         """Returns the writer to stdout and stderr. Log lines go through it from now on."""
-        as_json, metrics = self.task.settings.log_format == "json", None
+        settings = self.task.settings
+        as_json, metrics = settings.log_format == "json", None
         if not self.has_plan:
-            return Output(self.loop, self.flow, False, as_json, None)
+            return Output(self.loop, self.flow, False, as_json, None, settings.as_events)
         if self.plan.metrics:
             from shoal_toolkit.output.metrics import MetricsFile
 
             metrics = MetricsFile(f"{self.task.paths.output}/{METRICS}", self.plan.metrics)
         # Lines need a prefix if several ranks share the log.
         prefixed = self.plan.has_ranks and self.plan.world_size > 1
-        return Output(self.loop, self.flow, prefixed, as_json, metrics)
+        return Output(self.loop, self.flow, prefixed, as_json, metrics, settings.as_events)
 
     def run(self) -> int:
         """Runs the job to its result, writes the result files, and sends the result to the other hosts.

@@ -18,10 +18,11 @@ from docker.models.networks import Network
 from shoal import docker_client
 from shoal.docker_client import containers
 from shoal.errors import DockerError, UsageError
-from shoal.jobs import checkpoints, job, variables
+from shoal.jobs import checkpoints, job, train_events, variables
 from shoal.jobs.job_log import JobLog
 from shoal.jobs.processes import STOP_SECONDS
 from shoal.jobs.run import Arrival, HostExit
+from shoal.jobs.train_events import HostOutput
 from shoal.jobs.usage import GpuMeter, Usage, read_lines, smi_command
 from shoal.jobs.view import View
 from shoal.jobs.volumes import Volume
@@ -92,6 +93,7 @@ def container_settings(request: job.JobRequest, name: str, identity: str, networ
             **request.script_variables,
             job.SECRET_FILE: f"/{SECRET_PATH}",
             **job.MEMBERS_ONLY,
+            **train_events.SWITCH,
             **variables.locate_secrets(request.secrets),
             **job.limit_variables(request.max_restarts, request.min_hosts),
             **own,
@@ -120,8 +122,9 @@ def start_log_reader(container_id: str, host: str, view: View, log: JobLog) -> t
         finally:
             attached.set()
         with containers.close_at_end(stream):
-            for line, is_overwritten in containers.split_pieces(stream):
-                view.add(f"{host} | {line}", log.add(host, line), is_overwritten)
+            for chunk in HostOutput(host, log).read(stream):
+                for text, line, is_overwritten in chunk.lines:
+                    view.add(f"{host} | {text}", line, is_overwritten)
 
     thread = threading.Thread(target=print_lines, name=f"logs of {host}", daemon=True)
     thread.start()

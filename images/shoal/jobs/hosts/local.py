@@ -26,17 +26,17 @@ from rich.console import Console
 from shoal.console import print_line
 from shoal.docker_client import containers
 from shoal.errors import DiskError, DockerError, UsageError
-from shoal.jobs import checkpoints, distribution, gpus, job, results, run, usage, variables
+from shoal.jobs import checkpoints, distribution, gpus, job, results, run, train_events, usage, variables
 from shoal.jobs.job_log import JobLog
 from shoal.jobs.processes import BASE, STOP_SECONDS, read_environment
 from shoal.jobs.run import Arrival, HostExit
 from shoal.jobs.store import OpenJob
+from shoal.jobs.train_events import STDERR, STDOUT, HostChunk, HostOutput, Stream
 from shoal.jobs.view import View
 from shoal.limits import MOST_REPORT, read_file
 from shoal.matrix import project
 
 _PR_SET_CHILD_SUBREAPER = 36  # of Linux
-_STDERR = 2
 
 
 @dataclass
@@ -123,28 +123,29 @@ class LocalHosts:
 
     def _start_readers(self, host: str, process: subprocess.Popen[bytes]) -> list[threading.Thread]:
         """One host's bytes are not changed, unless they go to the terminal of a live view."""
-        assert process.stdout is not None
-        if process.stderr is None:
-            readers = [threading.Thread(target=self._show_output, args=(host, process.stdout, True), daemon=True)]
-        else:
-            streams = ((process.stdout, self.console.file.fileno()), (process.stderr, _STDERR))
-            readers = [threading.Thread(target=self._pass_output, args=(host, *pair), daemon=True) for pair in streams]
+        copies: dict[int, _Copy] = {}
+        if process.stderr is not None:
+            copies = _open_copies(self.console.file.fileno())
+        pipes = [(process.stdout, STDOUT), (process.stderr, STDERR)]
+        readers = [
+            threading.Thread(target=self._read_output, args=(host, pipe, number, copies), daemon=True)
+            for pipe, number in pipes
+            if pipe
+        ]
         for reader in readers:
             reader.start()
         return readers
 
-    def _show_output(self, host: str, stream: IO[bytes], named: bool) -> None:
-        """Body of a thread: shows lines, if `named` after the name of their host, and keeps them."""
-        for line, is_overwritten in containers.split_pieces(_read_chunks(stream)):
-            self.view.add(f"{host} | {line}" if named else line, self.log.add(host, line), is_overwritten)
-
-    def _pass_output(self, host: str, stream: IO[bytes], target: int) -> None:
-        """Body of a thread: copies the output of a host to a file descriptor at once, and keeps its lines."""
-        if self.view.is_live and os.isatty(target):
-            self._show_output(host, stream, named=False)
-            return
-        for line in containers.split_lines(_copy_chunks(_read_chunks(stream), target)):
-            self.log.add(host, line)
+    def _read_output(self, host: str, pipe: IO[bytes], number: int, copies: Mapping[int, _Copy]) -> None:
+        """Body of a thread: keeps the lines of a host. Copies or shows them, of several hosts with the host's name."""
+        chunks = iter(lambda: os.read(pipe.fileno(), 1 << 16), b"")
+        for chunk in HostOutput(host, self.log, number).read(chunks):
+            copy = copies.get(chunk.stream.number)
+            if copy and not (self.view.is_live and os.isatty(copy.target)):
+                copy.write(chunk)
+                continue
+            for text, line, is_overwritten in chunk.lines:
+                self.view.add(text if copy else f"{host} | {text}", line, is_overwritten)
 
     def stop(self, hosts: Iterable[str]) -> None:
         """Stops hosts, all at the same time, and waits for them; an interrupt ends the wait."""
@@ -207,20 +208,34 @@ class LocalHosts:
             return []
 
 
-def _read_chunks(stream: IO[bytes]) -> Iterator[bytes]:
-    return iter(lambda: os.read(stream.fileno(), 1 << 16), b"")
+@dataclass
+class _Copy:
+    """A file descriptor that gets output at once and unchanged. After an error nothing more is written."""
 
+    target: int
+    _is_broken: bool = False
+    _writer: Stream | None = None
+    _last: bytes = b"\n"
 
-def _copy_chunks(chunks: Iterable[bytes], target: int) -> Iterator[bytes]:
-    """Yields the chunks, each after it was written to a file descriptor. After an error nothing more is written."""
-    for chunk in chunks:
+    def write(self, chunk: HostChunk) -> None:
+        """Writes output. It begins a new line if the last one is of another writer."""
+        data = chunk.encode()
+        if not data or self._is_broken:
+            return
+        if chunk.stream != self._writer and self._last != b"\n":
+            data = b"\n" + data
+        self._writer, self._last = chunk.stream, data[-1:]
         try:
-            rest = chunk
-            while rest:
-                rest = rest[os.write(target, rest) :]
+            while data:
+                data = data[os.write(self.target, data) :]
         except OSError:  # the reader of our output has gone
-            target = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
-        yield chunk
+            self._is_broken = True
+
+
+def _open_copies(stdout: int) -> dict[int, _Copy]:
+    """Returns the copies of both streams; one for both if they are the same file."""
+    copy = _Copy(stdout)
+    return {STDOUT: copy, STDERR: copy if os.path.sameopenfile(stdout, STDERR) else _Copy(STDERR)}
 
 
 def kill_orphans(tree: Path) -> None:
@@ -318,6 +333,7 @@ def _make_environment(opened: OpenJob, temporary: str) -> dict[str, str]:
         "SHOAL_STOP_GRACE": str(STOP_SECONDS),
         **(job.share_cpus(request, len(os.sched_getaffinity(0))) if request.min_hosts else {}),
         **job.MEMBERS_ONLY,
+        **train_events.SWITCH,
         **os.environ,
         "TMPDIR": temporary,
         **_gpu_environment(request.gpus),

@@ -180,7 +180,7 @@ def test_a_missing_script_that_is_elsewhere_in_the_code(tree: Tree, run: Run, na
 def test_no_script_is_named(tree: Tree, run: Run) -> None:
     assert run().code == 2
     assert "Fix: set the variable SAGEMAKER_PROGRAM" in tree.failure
-    assert "is empty: mount or copy the code there" in tree.failure
+    assert "is empty. Fix: mount or copy the code there" in tree.failure
 
 
 # Variables

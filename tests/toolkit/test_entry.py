@@ -124,7 +124,8 @@ def test_the_stock_toolkits_own_function_is_passed_over(tree: Tree, name: str) -
 @pytest.mark.parametrize("value", ["pkg", "pkg:", ":main", "pkg.:main", "pkg:main()", "a b:main", "pkg:main.other"])
 def test_a_function_that_is_not_named_properly(tree: Tree, run: Run, value: str) -> None:
     assert run(SAGEMAKER_TRAINING_MODULE=value).code == 2
-    assert tree.failure == f'SAGEMAKER_TRAINING_MODULE is {value!r}; it must be "package.module:function".'
+    problem, fix = f'SAGEMAKER_TRAINING_MODULE is {value!r}; it must be "package.module:function".', "Fix: set it so"
+    assert tree.failure == f"{problem} {fix}, or unset it to run a script."
 
 
 @pytest.mark.parametrize("name", ["-m", "-c print(1)", "-m pkg --flag", "--help", "-m pkg/jobs.py", "-mpkg"])

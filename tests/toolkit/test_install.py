@@ -488,4 +488,6 @@ def test_an_arn_that_is_none(tree: Tree, environment: Environment) -> None:
     tree.script("private==1.0", "requirements.txt")
     tree.script("")
     assert environment.train(tree, SAGEMAKER_PROGRAM="train.py", CA_REPOSITORY_ARN="arn:aws:s3:::b").code == 1
-    assert tree.failure.startswith("ERROR: CA_REPOSITORY_ARN is 'arn:aws:s3:::b'; it must have the form arn:aws:code")
+    assert tree.failure.startswith(
+        "ERROR: The variable CA_REPOSITORY_ARN is 'arn:aws:s3:::b'. Fix: set it to arn:aws:code"
+    )

@@ -109,7 +109,7 @@ def test_a_file_beside_the_code_may_be_something_else(tree: Tree, run: Run) -> N
         ([{"Name": "loss", "Regex": "loss: 1"}], "the Regex of the metric 'loss' is 'loss: 1', which has no group"),
         ([LOSS, {"Name": "x"}], "definition 2 is {'Name': 'x'}; it must have a Name and a Regex"),
         (["loss"], "definition 1 is 'loss'; it must have a Name and a Regex"),
-        ({"loss": "x"}, "must be a list of metric definitions"),
+        ({"loss": "x"}, "is not a list of metric definitions"),
     ],
 )
 def test_definitions_that_are_wrong_start_nothing(tree: Tree, run: Run, definitions: object, says: str) -> None:

@@ -90,7 +90,7 @@ def test_the_code_directory_itself_may_be_named(tree: Tree, run: Run) -> None:
     """The SDK's local mode does, also if nothing is there."""
     tree.hyperparameters(sagemaker_submit_directory=f"{tree.code}/", sagemaker_program="train.py")
     assert run().code == 2
-    assert f"{tree.code} is empty: mount or copy the code there" in tree.failure
+    assert f"{tree.code} is empty. Fix: mount or copy the code there" in tree.failure
     tree.code.rmdir()
     assert run("--", "--help", SAGEMAKER_PROGRAM="-m json.tool").code == 0
 
@@ -315,7 +315,8 @@ def test_a_refused_archive_fails_the_job_and_leaves_nothing(tree: Tree, run: Run
     done = run(SAGEMAKER_SUBMIT_DIRECTORY=str(path), SAGEMAKER_PROGRAM="train.py")
     assert done.code == 2
     assert tree.failure == (
-        f"SAGEMAKER_SUBMIT_DIRECTORY: {path}: the member '../evil' is refused: its name leaves the code directory."
+        f"SAGEMAKER_SUBMIT_DIRECTORY: {path}: the member '../evil' is refused: its name leaves the code directory. "
+        "Fix: make the archive without it."
     )
     assert tree.outcome() == {"failure"}
     assert sorted(path.name for path in tree.base.iterdir()) == ["code", "input", "model", "output"]

@@ -96,7 +96,7 @@ def find_aws_batch(environ: Mapping[str, str], hostname: str, root: str) -> Host
     if max(index, main) >= count:
         raise ContractError(
             f"{_BATCH_SOURCE}: {show(environ, _BATCH_INDEX, _BATCH_MAIN_INDEX, _BATCH_COUNT)}: an index is below the "
-            "number."
+            f"number. Fix: pass all AWS_BATCH_* variables into the container as AWS Batch sets them, or {EXPLICIT}."
         )
     address = environ.get(_BATCH_MAIN_ADDRESS, "")
     if index != main and not address:

@@ -185,7 +185,7 @@ def check_hosts(hosts: Sequence[str], rank: int, source: str) -> None:
     if not 0 <= rank < len(hosts):
         raise ContractError(
             f"{source} gives this host the rank {rank}, and the job has {len(hosts)} hosts: {list(hosts)}. "
-            f"Ranks are 0 to {len(hosts) - 1}."
+            f"Ranks are 0 to {len(hosts) - 1}. Fix: {EXPLICIT}."
         )
 
 

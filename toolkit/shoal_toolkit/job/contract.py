@@ -383,11 +383,13 @@ def _read_object(path: str) -> dict[str, Any] | None:
             'Fix: write one JSON object, such as {"key": "value"}.'
         ) from None
     except (OSError, ValueError, RecursionError) as error:
-        raise ContractError(f"{path} cannot be read: {error}. It must be a JSON object, in UTF-8.") from None
+        raise ContractError(
+            f"{path} cannot be read: {error}. Fix: write a JSON object, in UTF-8, that this user can read."
+        ) from None
     if not isinstance(value, dict):
         raise ContractError(
-            f"{path}, line 1: the file holds a JSON {_name_json_type(value)}, and must hold an object, "
-            'such as {"key": "value"}.'
+            f"{path}, line 1: the file holds a JSON {_name_json_type(value)}, and must hold an object. "
+            'Fix: write one, such as {"key": "value"}.'
         )
     return value
 
@@ -400,7 +402,7 @@ def _name_json_type(value: Any) -> str:
 def _read_hosts(config: Mapping[str, Any], path: str) -> tuple[str, ...]:
     hosts = config.get("hosts")
     if not isinstance(hosts, list) or not hosts or not all(isinstance(host, str) and host for host in hosts):
-        raise ContractError(f'{path}: hosts is {hosts!r}, and must be a list of host names, such as ["algo-1"].')
+        raise ContractError(f'{path}: hosts is {hosts!r}. Fix: write a list of host names, such as ["algo-1"].')
     if len(set(hosts)) != len(hosts):
         raise ContractError(f"{path}: hosts names a host twice: {hosts}. Fix: name each host once.")
     return tuple(hosts)

@@ -62,7 +62,10 @@ def _make_temporary_directory() -> str:
     try:
         return tempfile.mkdtemp(prefix="shoal-code-")
     except OSError as error:
-        raise LaunchError(f"No temporary directory for the code can be made: {error}.") from None
+        raise LaunchError(
+            f"No temporary directory for the code can be made: {error}. "
+            "Fix: set TMPDIR to a directory that this user can write."
+        ) from None
 
 
 def _move_into_place(stage: str, code_dir: str) -> tuple[str, str]:

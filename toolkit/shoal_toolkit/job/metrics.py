@@ -43,7 +43,7 @@ def read_metric_definitions(config: str, code_dir: str, hyperparameter: Any) -> 
     if listed is None:
         return ()
     if not isinstance(listed, list):
-        raise ContractError(f"{source} must be a list of metric definitions, such as {_EXAMPLE}.")
+        raise ContractError(f"{source} is not a list of metric definitions. Fix: write one, such as {_EXAMPLE}.")
     return tuple(_check_definition(item, index, source) for index, item in enumerate(listed))
 
 
@@ -64,20 +64,21 @@ def _load_json(path: str) -> Any:
         with open(path, encoding="utf-8-sig") as file:
             return json.load(file)
     except (OSError, ValueError) as error:
-        raise ContractError(f"{path} cannot be read as JSON: {error}. It must be a list such as {_EXAMPLE}.") from None
+        raise ContractError(f"{path} cannot be read as JSON: {error}. Fix: write a list such as {_EXAMPLE}.") from None
 
 
 def _check_definition(item: Any, index: int, source: str) -> MetricPattern:
     name, regex = (item.get("Name"), item.get("Regex")) if isinstance(item, dict) else (None, None)
     if not isinstance(name, str) or not name or not isinstance(regex, str):
         raise ContractError(
-            f"{source}: definition {index + 1} is {item!r}; it must have a Name and a Regex: {_EXAMPLE}."
+            f"{source}: definition {index + 1} is {item!r}; it must have a Name and a Regex. Fix: write {_EXAMPLE}."
         )
     try:
         pattern = re.compile(regex)
     except (re.error, OverflowError, RecursionError) as error:
         raise ContractError(
-            f"{source}: the Regex of the metric {name!r} is {regex!r}, which is not a regular expression: {error}."
+            f"{source}: the Regex of the metric {name!r} is {regex!r}, which is not a regular expression of Python: "
+            f"{error}. Fix: correct it."
         ) from None
     if not pattern.groups:
         raise ContractError(

@@ -205,5 +205,7 @@ def _read_number(environ: Mapping[str, str], name: str, default: int, least: int
     if not text:
         return default
     if not text.isdecimal() or not least <= int(text) <= most:
-        raise ContractError(f"The variable {name} is {text!r}; it must be a whole number from {least} to {most}.")
+        raise ContractError(
+            f"The variable {name} is {text!r}; it must be a whole number from {least} to {most}. Fix: set it so."
+        )
     return int(text)

@@ -130,17 +130,18 @@ def _find_flags(hyperparameters: Mapping[str, Any], store_true: object) -> set[s
         return possible if store_true else set()
     if not isinstance(store_true, list):
         allowed = 'allowed are true, and a list of names such as ["fp16"]'
-        raise ContractError(f"hyperparameters.json: {STORE_TRUE} is {store_true!r}; {allowed}.")
+        raise ContractError(f"hyperparameters.json: {STORE_TRUE} is {store_true!r}; {allowed}. Fix: set one of them.")
     for name in store_true:
         if name not in hyperparameters:
             hint = did_you_mean(str(name), hyperparameters)
             raise ContractError(
-                f"hyperparameters.json: {STORE_TRUE} names {name!r}, which is not a hyperparameter.{hint}"
+                f"hyperparameters.json: {STORE_TRUE} names {name!r}, which is not a hyperparameter.{hint} "
+                "Fix: leave the name out, or correct it."
             )
         if name not in possible:
             raise ContractError(
                 f"hyperparameters.json: {STORE_TRUE} names {name!r}, which is {hyperparameters[name]!r}; a flag is "
-                "true or false."
+                "true or false. Fix: leave the name out, or set it to one of these."
             )
     return set(store_true)
 

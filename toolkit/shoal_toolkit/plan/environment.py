@@ -238,7 +238,9 @@ def read_log_level(job: Job) -> int:
         return int(word)
     if word not in _LOG_LEVELS:
         hint = did_you_mean(word, _LOG_LEVELS)
-        raise ContractError(f"{name} is {value!r}; allowed are a number and {', '.join(_LOG_LEVELS)}.{hint}")
+        raise ContractError(
+            f"{name} is {value!r}; allowed are a number and {', '.join(_LOG_LEVELS)}.{hint} Fix: set one of them."
+        )
     return _LOG_LEVELS[word]
 
 

@@ -46,7 +46,7 @@ def plan_to_dict(plan: LaunchPlan) -> dict[str, object]:
     explained = ExplainedPlan(
         launcher=plan.launcher.name,
         hosts=list(plan.hosts),
-        hosts_from={"source": plan.hosts_source, "evidence": plan.hosts_evidence},
+        hosts_from={"source": plan.found.source, "evidence": plan.found.evidence},
         current_host=plan.current_host,
         first_host=plan.hosts[0],
         ranks=dict(plan.ranks),
@@ -69,7 +69,7 @@ def plan_to_text(plan: LaunchPlan) -> str:
     lines = [
         f"launcher     {plan.launcher.name}",
         f"hosts        {', '.join(f'{host} ({_describe_ranks(plan, host)})' for host in plan.hosts)}",
-        f"hosts from   {plan.hosts_source}: {plan.hosts_evidence}",
+        f"hosts from   {plan.found.source}: {plan.found.evidence}",
         f"this host    {plan.current_host} ({role})",
         f"world size   {plan.world_size}",
         f"interface    {plan.interface}",

@@ -109,13 +109,14 @@ def select_hosts(cluster: Cluster, framework: Mapping[str, object]) -> tuple[str
     if not isinstance(named, list):
         raise ContractError(
             f"hyperparameters.json: sagemaker_distribution_instance_groups is {named!r}; it must be a list of "
-            f"instance groups, some of {list(groups)}."
+            f"instance groups. Fix: list some of {list(groups)}."
         )
     for name in named:
         if name not in groups:
             raise ContractError(
                 f"hyperparameters.json: sagemaker_distribution_instance_groups names {name!r}, and "
-                f"resourceconfig.json has the instance groups {list(groups)}.{did_you_mean(str(name), groups)}"
+                f"resourceconfig.json has the instance groups {list(groups)}.{did_you_mean(str(name), groups)} "
+                "Fix: name one of them."
             )
     selected = {host for name in named for host in groups[name]}
     return tuple(host for host in cluster.hosts if host in selected) or cluster.hosts

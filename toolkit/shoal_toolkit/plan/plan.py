@@ -9,6 +9,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from shoal_toolkit.discovery.host_list import HostList
 from shoal_toolkit.errors import did_you_mean
 from shoal_toolkit.job.contract import TOOLKIT_KEYS, Job, read_flag
 from shoal_toolkit.job.launchers import BY_MPIRUN, LAUNCHER_KEYS, PROCESS, Launcher
@@ -67,8 +68,7 @@ class LaunchPlan(NamedTuple):
     removed: tuple[str, ...]  # variables of another launcher to remove from the environment, before that
     described: Mapping[str, str]  # variables of another launcher → the variable of each rank that has their value
     interface: str
-    hosts_source: str  # such as "Slurm"
-    hosts_evidence: str  # the variables or the file that name the hosts
+    found: HostList  # where the hosts come from
     metrics: tuple[MetricPattern, ...]
     notes: tuple[str, ...]  # for the log
     reasons: tuple[str, ...]  # more notes, for `train --explain` only
@@ -105,16 +105,12 @@ class LaunchPlan(NamedTuple):
 def make_plan(job: Job, machine: Machine, free_port: str = DEFAULT_MASTER_PORT) -> LaunchPlan:
     """Returns the plan of this host. Reads and changes nothing outside its arguments.
 
-    Args:
-        job: The job as configured.
-        machine: The hardware and programs of this host.
-        free_port: The rendezvous port for a job of one host.
+    Raises ContractError if the configuration can't be launched, and LaunchError if mpirun is needed and missing.
 
-    Raises:
-        ContractError: If the configuration can't be launched.
-        LaunchError: If mpirun is needed and missing.
+    Args:
+        free_port: The rendezvous port for a job of one host.
     """
-    machine, rehearsal_variables, rehearsal_notes = _plan_rehearsal(job, machine)
+    machine, rehearsal, notes = _plan_rehearsal(job, machine)
     job = job._replace(hyperparameters=separate_model_dir(job, machine))
     launcher, launcher_notes = choose_launcher(job, machine)
     hosts = select_hosts(job.cluster, job.framework)
@@ -122,11 +118,11 @@ def make_plan(job: Job, machine: Machine, free_port: str = DEFAULT_MASTER_PORT) 
     here = PROCESS if job.cluster.current_host in outside else launcher
     start = Start(job, machine, here, hosts, count_ranks(job, machine, launcher, hosts))
     network = choose_network_variables(job, machine, here)
-    more = {**network.variables, **rehearsal_variables}
-    if rehearsal_variables and here.ranks != BY_MPIRUN:
-        more.update(_allow_oversubscription(job, machine))
+    more = {**network.variables, **(_allow_oversubscription(start) if rehearsal else {}), **rehearsal}
     start, script, removed, size_notes = _prepare_start(start, more, free_port)
     command = _build_command(start)
+    notes += [*_job_notes(start), *launcher_notes, *_outside_notes(job, outside), *_pipe_notes(job, start.ranks)]
+    notes += [*network.notes, *command.notes, *size_notes]
     return LaunchPlan(
         launcher=launcher,
         hosts=(*hosts, *outside),
@@ -144,26 +140,10 @@ def make_plan(job: Job, machine: Machine, free_port: str = DEFAULT_MASTER_PORT) 
         removed=removed,
         described=start.described,
         interface=machine.interface,
-        hosts_source=job.cluster.found.source,
-        hosts_evidence=job.cluster.found.evidence,
+        found=job.cluster.found,
         metrics=job.metrics,
-        notes=(
-            *rehearsal_notes,
-            *_job_notes(job, machine),
-            *_address_notes(job, hosts),
-            *_port_notes(job, machine, start.ranks),
-            *launcher_notes,
-            *_outside_notes(job, outside),
-            *_pipe_notes(job, start.ranks),
-            *network.notes,
-            *command.notes,
-            *size_notes,
-        ),
-        reasons=(
-            *network.reasons,
-            *_inherited_reasons(removed, start.described),
-            *_device_reasons(job, machine, start.ranks),
-        ),
+        notes=tuple(notes),
+        reasons=(*network.reasons, *_inherited_reasons(removed, start), *_device_reasons(start)),
     )
 
 
@@ -212,12 +192,14 @@ def _plan_rehearsal(job: Job, machine: Machine) -> tuple[Machine, dict[str, str]
     return emulated, variables, [note]
 
 
-def _allow_oversubscription(job: Job, machine: Machine) -> dict[str, str]:
+def _allow_oversubscription(start: Start) -> dict[str, str]:
     """Returns the variable with which a script's own mpirun can start a rank for each emulated GPU."""
+    if start.launcher.ranks == BY_MPIRUN:
+        return {}
     from shoal_toolkit.plan.rehearsal import allow_oversubscription
 
-    variables = allow_oversubscription(machine.open_mpi)
-    return {name: value for name, value in variables.items() if name not in job.environ}
+    variables = allow_oversubscription(start.machine.open_mpi)
+    return {name: value for name, value in variables.items() if name not in start.job.environ}
 
 
 def _plan_setup(job: Job, machine: Machine) -> list[tuple[str, ...]]:
@@ -325,21 +307,22 @@ def _pipe_notes(job: Job, ranks: Mapping[str, int]) -> list[str]:
     ]
 
 
-def _inherited_reasons(removed: Sequence[str], described: Mapping[str, str]) -> list[str]:
-    texts = {"removed": removed, "set for each rank": described}
+def _inherited_reasons(removed: Sequence[str], start: Start) -> list[str]:
+    texts = {"removed": removed, "set for each rank": start.described}
     return [f"variables of another launcher, {text}: {', '.join(names)}" for text, names in texts.items() if names]
 
 
-def _device_reasons(job: Job, machine: Machine, ranks: Mapping[str, int]) -> list[str]:
+def _device_reasons(start: Start) -> list[str]:
     """Returns the rule for the GPU of a rank, if this host has several ranks and GPUs (hooks/devices.py)."""
-    if machine.gpus < 2 or ranks.get(job.cluster.current_host, 1) < 2:
+    if start.machine.gpus < 2 or start.ranks.get(start.current_host, 1) < 2:
         return []
-    if job.environ.get(SET_DEVICE) == "0":
+    if start.job.environ.get(SET_DEVICE) == "0":
         return [f"GPUs: the script selects the GPU of each rank, because {SET_DEVICE}=0"]
     return [f"GPUs: each rank uses the GPU of its local rank, unless the script selects one ({SET_DEVICE}=0: off)"]
 
 
-def _job_notes(job: Job, machine: Machine) -> list[str]:
+def _job_notes(start: Start) -> list[str]:
+    job, machine = start.job, start.machine
     notes = list(job.cluster.found.warnings)
     if not job.configured:
         notes.append(f"no hyperparameters.json in {job.paths.config}: none are passed to the script")
@@ -352,4 +335,5 @@ def _job_notes(job: Job, machine: Machine) -> list[str]:
     for key in sorted(set(job.framework) - known):
         if suggestion := did_you_mean(key, known):
             notes.append(f"the hyperparameter {key} is not known to this toolkit.{suggestion}")
-    return notes + find_misspelt_variables(job.environ)
+    notes += find_misspelt_variables(job.environ)
+    return [*notes, *_address_notes(job, start.hosts), *_port_notes(job, machine, start.ranks)]

@@ -22,7 +22,7 @@ def is_rehearsal(environ: Mapping[str, str]) -> bool:
     if word not in (*_TRUE, *_FALSE):
         raise ContractError(
             f"The variable {SWITCH} is {environ[SWITCH]!r}; allowed are {', '.join(_TRUE)} for a rehearsal, "
-            f"and {', '.join(filter(None, _FALSE))} for none."
+            f"and {', '.join(filter(None, _FALSE))} for none. Fix: set one of them."
         )
     return word in _TRUE
 
@@ -74,5 +74,7 @@ def allow_oversubscription(open_mpi: int) -> dict[str, str]:
 
 def _parse_gpus(text: str) -> int:
     if not text.isdecimal() or not 1 <= int(text) <= MAX_GPUS:
-        raise ContractError(f"The variable {GPUS} is {text!r}; it must be a whole number from 1 to {MAX_GPUS}.")
+        raise ContractError(
+            f"The variable {GPUS} is {text!r}; it must be a whole number from 1 to {MAX_GPUS}. Fix: set it so."
+        )
     return int(text)

@@ -51,6 +51,7 @@ def _upload_address(job: Job) -> str:
         return ""
     if not address.startswith((S3, "file://")) or address == S3:
         raise ContractError(
-            f"sagemaker_s3_output is {address!r}; allowed are s3://bucket/prefix, and file:// for no upload."
+            f"hyperparameters.json: sagemaker_s3_output is {address!r}; allowed are s3://bucket/prefix, and file:// "
+            "for no upload. Fix: set one of them."
         )
     return address

@@ -86,7 +86,7 @@ def prepare_output(paths: Paths, report: Mapping[str, Any]) -> None:
     except OSError as error:
         raise LaunchError(
             f"The output directory cannot be written: {error}. This process (uid {os.getuid()}) must be able to write "
-            f"into {paths.output} and {paths.model}: mount writable directories there."
+            f"into {paths.output} and {paths.model}. Fix: mount writable directories there."
         ) from None
 
 
@@ -202,7 +202,7 @@ def _explain_unwritable(paths: Paths, error: OSError) -> str:
 
 
 def _needs(paths: Paths) -> str:
-    return f"{paths.output} must be a writable directory with free space."
+    return f"Fix: make {paths.output} a writable directory with free space."
 
 
 def _write_failure_only(paths: Paths, message: str) -> None:

@@ -47,7 +47,12 @@ def make_run_directory() -> str:
             return path
         except OSError as error:
             problem = error
-    raise LaunchError(f"No directory for temporary files: tried {', '.join(filter(None, candidates))} ({problem}).")
+    tried = ", ".join(filter(None, candidates))
+    raise LaunchError(
+        f"No directory for temporary files: tried {tried} ({problem}). "
+        "Fix: set TMPDIR to a directory that this user can write, "
+        f"with a path of at most {_MAX_PARENT_LENGTH} characters."
+    )
 
 
 def _make_memory_directory(path: str) -> None:

@@ -188,7 +188,7 @@ def _codeartifact_index(environ: Mapping[str, str]) -> dict[str, str]:
     match = _ARN.fullmatch(arn)
     if match is None:
         raise ContractError(
-            f"CA_REPOSITORY_ARN is {arn!r}; it must have the form "
+            f"The variable CA_REPOSITORY_ARN is {arn!r}. Fix: set it to "
             "arn:aws:codeartifact:REGION:ACCOUNT:repository/DOMAIN/REPOSITORY."
         )
     from shoal_toolkit.sidecars import s3
@@ -200,7 +200,10 @@ def _codeartifact_index(environ: Mapping[str, str]) -> dict[str, str]:
         token = client.get_authorization_token(**asked)["authorizationToken"]
         place = client.get_repository_endpoint(**asked, repository=repository, format="pypi")["repositoryEndpoint"]
     except Exception as error:  # boto3's errors have no common base
-        raise LaunchError(f"CodeArtifact refuses access to {arn}: {type(error).__name__}: {error}") from None
+        raise LaunchError(
+            f"CodeArtifact refuses access to {arn}: {type(error).__name__}: {error}. Fix: check that the job's role, "
+            "or the credentials in its variables, allow codeartifact:GetAuthorizationToken and ReadFromRepository."
+        ) from None
     scheme, _, rest = str(place).partition("://")
     return {"PIP_INDEX_URL": f"{scheme}://aws:{token}@{rest.rstrip('/')}/simple/"}
 

@@ -103,8 +103,10 @@ def explain_error(address: str, error: Exception) -> TrainError:
             "variables, allow it."
         )
     if isinstance(error, ValueError):
-        return ContractError(f"{address} is not a valid address: {type(error).__name__}: {error}")
-    return LaunchError(f"{address} cannot be reached: {type(error).__name__}: {error}")
+        return ContractError(f"{address} is not a valid address: {type(error).__name__}: {error}. Fix: correct it.")
+    return LaunchError(
+        f"{address} cannot be reached: {type(error).__name__}: {error}. Fix: check the network and the region."
+    )
 
 
 def _first_set(environ: Mapping[str, str], names: tuple[str, ...]) -> str | None:

@@ -82,7 +82,7 @@ def _unpack_file(path: str, address: str, target: str) -> None:
         raise ContractError(f"{address}: {error}") from None
     except (tarfile.TarError, EOFError, OSError, zlib.error, lzma.LZMAError) as error:
         if getattr(error, "errno", None) is None:  # an OSError of gzip or bz2
-            raise ContractError(f"{address} is damaged or cut short: {error}.") from None
+            raise ContractError(f"{address} is damaged or cut short: {error}. Fix: make it again.") from None
         raise LaunchError(f"{address} cannot be unpacked to {target}: {error}.") from None
 
 
@@ -99,7 +99,9 @@ def extract(archive: str, directory: str, limits: Limits) -> None:
             if member.size < 0 or size > limits.size or count > limits.members:
                 size_text, free_text = f"{size:,} bytes", f"{limits.size:,} bytes, 90 % of the free space on the disk"
                 has, allowed = f"{count:,} members of {size_text}", f"{limits.members:,} members of {free_text}"
-                raise _refusal(member, f"up to it the archive has {has}. Allowed are {allowed}")
+                raise _refusal(
+                    member, f"up to it the archive has {has}. Allowed are {allowed}", "files that no job needs"
+                )
             _unpack_member(tar, member, directory)
         _check_end(tar, limits)
 
@@ -194,8 +196,8 @@ def _check_end(tar: tarfile.TarFile, limits: Limits) -> None:
             return
 
 
-def _refusal(member: tarfile.TarInfo, why: str) -> ContractError:
-    return ContractError(f"the member {member.name!r} is refused: {why}.")
+def _refusal(member: tarfile.TarInfo, why: str, unwanted: str = "it") -> ContractError:
+    return ContractError(f"the member {member.name!r} is refused: {why}. Fix: make the archive without {unwanted}.")
 
 
 if __name__ == "__main__":

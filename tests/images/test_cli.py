@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import importlib
 import json
 import os
 import shutil
@@ -26,6 +27,9 @@ from shoal.matrix.spec import BuildSpec, ImageSpec, load
 from shoal.sources import lock, render
 
 from .command import shoal_command
+
+for _module in cli.MODULES:
+    importlib.import_module(f"shoal.commands.{_module}")
 
 NO_ENGINE = {"DOCKER_HOST": "unix:///nonexistent/docker.sock"}
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import shlex
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated
 
@@ -33,6 +33,11 @@ from shoal.matrix.project import Project
 from shoal.matrix.spec import BuildSpec, ImageSpec
 from shoal.sources import lock, render
 
+_CHECK_HELP = (
+    "Write nothing, and ask no network; fail if a lock or Dockerfile is stale. With --bases: ask the mirror, and fail"
+    " if Debian has other versions now."
+)
+
 
 @app.command("lock", rich_help_panel=BUILD, epilog="More: CONTRIBUTING.md")
 def lock_images(
@@ -42,14 +47,7 @@ def lock_images(
         bool,
         typer.Option("--bases", help="Lock base images and Debian packages instead, in dockerfiles/debian/."),
     ] = False,
-    check: Annotated[
-        bool,
-        typer.Option(
-            "--check",
-            help="Write nothing, and ask no network; fail if a lock or Dockerfile is stale. With --bases: ask the"
-            " mirror, and fail if Debian has other versions now.",
-        ),
-    ] = False,
+    check: Annotated[bool, typer.Option("--check", help=_CHECK_HELP)] = False,
     as_json: AsJson = False,
 ) -> None:
     """Pin the Python packages of images, with hashes, in dockerfiles/requirements/, and render the Dockerfiles.
@@ -68,12 +66,13 @@ def lock_images(
     chosen = {image.tag for image in matrix.choose(images or (), skip or ())}
     progress = progress_console(as_json)
     locks: list[lock.LockFile] = []
+    locked: set[Path] = set()
     try:
-        for found in _lock_chosen(here, matrix, chosen, matrix.choose(skip=skip or ()), progress):
-            locks.append(found)
-            print_line(f"{found.pins:3} pins  {found.path}", progress)
+        for image in matrix.choose(skip=skip or ()):  # parents first
+            if _needs_lock(here, matrix, image, chosen, locked):
+                locks += _lock_image(here, matrix, image, progress)
+                locked.add(here.lock_directory(image))
     finally:  # if a child cannot be resolved, the images before it stay locked
-        locked = {found.path.parent for found in locks}
         variants = [image for image in matrix.images if here.lock_directory(image) in locked]
         files = render.write_files(render.render_all(here, variants))
     if as_json:
@@ -82,17 +81,14 @@ def lock_images(
         print_lines(map(str, files))
 
 
-def _lock_chosen(
-    here: Project, matrix: BuildSpec, chosen: Collection[str], images: Iterable[ImageSpec], progress: Console
-) -> Iterator[lock.LockFile]:
-    """Locks the images that need it, parents first. Yields the lock files that were written."""
-    locked: set[Path] = set()
-    for image in images:
-        if _needs_lock(here, matrix, image, chosen, locked):
-            with progress.status(escape(f"resolving {image.tag}")):
-                paths = lock.lock_image(here, matrix, image)
-            locked.add(here.lock_directory(image))
-            yield from (lock.LockFile(image.tag, path, len(lock.read_lock(path))) for path in paths)
+def _lock_image(here: Project, matrix: BuildSpec, image: ImageSpec, progress: Console) -> list[lock.LockFile]:
+    """Resolves and writes the lock files of an image, and prints a line for each."""
+    with progress.status(escape(f"resolving {image.tag}")):
+        paths = lock.lock_image(here, matrix, image)
+    locks = [lock.LockFile(image.tag, path, len(lock.read_lock(path))) for path in paths]
+    for found in locks:
+        print_line(f"{found.pins:3} pins  {found.path}", progress)
+    return locks
 
 
 def _check_locks(here: Project, matrix: BuildSpec, images: list[ImageSpec], *, as_json: bool) -> None:

@@ -98,10 +98,8 @@ def audit_image(
     if as_json:
         print_json(found)
     progress = progress_console(as_json)
-    for finding in found.findings:
-        print_line(f"{'✗' if finding.counts else '-'} {finding}", progress)
-    for entry in found.unused:
-        print_line(f"! {allow}: {entry.id} is not in {tag}", progress)
+    print_lines((f"{'✗' if finding.counts else '-'} {finding}" for finding in found.findings), progress)
+    print_lines((f"! {allow}: {entry.id} is not in {tag}" for entry in found.unused), progress)
     if names := found.unaudited:
         print_line(f"! {known} does not cover {len(names)} packages: {' '.join(names)}", progress)
     if found.debian:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import warnings
 
 import pytest
 
+from shoal.builds.plan import plan_builds
+from shoal.matrix.project import Project
 from shoal.matrix.spec import BuildSpec
 
 from ..containers import ROOT, Ended, Host, StartHost, client, network, start_host, without_reaper, write_tree
@@ -31,6 +34,14 @@ __all__ = [
 
 def pytest_configure() -> None:
     without_reaper()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _note_images_of_others(project: Project, matrix: BuildSpec) -> None:
+    """Warns of images that another clone or commit has made: all clones share the tags of the matrix."""
+    plans = plan_builds(project, matrix, matrix.images)
+    if others := [each.image.tag for each in plans if each.decision.state == "rebuilt"]:
+        warnings.warn(f"not images of this checkout: {', '.join(others)}. Fix: make images", stacklevel=1)
 
 
 @pytest.fixture(scope="session")

@@ -10,9 +10,11 @@ from pathlib import Path
 import docker
 import pytest
 
+from ..tested_images import CLONE
 from .test_run import SHOAL
 
 SECONDS = 120
+ATTACK = f"attack-by-test-{CLONE}"
 SCRIPTS = {
     "thousands of files that are not collected, directories in the place of reports, and forged lines": (
         "for number in range(3000):\n"
@@ -155,18 +157,18 @@ def test_volumes_and_links_of_an_image_keep_no_secret(
     container = client.containers.create(pytorch, ["sh", "-c", command])
     container.start()
     container.wait()
-    container.commit("shoal-attack", changes=changes)
+    container.commit(ATTACK, changes=changes)
     container.remove()
     try:
         before = list_volumes(client)
         (tmp_path / "train.py").write_text(
             "import os, sys\nassert open(os.environ['TOKEN_OF_TEST_FILE']).read() == 'value-of-the-secret'\nsys.exit(3)"
         )
-        printed = shoal(tmp_path, "shoal-attack:latest", "train.py", "--secret", "TOKEN_OF_TEST")
+        printed = shoal(tmp_path, f"{ATTACK}:latest", "train.py", "--secret", "TOKEN_OF_TEST")
         assert "value-of-the-secret" not in printed
         assert list_volumes(client) <= before
         files = [path for path in (tmp_path / "jobs").rglob("*") if path.is_file()]
         assert files
         assert not any(b"value-of-the-secret" in path.read_bytes() for path in files)
     finally:
-        client.images.remove("shoal-attack:latest", force=True)
+        client.images.remove(f"{ATTACK}:latest", force=True)

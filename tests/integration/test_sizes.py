@@ -17,7 +17,7 @@ import pytest
 from shoal.builds import base_image
 from shoal.matrix.spec import ImageSpec
 
-from ..tested_images import PYTORCH_CPU
+from ..tested_images import CLONE, PYTORCH_CPU
 from .image_containers import each
 from .image_sizes import MIB, ImageParts, measure_parts
 
@@ -54,7 +54,7 @@ def fat(client: docker.DockerClient, image: ImageSpec) -> Iterator[str]:
             container = client.containers.run(tag, ["sh", "-c", script], detach=True, network_mode="none")
             try:
                 assert container.wait()["StatusCode"] == 0, container.logs()
-                tag = f"shoal-test-sizes:{number}"
+                tag = f"sizes-by-test-{CLONE}:{number}"
                 container.commit(*tag.split(":"))
                 made.append(tag)
             finally:

@@ -465,4 +465,4 @@ def format_findings(findings: Iterable[CheckFinding]) -> str:
 def raise_failures(findings: Iterable[CheckFinding]) -> None:
     """Raises `DoctorError` if a check failed."""
     if failed := [finding.name for finding in findings if finding.state == "failed"]:
-        raise DoctorError(f"{len(failed)} checks failed: {', '.join(failed)}")
+        raise DoctorError(f"{len(failed)} checks failed: {', '.join(failed)}. Fix: run the commands above")

@@ -287,7 +287,7 @@ def test_debian_packages_that_are_not_locked_are_reported(fake: FakeEngine, chec
     ("setting", "component", "words"),
     [
         ("0", "Engine", "DOCKER_BUILDKIT=0 asks for Docker's classic builder, .* Fix: unset DOCKER_BUILDKIT"),
-        ("1", "Podman Engine", "this engine has no BuildKit: Podman Engine, API 1.41; .* Fix: point DOCKER_HOST"),
+        ("1", "Podman Engine", "Docker has no BuildKit: Podman Engine, API 1.41. .* Fix: point DOCKER_HOST"),
     ],
 )
 def test_only_buildkit_builds(

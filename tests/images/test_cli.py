@@ -69,7 +69,7 @@ def test_globs_and_skips_choose_images(small: Project) -> None:
 def test_docker_not_answering_exits_4_with_a_fix(small: Project) -> None:
     result = shoal("build", "pytorch", cwd=small.root, **NO_ENGINE)
     assert result.returncode == 4
-    assert "no Docker Engine answers at unix:///nonexistent/docker.sock" in result.stderr
+    assert "No Docker Engine answers at unix:///nonexistent/docker.sock" in result.stderr
     assert "make train ENGINE=none" in result.stderr
     assert "Traceback" not in result.stderr
 
@@ -79,7 +79,7 @@ def test_outside_a_project_the_shipped_definitions_count_and_stay_unchanged(proj
     for command in (["render"], ["lock", "pytorch"], ["lock", "--bases"]):
         result = shoal(*command, cwd=tmp_path)
         assert result.returncode == 2
-        assert f"no buildspec.yml in {tmp_path} or above it" in result.stderr
+        assert f"No buildspec.yml in {tmp_path} or above it" in result.stderr
         assert "Fix: shoal init DIRECTORY" in result.stderr
 
 
@@ -246,8 +246,8 @@ def test_defects_keep_their_traceback(monkeypatch: pytest.MonkeyPatch, capsys: p
 @pytest.mark.parametrize(
     ("error", "code", "words"),
     [
-        (requests.ConnectionError("gone"), 4, "a request to Docker failed: gone"),
-        (urllib3.exceptions.ProtocolError("broken off"), 4, "a request to Docker failed: broken off"),
+        (requests.ConnectionError("gone"), 4, "A request to Docker failed: gone"),
+        (urllib3.exceptions.ProtocolError("broken off"), 4, "A request to Docker failed: broken off"),
         (PermissionError(errno.EACCES, "Permission denied", "/x"), 13, "/x: Permission denied. Fix: give"),
         (OSError(errno.EIO, "Input/output error", "/x"), 13, "/x: Input/output error"),
         (OSError(errno.ENOSPC, "No space left on device"), 5, "No space left on device. Fix: free"),
@@ -428,8 +428,8 @@ def test_build_that_cannot_begin_is_reported_as_json(small: Project) -> None:
     assert result.returncode == 4
     (image,) = json.loads(result.stdout)
     assert (image["tag"], image["state"]) == ("pytorch-training:2.0.1-gpu-py311-cu117-debian12", "not tried")
-    assert "no Docker Engine answers" in image["error"]
-    assert "no Docker Engine answers" in result.stderr
+    assert "No Docker Engine answers" in image["error"]
+    assert "No Docker Engine answers" in result.stderr
 
 
 def complete(cwd: Path, *words: str) -> list[str]:

@@ -60,7 +60,7 @@ def test_expensive_commands_need_names_or_all(
 ) -> None:
     monkeypatch.chdir(project.root)
     words = " ".join(command[: None if command[0] == "push" else 1])
-    assert f"no image is named. Fix: name images, such as shoal {words} pytorch, or add --all" in run(*command)[2]
+    assert f"No image is named. Fix: name images, such as shoal {words} pytorch, or add --all" in run(*command)[2]
     assert "pytorch and --all: contradict each other. Fix: leave out one" in run(*command, "pytorch", "--all")[2]
 
 

@@ -134,8 +134,8 @@ except errors.DockerError as error:
         (0o660, 7, ["nobody"], "yet: this session began before nobody was in the group engineers. Fix: log in again"),
         (0o660, 0, [], "Fix: use root, rootless Docker, or DOCKER_HOST with one of yours"),
         (0o600, 7, [], "Fix: use root, rootless Docker, or DOCKER_HOST with one of yours"),
-        (0o666, 7, [], "no Docker Engine answers at unix:///"),
-        (0o000, -1, [], "no Docker Engine answers at unix:///"),
+        (0o666, 7, [], "No Docker Engine answers at unix:///"),
+        (0o000, -1, [], "No Docker Engine answers at unix:///"),
     ],
 )
 def test_a_socket_that_is_not_for_this_user_is_no_missing_docker(

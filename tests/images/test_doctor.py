@@ -108,7 +108,7 @@ def site(fake: FakeEngine, project: Project) -> Site:
 
 
 def no_engine() -> docker.DockerClient:
-    raise DockerError("no Docker Engine answers at unix:///x: refused\nFix: start one")
+    raise DockerError("No Docker Engine answers at unix:///x: refused\nFix: start one")
 
 
 def with_machine(site: Site, **fields: Any) -> Site:
@@ -146,7 +146,7 @@ def test_the_builder(site: Site, fake: FakeEngine) -> None:
     fake.answers["GET version"] = (200, VERSION | {"Components": [{"Name": "Podman Engine"}]})
     state, found, fix = doctor.check_builder(site)
     assert (state, fix) == ("failed", "point DOCKER_HOST at one")
-    assert found.startswith("this engine has no BuildKit: Podman Engine")
+    assert found.startswith("Docker has no BuildKit: Podman Engine")
 
 
 def test_memory_and_gpus(site: Site, fake: FakeEngine) -> None:
@@ -480,7 +480,7 @@ def test_checks_that_raise_or_hang_fail(site: Site) -> None:
         ("broken", "failed", "KeyError: 'MemTotal'"),
         ("good", "ok", "fine"),
     ]
-    with pytest.raises(DoctorError, match="2 checks failed: hanging, broken"):
+    with pytest.raises(DoctorError, match=r"2 checks failed: hanging, broken\. Fix: run the commands above"):
         doctor.raise_failures(findings)
     assert [line[0] for line in doctor.format_findings(findings).splitlines()] == ["✗", " ", "✗", " ", "✓"]
 

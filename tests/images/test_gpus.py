@@ -107,7 +107,7 @@ def test_gpus_without_nvidia_runtime_are_an_error(asked: str) -> None:
 
 def test_gpus_that_cannot_be_counted_are_an_error() -> None:
     with pytest.raises(
-        DockerError, match=r"cannot count Docker.s GPUs: .*no such file.*\nFix: name them, such as --gpus 0,1"
+        DockerError, match=r"Docker.s GPUs cannot be counted: .*no such file.*\nFix: name them, such as --gpus 0,1"
     ):
         divide(FakeEngine(2, refuses="exec: nvidia-smi: no such file"), "all")
 

@@ -211,7 +211,7 @@ def test_probe_container_has_no_privileges() -> None:
         (
             ["python3", "-c", ""],
             {"start": refuse_to_start},
-            r"^foreign:1: cannot be inspected, as it has no Python: no such file$",
+            r"^foreign:1: cannot be inspected, as it has no Python: no such file. Fix: ",
         ),
         (
             ["dpkg-query"],

@@ -67,7 +67,7 @@ def test_markers_are_read_for_the_python_of_the_image(
 
 def test_another_platform_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("platform.machine", lambda: "aarch64")
-    with pytest.raises(SpecError, match="locking needs Linux and x86_64; this is Linux aarch64"):
+    with pytest.raises(SpecError, match="Locks need Linux and x86_64; this is Linux aarch64"):
         lock._resolve(["main"], "3.13", None)
 
 

@@ -204,7 +204,9 @@ def test_hosts_that_start_again_have_no_deadline() -> None:
 def test_all_hosts_are_stopped_if_the_connection_to_docker_is_lost(capsys: pytest.CaptureFixture[str]) -> None:
     hosts = FakeHosts({"algo-1": [(143, STOPPED)], "algo-2": [(143, STOPPED)]})
     hosts.arrivals.put(("algo-2", hosts.ids["algo-2"], DockerError("gone")))
-    with pytest.raises(DockerError, match=r"^lost the connection to Docker while algo-2 ran: gone\. Fix: start Docker"):
+    with pytest.raises(
+        DockerError, match=r"^The connection to Docker was lost while algo-2 ran: gone\. Fix: start Docker"
+    ):
         wait(hosts)
     assert hosts.stopped == ["algo-1", "algo-2"]
     assert "stopping; the script has" in capsys.readouterr().err

@@ -141,7 +141,7 @@ def test_an_input_that_a_step_does_not_note_is_an_error(
     shutil.copytree(project.templates, tmp_path / "dockerfiles")
     text = f'{{% call step("x") %}}\n{instruction}\n{{% endcall %}}\n'
     (tmp_path / "dockerfiles" / "pytorch.j2").write_text(text)
-    with pytest.raises(SpecError, match=f"step 'x': {problem}. *Fix: "):
+    with pytest.raises(SpecError, match=f"Step 'x': {problem}. *Fix: "):
         render_dockerfile(Project(tmp_path), matrix.select("pytorch"))
 
 
@@ -243,7 +243,7 @@ def test_a_child_has_no_layers_of_its_parent(project: Project, matrix: BuildSpec
     shutil.copytree(project.templates, tmp_path / "dockerfiles")
     steps = '{% call step("x") %}\nCOPY {{ folder("toolkit") }} /\n{% endcall %}\n'
     (tmp_path / "dockerfiles" / "huggingface.j2").write_text(steps)
-    with pytest.raises(SpecError, match=r"step 'x': the folder toolkit has no files"):
+    with pytest.raises(SpecError, match=r"Step 'x': the folder toolkit has no files"):
         render_dockerfile(Project(tmp_path), matrix.select("huggingface"))
 
 

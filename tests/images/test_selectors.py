@@ -36,7 +36,7 @@ def test_selectors_match_images(wanted: list[str], skip: list[str], chosen: list
 def test_a_glob_without_a_match_is_reported_with_the_nearest_tag(wanted: list[str], skip: list[str]) -> None:
     with pytest.raises(UsageError) as caught:
         choose_tags(TAGS, DEFAULTS, wanted, skip)
-    assert f"no image {(wanted + skip)[0]!r}" in str(caught.value)
+    assert f"No image {(wanted + skip)[0]!r}" in str(caught.value)
     assert f"Did you mean {CPU!r}" in str(caught.value)
     assert str(caught.value).endswith(TENSORFLOW)
 

@@ -112,7 +112,7 @@ def test_an_unknown_framework_is_reported_with_the_choices(matrix: BuildSpec) ->
     with pytest.raises(UsageError) as caught:
         matrix.select("pytroch")
     text = str(caught.value)
-    assert "no image 'pytroch'" in text
+    assert "No image 'pytroch'" in text
     assert "Did you mean 'pytorch'" in text
     assert "tensorflow-training:2.14.1-gpu-py311-cu118-debian12" in text
 

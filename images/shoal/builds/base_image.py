@@ -275,7 +275,10 @@ def _run(command: list[str], problem: str, **environment: str) -> None:
     """Runs a program. If it fails, raises `BaseImageError` with the end of its standard error."""
     result = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, check=False)
     if result.returncode:
-        raise BaseImageError(f"{problem} (exit code {result.returncode}):\n{result.stderr.strip()[-2000:]}")
+        raise BaseImageError(
+            f"{problem} (exit code {result.returncode}):\n{result.stderr.strip()[-2000:]}\n"
+            "Fix: check the mirror and the network: shoal doctor"
+        )
 
 
 def _write_image(system: System, layer: BufferedReader, out: IO[bytes]) -> None:

@@ -273,7 +273,7 @@ def _send(
     headers = {"Content-Type": "application/x-tar"}
     with api.post(url, params=options, data=files, headers=headers, stream=True) as response:
         if response.status_code != requests.codes.ok:
-            raise BuildError(f"{options['t']}: Docker refused the build: {response.text.strip()}")
+            raise BuildError(f"{options['t']}: Docker refused the build: {response.text.strip()}. Fix: shoal doctor")
         with streams.reading(response):
             # chunk_size=None hands over each chunk as it comes.
             lines = containers.split_lines(response.iter_content(chunk_size=None))
@@ -289,4 +289,6 @@ def _failure(tag: str, progress: BuildProgress, log: Path) -> BuildError | DiskE
         lines += [f"    {line}" for line in progress.tail]
     message = _COMMAND.sub("it did not", progress.failure or (step.error if step else ""))  # the step names it
     text = "\n".join([*lines, message.strip(), f"The whole log: {log}"])
-    return DiskError(f"{text}\nThe disk is full.") if "no space left on device" in text.lower() else BuildError(text)
+    if "no space left on device" in text.lower():
+        return DiskError(f"{text}\nThe disk is full. Fix: docker builder prune frees Docker's cache")
+    return BuildError(text)

@@ -132,7 +132,7 @@ def add_shoal(scratch_parent: Path, target: Path) -> None:
         own = packages.build_wheel(scratch / "tree", scratch / "own")
         result = _pip_download(scratch, ["--only-binary=:all:", *constraint, str(own)])
         if result.returncode:
-            raise _failure(f"pip cannot download the dependencies of shoal:\n{result.stderr.strip()[-2000:]}")
+            raise _failure(_describe_pip_failure("the dependencies of shoal", result.stderr))
         _move(scratch / "wheels", target)
 
 
@@ -232,7 +232,7 @@ def _index_others(new: Path, old: Path) -> None:
 def _fetch(container: Container, path: str, directory: Path) -> None:
     with containers.read_archive(container, path) as file:
         if left_out := list(archive.unpack_safely(file, directory)):
-            raise BuildError(f"{path} of a container: {'; '.join(left_out)}")
+            raise BuildError(f"{path} of a container: {'; '.join(left_out)}. Fix: make the bundle again")
 
 
 def _move(source: Path, target: Path, last: str = "") -> None:
@@ -261,9 +261,16 @@ def _add_wheels(project: Project, spec: BuildSpec, image: ImageSpec, directory: 
         if result.returncode and image.index:  # only if pip's own configuration does not have the file
             result = _pip_download(scratch, [*options, "--extra-index-url", spec.indexes[image.index]])
         if result.returncode:
-            raise _failure(f"{image.tag}: pip cannot download its wheels:\n{result.stderr.strip()[-2000:]}")
+            raise _failure(_describe_pip_failure(f"the wheels of {image.tag}", result.stderr))
         _move(scratch / "wheels", directory)
     return names
+
+
+def _describe_pip_failure(what: str, words: str) -> str:
+    return (
+        f"pip cannot download {what}:\n{words.strip()[-2000:]}\n"
+        "Fix: check the network and the indexes: shoal doctor, pip config list"
+    )
 
 
 def _pip_download(scratch: Path, options: list[str]) -> subprocess.CompletedProcess[str]:

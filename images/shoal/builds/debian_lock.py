@@ -165,7 +165,7 @@ def run_in_base(
         container.start()
         if container.wait()["StatusCode"]:
             log = container.logs().decode(errors="replace")
-            raise BuildError(f"apt-get cannot {doing}:\n{log[-2000:]}")
+            raise BuildError(f"apt-get cannot {doing}:\n{log[-2000:].rstrip()}\nFix: check the mirror: shoal doctor")
         yield container
 
 
@@ -185,6 +185,7 @@ def _list_packages(
     listed = [_LISTED.fullmatch(line.strip()) for line in lines if line.startswith("'")]
     if not listed or not all(listed):
         raise BuildError(
-            f"Debian {system.suite}: apt-get names no packages with their SHA-256:\n" + "\n".join(lines[-5:])
+            f"Debian {system.suite}: apt-get names no packages with their SHA-256:\n"
+            + "\n".join([*lines[-5:], "Fix: use a mirror whose index has them (/etc/apt/sources.list)"])
         )
     return {match[1]: match[2] for match in listed if match}

@@ -146,4 +146,4 @@ def _sums(layers: Iterable[Mapping[str, int]]) -> tuple[int, int]:
 def _advice(error: str, tries: int) -> str:
     if re.search(r"unauthorized|authentication|credentials|denied|forbidden", error, re.IGNORECASE):
         return ". Fix: docker login to the registry, with an account that may push there"
-    return f" (tried {tries} times)" if tries > 1 else ""
+    return f" (tried {tries} times). Fix: see whether the registry answers, and push again" if tries > 1 else ""

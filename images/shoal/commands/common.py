@@ -246,7 +246,7 @@ def choose_images(
         raise UsageError(f"{' '.join(names)} and --all: contradict each other. Fix: leave out one")
     if not names and not every:
         raise UsageError(
-            f"no image is named. Fix: name images, such as shoal {command} pytorch, or add --all for all"
+            f"No image is named. Fix: name images, such as shoal {command} pytorch, or add --all for all"
             f" {len(matrix.images)} images"
         )
     return matrix.choose(names or (), skip or ())
@@ -305,10 +305,10 @@ def convert_error(error: Exception) -> ShoalError | None:
     if isinstance(error, ShoalError):
         return error
     if isinstance(error, docker.errors.APIError):
-        return DockerError(f"Docker refused a request: {error.explanation or error}")
+        return DockerError(f"Docker refused a request: {error.explanation or error}. Fix: check Docker: shoal doctor")
     # Before OSError, of which the errors of requests are subclasses.
     if isinstance(error, docker.errors.DockerException | requests.RequestException | urllib3.exceptions.HTTPError):
-        return DockerError(f"a request to Docker failed: {error}. Fix: see whether Docker answers: docker info")
+        return DockerError(f"A request to Docker failed: {error}. Fix: see whether Docker answers: docker info")
     return convert_os_error(error) if isinstance(error, OSError) else None
 
 

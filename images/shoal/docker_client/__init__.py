@@ -38,7 +38,7 @@ def connect(timeout: int | None = 600) -> docker.DockerClient:
         if denial := _describe_denial(Path(where.removeprefix("unix://"))):
             raise DockerError(denial) from error
         raise DockerError(
-            f"no Docker Engine answers at {where}: {error}\n"
+            f"No Docker Engine answers at {where}: {error}\n"
             "Fix: start one, or point DOCKER_HOST at one. As root on Debian or Ubuntu, `shoal doctor --fix` installs"
             " and starts it. Without Docker, you can run a job in this environment: shoal run --engine none, or in a"
             " checkout: make train ENGINE=none"
@@ -85,8 +85,8 @@ def check_buildkit(client: docker.DockerClient) -> None:
     names = {component["Name"] for component in version.get("Components", ())}
     if "Engine" not in names or Version(version["ApiVersion"]) < Version("1.39"):
         raise DockerError(
-            f"this engine has no BuildKit: {', '.join(sorted(names)) or 'unknown'}, API {version['ApiVersion']}; builds"
-            " need Docker Engine 18.09 or later. Fix: point DOCKER_HOST at one"
+            f"Docker has no BuildKit: {', '.join(sorted(names)) or 'unknown'}, API {version['ApiVersion']}. Builds need"
+            " Docker Engine 18.09 or later. Fix: point DOCKER_HOST at one"
         )
 
 

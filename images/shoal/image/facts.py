@@ -160,7 +160,10 @@ def run_command(client: docker.DockerClient, tag: str, command: Sequence[str]) -
             container.start()
         except docker.errors.APIError as error:
             name = "Python" if program.startswith("python") else program
-            raise ImageError(f"{tag}: cannot be inspected, as it has no {name}: {error.explanation}") from None
+            raise ImageError(
+                f"{tag}: cannot be inspected, as it has no {name}: {error.explanation}."
+                " Fix: name an image of Debian with Python"
+            ) from None
         if container.wait()["StatusCode"]:
             output = container.logs(tail=_SHOWN_LINES).decode(errors="replace")
             raise ImageError(f"{tag}: cannot be inspected:\n{output}")

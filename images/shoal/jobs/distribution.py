@@ -212,6 +212,6 @@ def _check_options(options: object, allowed: tuple[str, ...], where: str) -> Non
     for key in options:
         if key not in allowed:
             hint = did_you_mean(str(key), allowed)
-            raise UsageError(f"{where}: unknown key {key!r}.{hint} Allowed: {', '.join(allowed)}")
+            raise UsageError(f"{where}: unknown key {key!r}.{hint} Allowed: {', '.join(allowed)}. Fix: correct it")
     if not isinstance(enabled := options.get("enabled", False), bool):
         raise UsageError(f"{where}.enabled: expected true or false, found {enabled!r}. Fix: write it without quotes")

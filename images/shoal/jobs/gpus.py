@@ -134,7 +134,7 @@ def _list_gpus(client: docker.DockerClient, image: str) -> list[str]:
     indexes = output.split()
     if code or not all(map(str.isdecimal, indexes)):
         raise DockerError(
-            f"cannot count Docker's GPUs: nvidia-smi in a container of {image}: {output.strip()[-400:]}"
+            f"Docker's GPUs cannot be counted: nvidia-smi in a container of {image}: {output.strip()[-400:]}"
             "\nFix: name them, such as --gpus 0,1, or use --gpus none"
         )
     return indexes

@@ -290,7 +290,8 @@ def check_source(selection: Selection) -> None:
         names = sorted(path.name for path in source.iterdir())
         hint = did_you_mean(script, names)
         raise UsageError(
-            f"--entry-point {selection.entry_point}: not in {source}.{hint} It contains: {', '.join(names)}"
+            f"--entry-point {selection.entry_point}: not in {source}.{hint} It contains: {', '.join(names)}."
+            " Fix: name one of them"
         )
 
 
@@ -358,7 +359,8 @@ def check_channel_directory(name: str, directory: Path) -> None:
         missing = f"a link to {directory.readlink()}, which does not exist"
         raise UsageError(f"--channel {name}={directory}: {missing}. Fix: give the directory with the data")
     near = [path.name for path in directory.parent.iterdir()] if directory.parent.is_dir() else []
-    raise UsageError(f"--channel {name}={directory}: no such directory.{did_you_mean(directory.name, near)}")
+    hint = did_you_mean(directory.name, near)
+    raise UsageError(f"--channel {name}={directory}: no such directory.{hint} Fix: give the directory with the data")
 
 
 def check_no_address(option: str, place: Path | None) -> None:

@@ -214,7 +214,7 @@ class Watch:
             return
         if isinstance(end, Exception):
             raise DockerError(
-                f"lost the connection to Docker while {host} ran: {end}. Fix: start Docker, and then shoal run"
+                f"The connection to Docker was lost while {host} ran: {end}. Fix: start Docker, and then shoal run"
                 " --resume JOB"
             ) from end
         self.exits[host] = end

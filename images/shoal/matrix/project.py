@@ -111,7 +111,7 @@ def find_editable(start: Path) -> Project:
     if found := _find_above(start):
         return found
     raise UsageError(
-        f"no buildspec.yml in {start} or above it, and this command changes files of a project."
+        f"No buildspec.yml in {start} or above it, and this command changes files of a project."
         " Fix: shoal init DIRECTORY, and run the command there"
     )
 
@@ -125,7 +125,7 @@ def find_shipped() -> Project:
         if (root / "buildspec.yml").is_file():
             return Project(root)
     raise UsageError(
-        "this installation of shoal has no image definitions. Fix: install a wheel that `make wheels` built"
+        "This installation of shoal has no image definitions. Fix: install a wheel that `make wheels` built"
     )
 
 

@@ -43,13 +43,13 @@ def match_word(word: str, tags: Iterable[str], defaults: Mapping[str, str], excl
         return found
     if out := [tag for tag in excluded if matches(word, tag) or tag.startswith(f"{word}-training:")]:
         raise UsageError(
-            f"no image {word!r} in buildspec.yml: its axes or exclude leave out {out[0]}, which versions.yml"
+            f"No image {word!r} in buildspec.yml: its axes or exclude leave out {out[0]}, which versions.yml"
             " defines. Fix: add the values of this tag to the axes, such as its framework"
         )
     choices = [*defaults, *known]
     hint = did_you_mean(word, choices, limit=3, cutoff=0.5)
     own = "For an image of your own: docker build, and docker tag and docker push instead of shoal push."
-    raise UsageError("\n  ".join([f"no image {word!r} in buildspec.yml.{hint} {own} Fix: use one of these:", *choices]))
+    raise UsageError("\n  ".join([f"No image {word!r} in buildspec.yml.{hint} {own} Fix: use one of these:", *choices]))
 
 
 def match_one(word: str, tags: Iterable[str], defaults: Mapping[str, str], excluded: Sequence[str] = ()) -> str:

@@ -419,7 +419,7 @@ def _problems_of_choice(
 ) -> Iterator[tuple[Location, str]]:
     for number, exclusion in enumerate(file.exclude):
         if not any(exclusion.matches(image) for image in allowed):
-            yield ("exclude", number), "excludes no image of the axes. Correct it, or take it out"
+            yield ("exclude", number), "excludes no image of the axes. Fix: correct it, or take it out"
     tags = [image.tag for image in images]
     for framework, tag in file.defaults.items():
         if tag not in tags:

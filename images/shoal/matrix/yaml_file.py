@@ -41,8 +41,10 @@ class Document:
     data: Any
 
     def locate(self, location: Location, message: str) -> str:
-        """Returns the message with file, line and key before it."""
+        """Returns the message with file, line and key before it, and with a fix if it has none."""
         key = ".".join(str(part) for part in location) or "(whole file)"
+        if "Fix: " not in message:
+            message += " Fix: correct this line" if message.endswith((".", "?")) else ". Fix: correct this line"
         return f"{self.path}:{self._line_of(location)}: {key}: {message}"
 
     def _line_of(self, location: Location) -> int:

@@ -172,7 +172,8 @@ def _read_tracks(file: Path) -> Iterator[_Track]:
     for pid, recorded in of_pid.items():
         if type(pid) is not int or pid not in range(MOST_RANKS):
             raise TraceError(
-                f"{file}: an event has pid {cut_line(repr(pid), 80)}; expected the rank, an integer below {MOST_RANKS}"
+                f"{file}: an event has pid {cut_line(repr(pid), 80)}; expected the rank, an integer below {MOST_RANKS}."
+                " Fix: leave out the file"
             )
         _check_numbers(file, about[pid])
         yield _Track(pid, file, complete, about[pid], recorded)
@@ -182,7 +183,10 @@ def _check_numbers(file: Path, about: Mapping[str, Any]) -> None:
     for key, most in ((_BEGIN, _MOST // 1000), ("world_size", MOST_RANKS)):
         value = about.get(key)
         if value is not None and (type(value) is not int or not 0 <= value <= most):
-            raise TraceError(f"{file}: {key} is {cut_line(repr(value), 80)}; expected an integer up to {most}")
+            raise TraceError(
+                f"{file}: {key} is {cut_line(repr(value), 80)}; expected an integer up to {most}."
+                " Fix: leave out the file"
+            )
 
 
 def _read_events(file: Path) -> tuple[list[dict[str, Any]], bool]:

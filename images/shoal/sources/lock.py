@@ -289,7 +289,7 @@ def _resolve(requirements: Iterable[str], python_version: str, index: str | None
     """Returns the files that pip chooses, sorted by name. If it fails, it is tried again with `index`."""
     here = (platform.system(), platform.machine())
     if here != ("Linux", "x86_64"):  # pip evaluates markers for the machine that it runs on
-        raise SpecError(f"locking needs Linux and x86_64; this is {' '.join(here)}. Fix: lock on such a machine")
+        raise SpecError(f"Locks need Linux and x86_64; this is {' '.join(here)}. Fix: lock on such a machine")
     requirements = [_check_requirement(line) for line in requirements]
     with TemporaryDirectory(prefix="shoal-lock-") as scratch:
         report = Path(scratch, "report.json")
@@ -308,13 +308,13 @@ def _resolve(requirements: Iterable[str], python_version: str, index: str | None
 def _explain_failure(requirements: str, out: str, words: str) -> ShoalError:
     if _UNREACHABLE.search(words):  # pip goes on without the index, and then reports a conflict or a missing version
         return ShoalError(
-            f"a package index cannot be reached, to resolve {requirements}:\n{words}\n"
+            f"A package index cannot be reached, to resolve {requirements}:\n{words}\n"
             "Fix: check the network and the indexes: shoal doctor, pip config list"
         )
     if _CONFLICT in out:
         cause = out.partition(_CONFLICT)[2].partition("\n\n")[0]
         return SpecError(
-            f"requirements contradict each other: {requirements}:\n{words}\n{_CONFLICT}{cause}\n"
+            f"Requirements contradict each other: {requirements}:\n{words}\n{_CONFLICT}{cause}\n"
             "Fix: change their versions in dockerfiles/versions.yml or buildspec.yml, or pip's constraints"
             " (pip config list)"
         )

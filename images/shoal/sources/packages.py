@@ -165,7 +165,7 @@ def _compile(root: Path, modules: Path, package: str) -> None:
                 reason = f"{error.lineno}: {error.msg}" if isinstance(error, SyntaxError) else str(error)
                 place = f"{package}/{path.relative_to(modules)}:{reason}"
                 raise BuildError(f"{place}. Fix: correct it; all modules are compiled") from None
-        raise BuildError(f"{package}: compileall failed:\n{ended.stdout}{ended.stderr}")
+        raise BuildError(f"{package}: compileall failed:\n{ended.stdout}{ended.stderr}Fix: correct the module")
 
 
 def _backend(package: Path) -> str:

@@ -66,7 +66,9 @@ def read_steps(project: Project, image: ImageSpec, *, bytecode: bool = False) ->
         fix = "use only the image's values and the functions of macros.j2"
         raise SpecError(f"{project.templates / name}: not allowed in a template: {error}. Fix: {fix}") from error
     except Exception as error:  # a template can raise any: it divides by zero, or calls itself without an end
-        raise SpecError(f"{project.templates / name}: {error or type(error).__name__}") from error
+        raise SpecError(
+            f"{project.templates / name}: {error or type(error).__name__}. Fix: correct the template"
+        ) from error
     read_own_files(project, image, collector.steps)
     if rest.strip():
         where = f"{project.templates / name}: {rest.strip()[:60]!r}"
@@ -89,7 +91,7 @@ def read_own_files(project: Project, image: ImageSpec, steps: Iterable[BuildStep
         for folder in {*step.folders} - _known_folders(image):
             found[folder] = _read_files(project.templates / "files" / folder)
             if not found[folder]:
-                problem = f"step {step.name!r}: the folder {folder} has no files"
+                problem = f"Step {step.name!r}: the folder {folder} has no files"
                 raise SpecError(f"{problem}. Fix: put them into the directory {FILES}/{folder}")
     return found
 

@@ -74,7 +74,7 @@ class StepCollector:
         _check_inputs(name, "folder", used, folders)
         _check_inputs(name, "stage", {*_STAGE.findall(text)}, stages)
         if len(_INSTALL.findall(text)) != len(self._packages):
-            raise SpecError(f"step {name!r}: apt-get install without a list. Fix: name the packages with debian([...])")
+            raise SpecError(f"Step {name!r}: apt-get install without a list. Fix: name the packages with debian([...])")
         self.steps.append(BuildStep(name, text, note, self._begins, folders, stages, tuple(self._packages)))
         return ""
 
@@ -109,7 +109,7 @@ def _find_copied(step: str, text: str) -> Iterator[str]:
                 continue
             if not (match := _COPIED.match(source)):
                 raise SpecError(
-                    f"step {step!r}: {source} is in no folder of the build context. Fix: put it into a directory of"
+                    f"Step {step!r}: {source} is in no folder of the build context. Fix: put it into a directory of"
                     f" {FILES}, such as {FILES}/own, and copy {{{{ folder('own') }}}}/{source.rpartition('/')[2]}"
                 )
             yield match[1]
@@ -120,7 +120,7 @@ def _check_inputs(step: str, function: str, used: set[str], noted: Iterable[str]
     for name in sorted(used.symmetric_difference(noted)):
         problem = "is used but not noted" if name in used else "is noted but not used"
         fix = f"Fix: write {{{{ {function}({name!r}) }}}} in its place"
-        raise SpecError(f"step {step!r}: {function} {name!r} {problem}. {fix}")
+        raise SpecError(f"Step {step!r}: {function} {name!r} {problem}. {fix}")
 
 
 def write_dockerfile(steps: Iterable[BuildStep], template: str, base: str) -> str:

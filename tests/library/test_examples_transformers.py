@@ -19,7 +19,7 @@ TRANSFORMERS = (
     "transformers.models.gpt2.modeling_gpt2",
     "transformers.integrations.integration_utils",
 )
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.xdist_group("transformers")]  # one worker imports transformers
 
 
 @pytest.fixture(scope="module")

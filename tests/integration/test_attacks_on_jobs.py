@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from ..repeats import in_soak
 from .test_members import LAUNCHERS, STRANGER, Launcher, RunningJob, await_targets, running_job
 
 __all__ = ["running_job"]
@@ -54,7 +55,7 @@ def _addresses(job: RunningJob) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS[:2], ids=lambda launcher: launcher.name)
+@pytest.mark.parametrize("launcher", [LAUNCHERS[1], in_soak(LAUNCHERS[0])], ids=lambda launcher: launcher.name)
 def test_a_flood_from_before_the_ranks_listen_is_not_read_and_does_not_end_a_job(
     launcher: Launcher, running_job: RunningJob
 ) -> None:

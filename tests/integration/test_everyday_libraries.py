@@ -16,6 +16,7 @@ from shoal.matrix.spec import BuildSpec
 from shoal.network.settings import read_network_settings
 
 from .. import cache
+from ..repeats import only_in_soak
 from ..tested_images import HUGGINGFACE_CPU
 from .conftest import Host, StartHost, write_tree
 
@@ -65,10 +66,12 @@ def test_everyday_libraries_train_as_plain_torch_does(start_host: StartHost, tmp
         assert f"equal: {library}" in ended.output, library
 
 
+@only_in_soak
 @pytest.mark.long
 def test_everyday_libraries_on_two_hosts_and_the_oldest_torch(
     start_host: StartHost, matrix: BuildSpec, network: Network, tmp_path: Path
 ) -> None:
+    """Between hosts, the backend reduces in test_library.py too, on the same torch."""
     image = matrix.select("huggingface").tag
     trees = [write_tree(tmp_path / name, "", BY_TORCHRUN, HOSTS, name) for name in HOSTS]
     hosts = [start(start_host, image, tree, OF_TORCH_2_0, network) for tree in trees]

@@ -16,6 +16,7 @@ from shoal.commands import deploy
 from shoal.commands.common import app
 
 from .. import kubelet
+from ..repeats import in_soak
 from ..tested_images import PYTORCH_CPU
 from .conftest import StartHost
 
@@ -93,7 +94,7 @@ def render(kind: str, directory: Path) -> list[dict[str, Any]]:
     return list(yaml.safe_load_all((directory / "job.yaml").read_text()))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["job", in_soak("jobset"), "trainjob", "mpijob"])  # two are alike but for names
 def test_the_pods_of_a_manifest_find_each_other_and_train(
     start_host: StartHost, network: Network, tmp_path: Path, kind: str
 ) -> None:

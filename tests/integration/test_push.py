@@ -22,6 +22,7 @@ from pathlib import Path
 import docker
 import pytest
 
+from ..repeats import in_soak
 from ..tested_images import CLONE
 
 pytestmark = pytest.mark.xdist_group("commands")  # their images have one tag
@@ -153,7 +154,7 @@ def arguments(checkout: Path, way: Way, password: str) -> list[str]:
     return ["push", ONE, "--to", f"{way.address}/team"]
 
 
-@pytest.mark.parametrize("failures", [0, 4])
+@pytest.mark.parametrize("failures", [in_soak(0), 4])
 def test_an_image_is_in_the_registry(client: docker.DockerClient, checkout: Path, way: Way, failures: int) -> None:
     way.failures = failures
     ended = push(checkout, way, PASSWORD)

@@ -102,6 +102,7 @@ def test_killed_command_leaves_the_old_or_the_new_content_and_no_lock(
 
 def test_only_one_command_uses_a_directory(tmp_path: Path) -> None:
     path = tmp_path / "ck"
+    (tmp_path / ".ck.shoal-lock").write_text("of a killed command " * 20)
     with open_directory(path, "a", "--checkpoints"):
         with pytest.raises(UsageError, match=rf"is used by a \(process {os.getpid()} on {socket.gethostname()}\)"):
             open_directory(path, "b", "--checkpoints ck").__enter__()

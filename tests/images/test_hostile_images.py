@@ -284,6 +284,15 @@ def test_a_part_of_the_configuration_is_a_difference(key: str, value: object) ->
         differences.compare_images("a:1", "b:1", old, new).check()
 
 
+def test_the_order_of_labels_is_no_difference() -> None:
+    labels = {"a": "1", "b": "2"}
+    first, second = (
+        dict(differences._configuration_files({"Labels": dict(items)}))
+        for items in (labels.items(), reversed(labels.items()))
+    )
+    assert first == second
+
+
 def test_an_image_without_a_configuration_has_no_labels_and_no_script() -> None:
     """Docker loads it, and the SDK's `labels` raises an AttributeError."""
     image = docker.models.images.Image(attrs={"Id": "sha256:1", "Config": None})

@@ -25,7 +25,7 @@ from shoal.jobs.store import JobRecord, OpenJob
 from shoal.jobs.usage import CPU, MEMORY, Usage, sample_usage
 from shoal.report import job_collection
 from shoal.report.job_page import list_differences, render_comparison_page, render_job_page
-from shoal.report.job_report import Curve, JobReport, read_report
+from shoal.report.job_report import Curve, JobReport, read_report, thin_report
 from shoal.report.packed_log import pack_log, unpack_log
 
 MOST_BYTES = 5_000_000
@@ -76,6 +76,15 @@ def test_page_of_a_large_job_has_less_than_5_mb_and_the_whole_log(tmp_path: Path
     report = read_report(tmp_path)
     assert (report.log, report.omitted) == (log, 0)
     assert {curve.rank for curve in report.metrics} == set(range(64))
+    (tmp_path / "link.html").symlink_to("report.html")
+    assert read_report(tmp_path / "link.html") == report
+
+
+def test_a_page_has_at_most_60_000_points_of_curves() -> None:
+    curves = [Curve("loss", "algo-1", 0, [*range(count)], [0.0] * count) for count in (60_000, 60_001)]
+    thinned = [thin_report(make_report(metrics=[curve])).metrics[0] for curve in curves]
+    assert [len(curve.values) for curve in thinned] == [60_000, 30_001]
+    assert thinned[1].times[:3] == [0, 2, 4]
 
 
 def test_a_page_of_texts_with_escapes_and_a_log_that_does_not_fit_has_at_most_5_mb() -> None:

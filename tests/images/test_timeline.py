@@ -406,6 +406,7 @@ def test_the_command_prints_the_summary_and_writes_the_page_and_the_trace(tmp_pa
     assert "Rank 2 is the straggler" in result.stdout
     row = r"^ +2 +90\.0 µs +33% +250 µs +0 ns +100% +0\.0400 GB/s +10 +5\.00 µs *$"
     assert re.search(row, result.stdout, re.MULTILINE)
+    assert re.search(r"^ +rank +step +idle +communication +exposed +overlap +bandwidth", result.stdout, re.MULTILINE)
     assert (tmp_path / "out.html").read_text().startswith("<!doctype html>")
     assert {event["pid"] for event in json.loads((tmp_path / "out.json").read_text())} == {0, 1, 2, 3}
 

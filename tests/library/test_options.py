@@ -45,6 +45,8 @@ def test_a_constructor_names_its_class() -> None:
     unknown = {"opp": "sum"}
     with pytest.raises(TypeError, match=r"Tape\(\) got an unexpected keyword argument 'opp'\. Did you mean 'op'\?"):
         Tape(1, **unknown)
+    with pytest.raises(TypeError, match=r"It has: tape, op\.$"):
+        Tape(1, zzz=1)  # type: ignore[call-arg]
 
 
 @pytest.mark.once
@@ -56,6 +58,7 @@ def test_only_the_first_rank_warns(monkeypatch: pytest.MonkeyPatch, name: str) -
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         options.warn_without_effect("An option", "of this")
-    monkeypatch.setenv(name, "0")
-    with pytest.warns(UserWarning, match=r"^An option has no effect: of this\.$"):
-        options.warn_without_effect("An option", "of this")
+    for rank in ("0", ""):
+        monkeypatch.setenv(name, rank)
+        with pytest.warns(UserWarning, match=r"^An option has no effect: of this\.$"):
+            options.warn_without_effect("An option", "of this")

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from shoal_toolkit.errors import ContractError
 from shoal_toolkit.hosts import messages
 from shoal_toolkit.job.contract import Paths, read_cluster
 from shoal_toolkit.job.settings import take_settings
-from shoal_toolkit.plan.elastic import refuse_registration
+from shoal_toolkit.plan.elastic import check_elastic
 from shoal_toolkit.plan.plan import LaunchPlan
 from shoal_toolkit.run.members import Members
 from shoal_toolkit.run.worker import Worker
@@ -202,8 +203,12 @@ def test_jobs_that_cannot_be_elastic(tree: Tree, hyperparameters: dict[str, Any]
 
 
 def test_hosts_that_register_cannot_come_back() -> None:
+    found = HostList("AWS Batch", (A, B), 0, "", registration=Registration("", "job"))
+    job: Any = SimpleNamespace(cluster=SimpleNamespace(found=found, hosts=found.hosts), hyperparameters={})
+    plan: Any = None
+    assert check_elastic(take_settings({})[0], job, plan) == ()
     with pytest.raises(ContractError, match="get one another's addresses only once"):
-        refuse_registration(HostList("AWS Batch", (A, B), 0, "", registration=Registration("", "job")))
+        check_elastic(take_settings({"SHOAL_MIN_HOSTS": "1"})[0], job, plan)
 
 
 @pytest.mark.parametrize("least", ["0", "x", "4097"])

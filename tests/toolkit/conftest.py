@@ -6,11 +6,13 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+
+from shoal_toolkit.system.loop import Loop
 
 TRAIN = [sys.executable, "-m", "shoal_toolkit"]
 _OURS = ("SM_", "SAGEMAKER_", "SHOAL_", "OMPI_", "PMIX_", "MASTER_", "CUDA_VISIBLE")
@@ -82,6 +84,13 @@ def make_tree(base: Path) -> Tree:
 def tree(tmp_path: Path) -> Tree:
     """A host with no configuration yet."""
     return make_tree(tmp_path / "ml")
+
+
+@pytest.fixture
+def loop() -> Iterator[Loop]:
+    made = Loop()
+    yield made
+    made.close()
 
 
 Run = Callable[..., Finished]

@@ -59,7 +59,8 @@ def test_slips_are_refused(slip: str, meant: str, where: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "word", ["--reverse", "--plain", "--explore", "--research", "--expand", "--epochs", "explain", "--e", "--json", "-"]
+    "word",
+    ["--reverse", "--plain", "--explore", "--research", "--epxalim", "--epochs", "explain", "--e", "--json", "-"],
 )
 def test_what_is_no_slip_is_the_scripts(word: str) -> None:
     assert parse_command_line([word]) == (False, False, False, False, [word])

@@ -18,23 +18,15 @@ from hypothesis import strategies as st
 from shoal_toolkit.errors import ContractError, LaunchError
 from shoal_toolkit.files import read_table
 from shoal_toolkit.hosts.daemons import build_daemon_command
-from shoal_toolkit.job.machine import Machine, choose_interface
+from shoal_toolkit.job.machine import choose_interface
 from shoal_toolkit.plan import mpi
 from shoal_toolkit.plan.mpi_options import RELEASE, parse_mpi_options, translate_parameter
 
 from .openmpi import open_mpi_5
+from .test_plan import MACHINE
 
 KEY = "sagemaker_mpi_custom_mpi_options"
 TABLE = read_table("mpirun")
-MACHINE = Machine(
-    cpus=4,
-    gpus=0,
-    interface="eth0",
-    interface_note="",
-    python="/usr/bin/python3",
-    mpirun="/usr/bin/mpirun",
-    mpirun_options=TABLE,
-)
 NOTHING: Mapping[str, str] = {}
 ONE, TWO = {"algo-1": 2}, {"algo-1": 2, "algo-2": 2}
 BOTH = pytest.mark.parametrize("series", [4, 5])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
@@ -13,13 +13,6 @@ from shoal_toolkit.hosts.messages import Register
 from shoal_toolkit.hosts.wire import Channel
 from shoal_toolkit.job.settings import TrainSettings, take_settings
 from shoal_toolkit.system.loop import Loop
-
-
-@pytest.fixture
-def loop() -> Iterator[Loop]:
-    made = Loop()
-    yield made
-    made.close()
 
 
 def choose_settings() -> TrainSettings:

@@ -7,7 +7,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,13 +21,6 @@ from shoal_toolkit.system.loop import Loop, Timer
 PIECES = st.lists(st.text("ab \né\t").map(str.encode))
 PIECES_WITH_RETURNS = st.lists(st.text("ab\r\n").map(str.encode))
 MARK = b"[0,a] "
-
-
-@pytest.fixture
-def loop() -> Iterator[Loop]:
-    made = Loop()
-    yield made
-    made.close()
 
 
 @given(PIECES)

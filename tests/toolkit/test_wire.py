@@ -10,7 +10,6 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -25,13 +24,6 @@ from shoal_toolkit.system.loop import Loop
 
 HOSTS = ["localhost", "127.0.0.1"]  # two names of this machine
 HELLO, WELCOME, REFUSED, START = b"H", b"W", b"R", b"S"
-
-
-@pytest.fixture
-def loop() -> Iterator[Loop]:
-    made = Loop()
-    yield made
-    made.close()
 
 
 def free_port() -> int:

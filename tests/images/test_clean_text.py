@@ -120,6 +120,7 @@ def test_a_page_hides_and_turns_around_no_text() -> None:
     page.encode()
     assert not re.search("[\u202e\u2067\u200b\x1b\x07]", page)
     assert "<b onload" not in page
+    assert "gnp.exe" in page
 
 
 def on_a_terminal(program: str, *arguments: str) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import html
 import io
 import json
 import os
@@ -378,6 +379,7 @@ def test_markdown_of_a_manifest_shows_texts_as_they_are(text: str) -> None:
     assert not re.search(r"://|www\.|@|\b_|_\b", row, re.IGNORECASE)
     assert not set(row) & set("<>[]`|\\\n\x1b\u202e")
     assert "&lt;" not in row  # an entity of the image is text too
+    assert html.unescape(row) == re.sub("[\x07\x1b\u202e]", "\ufffd", text).replace("\n", " ")
 
 
 def test_a_tag_that_is_wrong_shows_no_markup() -> None:

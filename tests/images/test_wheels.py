@@ -111,7 +111,9 @@ def test_no_text_advises_to_install_our_names_from_an_index(project: Project) ->
 
 def test_no_wheel_depends_on_another_of_ours(dist: Path) -> None:
     """An index that does not have ours could give somebody else's package of the name."""
-    for wheel in dist.glob("*.whl"):
+    wheels = [*dist.glob("*.whl")]
+    assert len(wheels) == 5
+    for wheel in wheels:
         assert not [need for need in metadata(wheel).get_all("Requires-Dist", ()) if need.startswith("shoal")]
 
 

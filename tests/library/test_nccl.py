@@ -59,6 +59,7 @@ def calls_on(names: set[str]) -> set[tuple[str, int]]:
 def test_a_torch_that_lacks_a_part_has_no_kernels_in_python(
     owner: object, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    assert per_device.is_supported()
     monkeypatch.delattr(owner, name)
     assert not per_device.is_supported()
 

@@ -123,6 +123,8 @@ def test_an_exclusion_takes_the_place_of_our_inclusion(series: int, how: str) ->
     variables = {f"OMPI_MCA_{layer}_tcp_if_exclude": "lo" for layer in ("btl", "oob")} if how == "variable" else {}
     found = mca(command(options, series, TWO, variables))
     assert not [parameter for parameter in found if parameter.endswith("_if_include")]
+    excluded = [found[parameter] for parameter in found if parameter.endswith("_if_exclude")]
+    assert how == "variable" or excluded == ["lo", "lo"]
 
 
 def test_an_exported_mca_parameter_is_one_like_the_others() -> None:

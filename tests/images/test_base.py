@@ -127,7 +127,7 @@ def test_no_password_of_a_proxy_is_on_a_command_line(
     assert line in (tmp_path / "log.conf").read_text().splitlines()
 
 
-def test_a_base_of_another_system_is_none(client: Any, systems: dict[str, System]) -> None:
+def test_a_base_of_another_system_is_not_found(client: Any, systems: dict[str, System]) -> None:
     client.images.there["debian:trixie-slim"] = {}
     found = base_image.find_base(client, systems["trixie"])
     assert found is not None

@@ -319,7 +319,7 @@ def test_docker_is_given_the_checked_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"\0" * 1024, b"no archive"])
-def test_what_is_no_archive_of_images_names_none(tmp_path: Path, content: bytes) -> None:
+def test_a_file_that_is_no_archive_of_images_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "base.tar").write_bytes(content)
     with contextlib.suppress(BundleError):
         assert bundled.copy_image(tmp_path / "base.tar", io.BytesIO()) == set()

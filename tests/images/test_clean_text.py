@@ -218,7 +218,7 @@ def is_harmless(node: ast.AST) -> bool:
     return isinstance(node, ast.Attribute) and node.attr in ("flush", "isatty", "fileno")
 
 
-def test_nothing_else_prints() -> None:
+def test_only_console_and_clean_text_print() -> None:
     found = {
         (str(path.relative_to(PACKAGE)), place)
         for path in PACKAGE.rglob("*.py")

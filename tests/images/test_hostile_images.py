@@ -315,7 +315,7 @@ RECORDS = {
 
 
 @pytest.mark.parametrize("text", RECORDS.values(), ids=RECORDS)
-def test_an_odd_record_of_steps_is_none(text: str) -> None:
+def test_an_image_with_an_invalid_record_of_steps_is_rebuilt(text: str) -> None:
     wanted = record.Record((record.RecordedStep("a", "t", {"f": "1@a"}, "k"),), {"t": "1"})
     plan = record.decide("a:1", {record.STEPS: text}, wanted)
     assert (plan.state, plan.reasons) == ("rebuilt", ("the image has no record of its steps",))

@@ -268,7 +268,7 @@ def test_malformed_probe_output_is_an_error(monkeypatch: pytest.MonkeyPatch, say
         ask_image(monkeypatch, says)
 
 
-def test_a_system_without_dpkg_and_commands_has_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_system_without_dpkg_has_an_empty_list_of_packages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert probe.list_packages() == []
     assert probe.read_first_line(["pip", "--version"]) == ""

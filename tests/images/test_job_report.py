@@ -157,7 +157,7 @@ def test_a_file_that_is_no_report_is_an_error(tmp_path: Path) -> None:
         read_report(tmp_path / "missing.html")
 
 
-def test_numbers_of_lines() -> None:
+def test_numbers_of_a_line_are_metrics_and_a_step() -> None:
     line = "loss=0.25 lr=1e-3, name=x path=1.2.3 big=1e999 step=7"
     assert LineReader().read(line) == ({"loss": 0.25, "lr": 0.001}, ("step", 7.0))
 

@@ -21,7 +21,9 @@ def print_plan(*, stream: bool = False, follow: bool = False, stdout: bool = Tru
     return iter([text]) if stream else text
 
 
-def test_in_a_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_is_planned_in_a_container(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The model is the user's code, and may do more than describe itself: it gets no network, and cannot write."""
     (tmp_path / "model.py").write_text("")
     client = FakeDocker(logs=print_plan, wait=lambda: {"StatusCode": 1})

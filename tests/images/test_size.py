@@ -312,7 +312,7 @@ def test_distributions_that_debian_has_packaged_are_debians() -> None:
     assert found.owners[FileOwner("debian", "python3-six")].files == 3
 
 
-def test_a_link_that_a_later_layer_makes_a_directory_is_none() -> None:
+def test_a_directory_of_a_later_layer_replaces_a_link() -> None:
     lower: list[tuple[str, Content]] = [("bin", Link("usr/bin")), ("usr/bin/ls", TOOL)]
     upper: list[tuple[str, Content]] = [("bin", None), ("bin/ls", LIBRARY), ("var/lib/dpkg/info/a.list", b"/bin/ls\n")]
     assert read(oci([tar(lower), tar(upper)])).owners[FileOwner("debian", "a")].bytes == taken(LIBRARY)

@@ -43,7 +43,7 @@ def check_digits(model_dir: Path, output_dir: Path, epochs: int, world_size: int
 @pytest.mark.parametrize(
     "script", [DIGITS / "train.py", in_soak(DIGITS / "train_torch.py"), in_soak(DIGITS / "train_fsdp.py")]
 )
-def test_digits_alone(alone: Alone, tmp_path: Path, script: Path) -> None:
+def test_digits_train_on_one_rank(alone: Alone, tmp_path: Path, script: Path) -> None:
     log = alone(script, "--epochs", "8", "--lr", "0.003")
     assert log.count("epoch ") == 8
     check_digits(tmp_path / "model", tmp_path / "output", epochs=8, world_size=1)

@@ -101,7 +101,7 @@ def test_the_fewest_devices_on_which_a_model_fits(plan: Plan) -> None:
     assert "stage 1:  50.0%  8, 9, 10, 11, 12, 13, 14, 15" in ended.stdout
 
 
-def test_what_is_decided_already_stays(plan: Plan) -> None:
+def test_given_parameters_are_kept(plan: Plan) -> None:
     given = {"partitions": 4, "microbatches": 4, "pipeline": "simple"}
     assert given.items() <= recommended(plan("wide", "--mp-parameters", json.dumps(given))).items()
 
@@ -202,7 +202,7 @@ def test_json_has_what_the_table_has_and_nothing_else_is_on_standard_output(plan
     assert not any(of["fits"] for of in document["plans"])
 
 
-def test_nothing_fits(plan: Plan) -> None:
+def test_plan_fails_if_nothing_fits(plan: Plan) -> None:
     ended = plan("wide", "--memory", "1", "--devices", "4")
     assert ended.returncode == 1
     assert "Nothing fits 1 GiB on up to 4 devices: 4.0" in ended.stdout

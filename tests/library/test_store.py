@@ -63,7 +63,7 @@ def either(request: pytest.FixtureRequest) -> JobStore:
     return found
 
 
-def test_values_and_numbers(either: JobStore) -> None:
+def test_the_store_keeps_values_and_counts(either: JobStore) -> None:
     either.set("a", "1 — ä\n")
     assert either.get("a") == "1 — ä\n".encode()
     either.set("a", "")
@@ -83,7 +83,7 @@ def test_parts_have_keys_of_their_own(either: JobStore) -> None:
     assert PrefixedStore(either, "other").add("n", 1) == 1
 
 
-def test_a_log_works_on_it(either: JobStore) -> None:
+def test_a_log_is_kept_in_the_store(either: JobStore) -> None:
     log = StoreLog(either, "log")
     assert [log.append("list", {"word": word}) for word in "ab"] == [1, 2]
     assert log.read("list", after=1) == [{"word": "b"}]

@@ -62,7 +62,7 @@ def test_slips_are_refused(slip: str, meant: str, where: int) -> None:
     "word",
     ["--reverse", "--plain", "--explore", "--research", "--epxalim", "--epochs", "explain", "--e", "--json", "-"],
 )
-def test_what_is_no_slip_is_the_scripts(word: str) -> None:
+def test_other_options_are_the_scripts(word: str) -> None:
     assert parse_command_line([word]) == (False, False, False, False, [word])
 
 

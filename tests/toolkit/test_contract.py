@@ -65,7 +65,7 @@ def test_a_flag_that_is_neither_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("value", ["many", "0", "-1", "1.5", "true", "²"])
-def test_a_count_that_is_none_is_an_error(value: str) -> None:
+def test_an_invalid_count_is_an_error(value: str) -> None:
     with pytest.raises(ContractError, match="whole number"):
         contract.read_count({"n": contract.decode(value)}, "n")
 
@@ -206,7 +206,7 @@ def test_the_log_level_may_be_a_variable(tree: Tree) -> None:
     assert variables(tree, SAGEMAKER_CONTAINER_LOG_LEVEL="ERROR")["SM_LOG_LEVEL"] == "10"
 
 
-def test_a_log_level_that_is_none(tree: Tree) -> None:
+def test_an_invalid_log_level_is_an_error(tree: Tree) -> None:
     tree.hyperparameters(sagemaker_container_log_level="INFOO")
     with pytest.raises(ContractError, match=r"sagemaker_container_log_level is 'INFOO'; .* Did you mean 'INFO'\?"):
         variables(tree)

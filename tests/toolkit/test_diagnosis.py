@@ -407,7 +407,7 @@ def test_every_text_of_the_table_can_be_printed() -> None:
 
 
 @pytest.mark.parametrize("letter", ["x", "é", "𝔵"])
-def test_what_sagemaker_shows_holds_it_all(letter: str) -> None:
+def test_the_1024_bytes_that_sagemaker_shows_have_exception_rank_and_fix(letter: str) -> None:
     """1,024 characters or bytes: nobody says which. The file has at most as many bytes."""
     exception = f"ImportError: libX.so: cannot open shared object file {letter * 5000}"
     long = f"Traceback (most recent call last):\n{'  File in f' * 500}\n{exception}"
@@ -481,7 +481,7 @@ def test_what_the_script_itself_wrote_into_the_failure_file_comes_first(tree: Tr
     assert rest[-1] == "Traceback: here"
 
 
-def test_a_failure_file_of_a_script_that_ends_well_is_none(tree: Tree, run: Run) -> None:
+def test_the_failure_file_of_a_script_that_succeeds_is_removed(tree: Tree, run: Run) -> None:
     tree.script("import os; open(os.environ['SM_OUTPUT_DIR'] + '/failure', 'w').write('x')")
     assert run(SAGEMAKER_PROGRAM="train.py").code == 0
     assert tree.outcome() == {"success"}
@@ -555,7 +555,7 @@ def test_kills_since_the_start_are_counted(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["max\n", "9223372036854771712\n", ""])
-def test_no_limit(tmp_path: Path, text: str) -> None:
+def test_a_group_without_a_memory_limit_has_none(tmp_path: Path, text: str) -> None:
     write(tmp_path, {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/memory.max": text})
     facts = failure_facts.collect_memory_facts(memory.count_oom_kills(str(tmp_path)), str(tmp_path))
     assert (facts["memory_limit"], facts["oom_kills"]) == (0, 0)

@@ -401,7 +401,7 @@ def test_lists_of_nodes(text: str, names: str) -> None:
 @pytest.mark.parametrize(
     "text", ["", ",", "n[1-2", "n1-2]", "n[]", "n[2-1]", "n[a]", "n[1-]", "n[[1]]", "n[1-9999999]", "n[-1]"]
 )
-def test_lists_that_are_wrong(text: str) -> None:
+def test_invalid_lists_of_nodes_are_errors(text: str) -> None:
     with pytest.raises(ContractError, match="The variable X "):
         expand_hosts(text, "X")
 

@@ -212,7 +212,7 @@ def test_hosts_that_register_cannot_come_back() -> None:
 
 
 @pytest.mark.parametrize("least", ["0", "x", "4097"])
-def test_a_number_that_is_none_is_an_error(least: str) -> None:
+def test_an_invalid_number_is_an_error(least: str) -> None:
     _, problem = take_settings({"SHOAL_MIN_HOSTS": least})
     assert "SHOAL_MIN_HOSTS" in str(problem)
 

@@ -58,11 +58,11 @@ def test_a_framework_that_imports_another_ends_without_collections_too(site: Pat
 
 
 @pytest.mark.parametrize("variables", [{"SHOAL_FAST_IMPORTS": "0"}, {"SM_CURRENT_HOST": None}])
-def test_without_it(site: Path, variables: dict[str, str | None]) -> None:
+def test_without_fast_imports_nothing_changes(site: Path, variables: dict[str, str | None]) -> None:
     assert run(site, f"import torch; {STATE}", **variables) == ["torch True", "True False"]
 
 
-def test_a_script_that_wants_no_collections_has_none(site: Path) -> None:
+def test_a_disabled_garbage_collection_stays_disabled(site: Path) -> None:
     assert run(site, f"import gc; gc.disable(); import torch; {STATE}") == ["torch False", "False False"]
 
 
@@ -82,7 +82,7 @@ def test_looking_for_a_framework_changes_nothing(site: Path) -> None:
     assert run(site, program) == ["torch None", "True False"]
 
 
-def test_beside_a_rehearsal(site: Path) -> None:
+def test_a_rehearsal_may_extend_the_framework_too(site: Path) -> None:
     """Its finder and ours ask each other; it extends the framework after the import."""
     program = f"""\
 from shoal_rehearsal.import_hooks import call_after_import

@@ -484,7 +484,7 @@ def test_code_artifact_refuses(tree: Tree, environment: Environment, index: Inde
     assert tree.failure.startswith(f"ERROR: CodeArtifact refuses access to {ARN}: ")
 
 
-def test_an_arn_that_is_none(tree: Tree, environment: Environment) -> None:
+def test_an_invalid_arn_is_an_error(tree: Tree, environment: Environment) -> None:
     tree.script("private==1.0", "requirements.txt")
     tree.script("")
     assert environment.train(tree, SAGEMAKER_PROGRAM="train.py", CA_REPOSITORY_ARN="arn:aws:s3:::b").code == 1

@@ -137,7 +137,7 @@ def test_the_quotas_of_cgroups_version_1(tmp_path: Path) -> None:
     assert machine.read_cpu_quota(root) == 0.5
 
 
-def test_part_of_a_cpu_is_one(tmp_path: Path) -> None:
+def test_part_of_a_cpu_counts_as_one(tmp_path: Path) -> None:
     root = tree(tmp_path, {"proc/self/cgroup": V2.format("/"), "sys/fs/cgroup/cpu.max": "20000 100000"})
     assert machine.count_cpus({}, root) == 1
     assert machine.count_cpus({}, str(tmp_path / "none")) == len(os.sched_getaffinity(0))
@@ -275,7 +275,7 @@ def test_a_wrapper_of_mpirun_is_that_of_the_daemon_on_path(tmp_path: Path) -> No
 # All of it
 
 
-def test_a_machine(tmp_path: Path) -> None:
+def test_gpus_interface_and_mpirun_of_a_machine_are_found(tmp_path: Path) -> None:
     root = interfaces(tmp_path, ROUTES, lo="unknown", eth0="up")
     card(tmp_path, "efa_0", "efa", "0xefa2", "uverbs0")
     tree(tmp_path, {f"dev/{name}": "" for name in ("nvidia0", "neuron0", "neuron1", "neuron", "infiniband/uverbs0")})

@@ -281,7 +281,7 @@ def test_whatever_an_outsider_sends_to_the_first_host_it_goes_on(doors: Doors, s
     assert doors.met == []
 
 
-def test_the_right_hosts_meet_after_all_of_that(doors: Doors) -> None:
+def test_the_right_hosts_meet_after_hostile_messages(doors: Doors) -> None:
     for kind in (b"H", b"P", b"W", b"R", b"S", b"V"):
         for payload in HOSTILE.values():
             doors.say_to_agent(frame(kind, payload))

@@ -64,7 +64,7 @@ def notes(options: str, series: int = 4, hosts: Mapping[str, int] = ONE, environ
 
 @BOTH
 @pytest.mark.parametrize("option", ["-display-map", "--display-map"])
-def test_one_dash_or_two(option: str, series: int) -> None:
+def test_options_may_have_one_dash_or_two(option: str, series: int) -> None:
     assert "--display-map" in command(option, series)
 
 

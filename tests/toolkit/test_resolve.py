@@ -29,7 +29,7 @@ def test_many_names_are_looked_up(loop: Loop) -> None:
 
 
 @pytest.mark.parametrize("name", ["no-such-host.invalid", "a" * 300, "a..b"])
-def test_a_name_that_is_none_is_an_answer(loop: Loop, name: str) -> None:
+def test_a_name_that_cannot_be_resolved_gives_an_error(loop: Loop, name: str) -> None:
     found: list[list[Address] | OSError] = []
     Resolver(loop).look_up(name, 1, found.append)
     loop.run_until(lambda: bool(found))

@@ -34,7 +34,7 @@ def test_no_failure_becomes_0_on_its_way_through_the_kernel(tmp_path: Path, code
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
-def test_a_stop_is_called_one(number: signal.Signals, code: int) -> None:
+def test_a_stop_by_a_signal_is_named_in_the_message(number: signal.Signals, code: int) -> None:
     stopped = Result.from_signal(number)
     assert stopped.exit_code == code
     assert f"was stopped: `train` received {number.name}" in stopped.message

@@ -406,7 +406,7 @@ def test_the_keys_are_those_of_the_stock_toolkit(tree: Tree, output: str, job: s
 
 
 @pytest.mark.parametrize("output", [None, "", "file:///tmp/output"])
-def test_no_upload_is_wanted(tree: Tree, output: object) -> None:
+def test_no_upload_without_an_s3_output(tree: Tree, output: object) -> None:
     assert settings(tree, output)[0] == ()
 
 

@@ -61,7 +61,7 @@ def test_without_the_variable_the_files_have_the_same_facts(tree: Tree) -> None:
     assert (found["num_gpus"], found["hyperparameters"], found["hosts"]) == (3, {"lr": 0.1}, ["algo-1"])
 
 
-def test_what_it_lacks_is_an_error_that_names_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_attribute_is_an_error_that_lists_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     from sagemaker_training import environment
 
     monkeypatch.setenv("SM_TRAINING_ENV", '{"num_gpus": 1, "hosts": ["a"]}')

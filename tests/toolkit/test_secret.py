@@ -31,7 +31,7 @@ def test_the_variable_is_taken_out_of_the_environment() -> None:
     assert (settings.secret, problem, environ) == ("s3cret", None, {})
 
 
-def test_a_file_may_hold_it(tmp_path: Path) -> None:
+def test_the_secret_may_be_in_a_file(tmp_path: Path) -> None:
     place = write_secret(tmp_path, f"{SECRET}\n")
     environ = {"SHOAL_JOB_SECRET_FILE": place}
     settings, problem = take_settings(environ)

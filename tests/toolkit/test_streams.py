@@ -74,7 +74,7 @@ def test_texts_of_lines(pieces: list[bytes], expected: list[str]) -> None:
 
 
 @given(st.lists(st.binary(max_size=9)))
-def test_the_tail_is_the_end(chunks: list[bytes]) -> None:
+def test_the_tail_has_the_last_bytes(chunks: list[bytes]) -> None:
     tail = Tail(size=16)
     for chunk in chunks:
         tail.add(chunk)

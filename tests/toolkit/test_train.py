@@ -40,7 +40,7 @@ def test_the_script_gets_its_arguments_and_variables(tree: Tree, run: Run) -> No
     assert "s3cret" not in done.out + done.err
 
 
-def test_a_success(tree: Tree, run: Run) -> None:
+def test_a_successful_script_leaves_success_and_a_report(tree: Tree, run: Run) -> None:
     tree.script("import sys; print('out'); print('err', file=sys.stderr)")
     done = run(SAGEMAKER_PROGRAM="train.py")
     assert (done.code, done.out) == (0, "out\n")

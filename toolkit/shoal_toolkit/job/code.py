@@ -1,6 +1,6 @@
 """Finds the user's code and the entry point of a job.
 
-The code is at SAGEMAKER_SUBMIT_DIRECTORY, else at the hyperparameter sagemaker_submit_directory, else in <base>/code. A
+SAGEMAKER_SUBMIT_DIRECTORY beats the hyperparameter sagemaker_submit_directory, which beats <base>/code. A
 directory is used in place. Everything else is fetched (job/fetching.py).
 
 Entry points:

@@ -1,4 +1,4 @@
-"""The only host of a job that runs one script, once. What few jobs need is in first.py."""
+"""The only host of a job that runs one script, once. Set-up, ranks, sidecars and restarts are in first.py."""
 
 from __future__ import annotations
 

@@ -188,16 +188,17 @@ def test_locks_of_a_project_do_not_keep_a_command(tmp_path: Path, make: Callable
     make(tmp_path / "dockerfiles" / "debian" / "bookworm.txt")
     code = """
 import pathlib, sys
+from shoal.builds import debian_lock
 from shoal.errors import SpecError
 from shoal.limits import MOST_LOCK
 from shoal.matrix import project as projects
 from shoal.matrix.project import Project
 from shoal.matrix.spec import load
-from shoal.sources import debian, pins
+from shoal.sources import lock
 root = pathlib.Path(sys.argv[1])
 for read in (
-    lambda: debian.read_lock(Project(root), "bookworm"),
-    lambda: pins.read_lock(root / "dockerfiles" / "debian" / "bookworm.txt"),
+    lambda: debian_lock.read_lock(Project(root), "bookworm"),
+    lambda: lock.read_lock(root / "dockerfiles" / "debian" / "bookworm.txt"),
 ):
     try:
         read()

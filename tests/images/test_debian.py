@@ -21,13 +21,13 @@ import pytest
 from shoal import docker_client
 from shoal.builds import base_image, debian_lock
 from shoal.builds.base_image import BaseImage
+from shoal.builds.debian_lock import DebianLock
 from shoal.builds.plan import gather_sources, install_own_packages
 from shoal.commands import dependencies
 from shoal.errors import BuildError, SpecError
 from shoal.matrix.project import Project
 from shoal.matrix.spec import BuildSpec, System
-from shoal.sources import debian, record
-from shoal.sources.debian import DebianLock
+from shoal.sources import record
 
 from ..tested_images import HUGGINGFACE_CPU
 
@@ -45,7 +45,7 @@ def compare(tmp_path: Path, lock: str, digest: str = ONE) -> tuple[int, str]:
     """Run the step's script, of which apt would install one package. Returns its exit code and what it prints."""
     room = tmp_path / "debian"
     room.mkdir()
-    text = files("shoal.sources").joinpath("compare.sh").read_text()
+    text = files("shoal.builds").joinpath("compare.sh").read_text()
     assert text.count("/var/cache/apt/compared") == 1
     (room / "compare.sh").write_text(text.replace("/var/cache/apt/compared", str(tmp_path / "archives")))
     (room / "lock.txt").write_text(lock)
@@ -89,14 +89,14 @@ def test_a_step_without_a_lock_compares_nothing(tmp_path: Path) -> None:
 
 def test_a_lock_is_read_as_it_is_written(tmp_path: Path) -> None:
     made = DebianLock({MADE: f"sha256:{'3' * 64}"}, {PYTHON: ONE, LIBC: TWO})
-    where = debian.lock_path(Project(tmp_path), "bookworm")
-    assert debian.read_lock(Project(tmp_path), "bookworm") == DebianLock({}, {})
+    where = debian_lock.lock_path(Project(tmp_path), "bookworm")
+    assert debian_lock.read_lock(Project(tmp_path), "bookworm") == DebianLock({}, {})
     where.parent.mkdir(parents=True)
     where.write_text(made.text("bookworm"))
-    assert debian.read_lock(Project(tmp_path), "bookworm") == made
+    assert debian_lock.read_lock(Project(tmp_path), "bookworm") == made
     where.write_text(made.text("bookworm") + "python3=3.11\n")
     with pytest.raises(SpecError, match=r"bookworm.txt:5: expected .*, found 'python3=3.11'\. Fix: make it again"):
-        debian.read_lock(Project(tmp_path), "bookworm")
+        debian_lock.read_lock(Project(tmp_path), "bookworm")
 
 
 def test_what_is_committed_fits_the_matrix(project: Project, matrix: BuildSpec) -> None:
@@ -104,9 +104,9 @@ def test_what_is_committed_fits_the_matrix(project: Project, matrix: BuildSpec) 
     suites = {system.suite for system in matrix.systems()}
     assert {path.stem for path in (project.templates / "debian").iterdir()} == suites
     for system in matrix.systems():
-        lock = debian.read_lock(project, system.suite)
+        lock = debian_lock.read_lock(project, system.suite)
         assert lock.bases
-        assert debian.lock_path(project, system.suite).read_text() == lock.text(system.suite)
+        assert debian_lock.lock_path(project, system.suite).read_text() == lock.text(system.suite)
         names = {name.partition("_")[0] for name in lock.packages}
         images = [image for image in matrix.images if image.system == system]
         assert {name for install in debian_lock.list_installed(project, images) for name in install} <= names
@@ -214,14 +214,14 @@ def test_what_a_mirror_has_now_is_written_or_only_compared(
     monkeypatch.setattr(base_image, "provide_base", lambda *_, **__: MINE)
     monkeypatch.setattr(debian_lock, "run_in_base", in_base)
     monkeypatch.setattr(dependencies, "open_project", lambda to_write: (copy, matrix))
-    where = debian.lock_path(copy, "bookworm")
+    where = debian_lock.lock_path(copy, "bookworm")
     with pytest.raises(
         SpecError, match=r"Debian bookworm has other packages or base images now\. Fix: shoal lock --bases"
     ):
         dependencies.lock_images(["pytorch"], bases=True, check=True)
     assert not where.exists()
     dependencies.lock_images(["pytorch"], bases=True)
-    assert debian.read_lock(copy, "bookworm") == DebianLock({MADE: f"sha256:{'3' * 64}"}, {PYTHON: ONE, LIBC: TWO})
+    assert debian_lock.read_lock(copy, "bookworm") == DebianLock({MADE: f"sha256:{'3' * 64}"}, {PYTHON: ONE, LIBC: TWO})
     assert "--print-uris -o Acquire::ForceHash=SHA256 ca-certificates python3 python3-venv" in scripts[0]
     assert scripts[0].endswith(" gcc libc6-dev")
     capsys.readouterr()
@@ -244,10 +244,10 @@ def test_a_child_has_a_lock_of_its_own(
     """A package more in a child changes no other image, nor the base image that all share."""
     copy, pulls = Project(tmp_path), []
     shutil.copytree(project.templates, tmp_path / "dockerfiles")
-    where = debian.lock_path(copy, "bookworm")
+    where = debian_lock.lock_path(copy, "bookworm")
     where.write_text(DebianLock({MADE: f"sha256:{'3' * 64}"}, {PYTHON: ONE}).text("bookworm"))
     before = {path: path.read_text() for path in where.parent.iterdir()}
-    parent = debian.comparison_files(copy, "bookworm")
+    parent = debian_lock.comparison_files(copy, "bookworm")
     template = tmp_path / "dockerfiles" / "huggingface.j2"
     old = template.read_text()
     apt = '{% block environment %}{{ install.system_packages(["jq"]) }}{% endblock %}'
@@ -269,11 +269,11 @@ def test_a_child_has_a_lock_of_its_own(
     monkeypatch.setattr(debian_lock, "run_in_base", in_base)
     monkeypatch.setattr(dependencies, "open_project", lambda to_write: (copy, matrix))
     dependencies.lock_images([HUGGINGFACE_CPU], bases=True)
-    own = debian.lock_path(copy, "bookworm", "huggingface")
+    own = debian_lock.lock_path(copy, "bookworm", "huggingface")
     assert {path: path.read_text() for path in where.parent.iterdir()} == before | {own: own.read_text()}
-    assert debian.read_lock(copy, "bookworm", "huggingface") == DebianLock({}, {LIBC: TWO})
+    assert debian_lock.read_lock(copy, "bookworm", "huggingface") == DebianLock({}, {LIBC: TWO})
     assert (pulls, [script.endswith(" jq") for script in scripts]) == ([False], [True])
-    assert debian.comparison_files(copy, "bookworm") == parent
+    assert debian_lock.comparison_files(copy, "bookworm") == parent
     sources = gather_sources(copy, matrix, matrix.select(HUGGINGFACE_CPU), {})
     assert sources.debian["lock.txt"].decode().splitlines()[1:] == [f"{LIBC} {TWO}", f"{PYTHON} {ONE}"]
     words = debian_lock.describe_drift(copy, sources.image, ["x.deb"])
@@ -290,4 +290,4 @@ def test_how_a_lock_changed_is_reported() -> None:
         DebianLock({MADE: "a"}, {PYTHON: ONE, "x.deb": ONE}),
         DebianLock({MADE: "b"}, {PYTHON: ONE, LIBC: TWO}),
     )
-    assert debian.describe_changes(before, after) == [f"+ {LIBC}", "- x.deb", f"! {MADE}: a → b"]
+    assert debian_lock.describe_changes(before, after) == [f"+ {LIBC}", "- x.deb", f"! {MADE}: a → b"]

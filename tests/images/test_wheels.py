@@ -202,9 +202,9 @@ def test_an_installed_shoal_makes_its_wheel_for_bundles(installed: Installation,
     program = """if True:
         import sys, pathlib
         from shoal.matrix.project import find_shipped
-        from shoal.sources import packages, release
+        from shoal.sources import packages
         scratch = pathlib.Path(sys.argv[1])
-        release.write_source_tree(find_shipped(), "images", scratch / "tree")
+        packages.write_source_tree(find_shipped(), "images", scratch / "tree")
         print(packages.build_wheel(scratch / "tree", scratch))
     """
     python = installed.venv / "bin" / "python"

@@ -33,7 +33,7 @@ from shoal.errors import BuildError, DiskError
 from shoal.matrix.project import Project
 from shoal.matrix.spec import BuildSpec, ImageSpec, System
 from shoal.network.settings import NetworkSettings, read_settings_for
-from shoal.sources import debian, provenance
+from shoal.sources import provenance
 from shoal.sources.steps import one_line
 
 _COMMAND = re.compile(r'^(?:failed to solve: )?process ".*" did not', re.DOTALL)
@@ -194,7 +194,7 @@ def _provide_base(
     check: bool,
 ) -> BaseImage:
     """Pulls or makes the base image if Docker has none. If `check`, says where it differs from the lock."""
-    lock = debian.read_lock(project, system.suite)
+    lock = debian_lock.read_lock(project, system.suite)
     pin = lock.bases.get(system.upstream, "")
     found = base_image.provide_base(client, system, read_settings, project.cache, say, pin=pin)
     for words in debian_lock.describe_differences(client, found, system, lock) if check else ():

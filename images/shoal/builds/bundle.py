@@ -30,7 +30,7 @@ from shoal.errors import BuildError, BundleError, DiskError, UsageError, is_disk
 from shoal.matrix.project import Project, find_shipped
 from shoal.matrix.spec import BuildSpec, ImageSpec, System
 from shoal.network.settings import NetworkSettings, pip_environment, read_network_settings, read_settings_for
-from shoal.sources import debian, lock, packages
+from shoal.sources import lock, packages
 from shoal.sources.packages import write_source_tree
 
 INSTALL = "python3 -m venv .venv && .venv/bin/pip install --no-index --find-links {directory} shoal"
@@ -105,7 +105,7 @@ def _add_system(
     client: docker.DockerClient, project: Project, system: System, names: list[str], directory: Path, say: Say
 ) -> str:
     """Pulls or makes the base image if Docker lacks it. Returns its reference."""
-    pin = debian.read_lock(project, system.suite).bases.get(system.upstream, "")
+    pin = debian_lock.read_lock(project, system.suite).bases.get(system.upstream, "")
     found = base_image.provide_base(client, system, read_network_settings, project.cache, say, pin=pin)
     (directory / DEBS).mkdir(parents=True, exist_ok=True)
     say(f"base: {found.reference}")

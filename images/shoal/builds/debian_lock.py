@@ -1,15 +1,17 @@
-"""Locks the base images and Debian packages that builds get now (`shoal lock --bases`).
+"""The lock of a Debian suite: digests of its base images, and of the packages that builds install on them.
 
-It also tells builds how their base and packages differ from the lock, and runs scripts in containers of base images.
+`shoal lock --bases` makes it from what builds get now. Builds report how their base and packages differ from it. Its
+guarantees and their limits: docs/decisions/pins-of-debian.md.
 """
 
 from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.resources import files
 from pathlib import Path
 
 import docker
@@ -19,12 +21,84 @@ from shoal import docker_client
 from shoal.builds import base_image
 from shoal.builds.base_image import BaseImage, Say
 from shoal.docker_client import archive, containers
-from shoal.errors import BuildError
+from shoal.errors import BuildError, SpecError
+from shoal.limits import read_project_file
 from shoal.matrix.project import Project
 from shoal.matrix.spec import BuildSpec, ImageSpec, System
 from shoal.network.settings import NetworkSettings, read_network_settings, read_settings_for
-from shoal.sources import debian, render
-from shoal.sources.debian import DebianLock
+from shoal.sources import render
+
+NOT_LOCKED = "shoal: not locked: "
+"""The start of the line that a build step prints for each package that the lock does not have."""
+_BASE = re.compile(r"base (\S+) (sha256:[0-9a-f]{64})")
+_PACKAGE = re.compile(r"(\S+\.deb) (SHA256:[0-9a-f]{64})")
+_HEAD = "# Made by `shoal lock --bases`: base images of Debian {suite}, and the packages that builds install on them."
+
+_CHILD_HEAD = "# Made by `shoal lock --bases`: more packages of Debian {suite}, which builds of {child} install."
+
+
+@dataclass(frozen=True)
+class DebianLock:
+    """Digests of base images by the constant part of their names, and of packages (`SHA256:…`) by file name."""
+
+    bases: Mapping[str, str]
+    packages: Mapping[str, str]
+
+    def text(self, suite: str, child: str = "") -> str:
+        """Returns the content of the lock file of a suite, or of a child in it, sorted."""
+        bases = (f"base {name} {digest}" for name, digest in sorted(self.bases.items()))
+        packages = (f"{name} {digest}" for name, digest in sorted(self.packages.items()))
+        head = (_CHILD_HEAD if child else _HEAD).format(suite=suite, child=child)
+        return "\n".join([head, *bases, *packages, ""])
+
+
+def lock_path(project: Project, suite: str, child: str = "") -> Path:
+    """Returns the path of the lock file of a suite, or of a child in it. The file may not exist."""
+    return project.templates / "debian" / (f"{suite}-{child}.txt" if child else f"{suite}.txt")
+
+
+def read_lock(project: Project, suite: str, child: str = "") -> DebianLock:
+    """Returns the lock of a suite or a child in it; empty if there is none. Raises `SpecError` with file and line."""
+    where = lock_path(project, suite, child)
+    bases, packages = {}, {}
+    for number, line in enumerate(read_project_file(where).splitlines() if where.exists() else (), 1):
+        if match := _BASE.fullmatch(line):
+            bases[match[1]] = match[2]
+        elif match := _PACKAGE.fullmatch(line):
+            packages[match[1]] = match[2]
+        elif line and not line.startswith("#"):
+            raise SpecError(
+                f"{where}:{number}: expected 'base NAME sha256:…' or 'FILE.deb SHA256:…', found {line!r}. Fix: make it"
+                " again: shoal lock --bases"
+            )
+    return DebianLock(bases, packages)
+
+
+def comparison_files(project: Project, suite: str, children: Iterable[str] = ()) -> dict[str, bytes]:
+    """Returns the files with which a build step compares the packages of apt with the lock: compare.sh and lock.txt.
+
+    lock.txt is empty if no packages are locked.
+
+    Args:
+        project: The project.
+        suite: The suite of the image.
+        children: The child, and those that it extends, of which the locks count too. None for an image without parent.
+    """
+    locks = [read_lock(project, suite, child) for child in ("", *children)]
+    packages = DebianLock({}, {name: digest for lock in locks for name, digest in lock.packages.items()})
+    script = files("shoal.builds").joinpath("compare.sh").read_bytes()
+    return {"compare.sh": script, "lock.txt": packages.text(suite).encode() if packages.packages else b""}
+
+
+def describe_changes(before: DebianLock, after: DebianLock) -> list[str]:
+    """Returns a line for each base image or package that is new, gone or changed between two locks."""
+    old, new = ({**lock.bases, **lock.packages} for lock in (before, after))
+    lines = [f"+ {name}" for name in sorted(new.keys() - old.keys())]
+    lines += [f"- {name}" for name in sorted(old.keys() - new.keys())]
+    return lines + [
+        f"! {name}: {old[name]} → {new[name]}" for name in sorted(old.keys() & new.keys()) if old[name] != new[name]
+    ]
+
 
 FIX = "Fix: shoal lock --bases{names}, then build again"
 _PRINT = "apt-get install -qq --no-install-recommends --print-uris -o Acquire::ForceHash=SHA256 {names}"
@@ -72,7 +146,7 @@ def lock_systems(
         names = {image.framework if image.extends else "" for image in of_system}
         found = base_image.provide_base(client, system, read_network_settings, project.cache, say, newest="" in names)
         settings = read_settings_for(project, say)
-        locked = debian.read_lock(project, system.suite)
+        locked = read_lock(project, system.suite)
         if "" in names:
             wanted = [image for image in spec.images if image.system == system and not image.extends]
             packages = _list_packages(client, found, system, list_installed(project, wanted), settings)
@@ -83,13 +157,13 @@ def lock_systems(
             installed = list_installed(project, (image for image in children if image.framework == child))
             packages = _list_packages(client, found, system, installed, settings) if installed else {}
             more = {name: digest for name, digest in packages.items() if name not in locked.packages}
-            if more or debian.lock_path(project, system.suite, child).exists():
+            if more or lock_path(project, system.suite, child).exists():
                 yield _write_lock(project, system.suite, child, DebianLock({}, more), write=write)
 
 
 def _write_lock(project: Project, suite: str, child: str, lock: DebianLock, *, write: bool) -> LockResult:
-    path = debian.lock_path(project, suite, child)
-    changes = tuple(debian.describe_changes(debian.read_lock(project, suite, child), lock))
+    path = lock_path(project, suite, child)
+    changes = tuple(describe_changes(read_lock(project, suite, child), lock))
     if write and child and not lock.packages:
         path.unlink()
     elif write and changes:
@@ -136,7 +210,7 @@ def describe_drift(project: Project, image: ImageSpec, files: Sequence[str]) -> 
 
     It names at most `_SHOWN` of them, and then their remaining number. The fix for a child changes no other image.
     """
-    path = debian.lock_path(project, image.system.suite, image.framework if image.extends else "")
+    path = lock_path(project, image.system.suite, image.framework if image.extends else "")
     names = f" {image.tag}" if image.extends else ""
     more = f" and {len(files) - _SHOWN} more" if len(files) > _SHOWN else ""
     return (

@@ -14,7 +14,7 @@ from pathlib import Path
 import docker
 
 from shoal import docker_client
-from shoal.builds import base_image
+from shoal.builds import base_image, debian_lock
 from shoal.builds.base_image import BaseImage
 from shoal.docker_client.archive import Content
 from shoal.docker_client.images import find_image, read_labels
@@ -22,7 +22,7 @@ from shoal.errors import BuildError
 from shoal.matrix.project import Project
 from shoal.matrix.spec import BuildSpec, ImageSpec, System
 from shoal.network.settings import NetworkSettings
-from shoal.sources import debian, packages, record, render
+from shoal.sources import packages, record, render
 from shoal.sources.lock import Pin, find_locked_wheels, read_image_pins
 from shoal.sources.record import Decision, Record, decide
 from shoal.sources.steps import BuildStep
@@ -184,7 +184,7 @@ def gather_sources(project: Project, spec: BuildSpec, image: ImageSpec, own: Map
         templates=render.read_templates(project, image),
         locks=read_image_pins(project, spec, image),
         engine=_read_c_sources(project.part("library") / "native"),
-        debian=debian.comparison_files(project, image.system.suite, spec.list_extensions(image)),
+        debian=debian_lock.comparison_files(project, image.system.suite, spec.list_extensions(image)),
         own={} if image.extends else own,
         files=render.read_own_files(project, image, steps),
     )

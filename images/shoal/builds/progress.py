@@ -20,9 +20,9 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Column
 
+from shoal.builds.debian_lock import NOT_LOCKED
 from shoal.console import print_line
 from shoal.protobuf import split_fields
-from shoal.sources.debian import NOT_LOCKED
 from shoal.sources.steps import one_line
 
 Fields = dict[int, list[Any]]

@@ -25,8 +25,7 @@ def setBucketSize(size: int) -> None:  # noqa: N802 — the name in published sc
     """
     if not isinstance(size, int) or isinstance(size, bool) or size < 1:
         raise ValueError(
-            f"smddpcommon.setBucketSize({size!r}): the size is no number of bytes. Allowed: 1 or more. Fix: pass an "
-            "integer."
+            f"smddpcommon.setBucketSize({size!r}): the size must be a whole number of bytes, above 0. Fix: pass one."
         )
     warnings.warn(
         "smddpcommon.setBucketSize has no effect: a tensor that comes alone is reduced alone, and gradients travel in "

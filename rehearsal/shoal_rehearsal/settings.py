@@ -67,8 +67,7 @@ def _numbers(env: Mapping[str, str], names: Iterable[str]) -> list[int]:
 def _parse_gpus(text: str) -> int:
     if not text.isdecimal() or not 1 <= int(text) <= MOST_GPUS:
         raise RehearsalError(
-            f"{GPUS}={text!r} in the environment: it is no number of GPUs. Allowed: 1 to {MOST_GPUS}, the emulated "
-            "ones "
+            f"{GPUS}={text!r} in the environment: it must be a whole number from 1 to {MOST_GPUS}, the emulated GPUs "
             "of each host. Fix: set one of these, or unset it: then there is one for each rank of the host."
         )
     return int(text)

@@ -44,8 +44,9 @@ def open_engine(group: RankGroup, network: Network, requested: str = "auto") -> 
     `network` connects ranks that share no memory. `requested` is the value of SMDDP_ENGINE: "gloo" never uses shared
     memory. If several hosts take part, or no memory is shared, a `GroupMonitor` watches the group in a thread.
 
-    Returns the engine, and its name with the reason for the choice. Raises SMDDPError if shared memory is requested and
-    unavailable, or a rank cannot load the C engine or connect; CollectiveError if SMDDP_STALL_SECONDS is invalid.
+    Returns the communication engine, and its name with the reason for the choice. Raises SMDDPError if shared memory
+    is requested and unavailable, or a rank cannot load the C engine or connect. Raises CollectiveError if
+    SMDDP_STALL_SECONDS is invalid.
     """
     members = exchange_members(group.store, group.rank, group.size, group.number)
     for other, member in enumerate(members):

@@ -61,7 +61,7 @@ def open_cuda(store: Store, rank: int, size: int, timeout: timedelta, on_cpu: An
     requests only NCCL, for example "cuda:nccl"; empty: SMDDP_ENGINE decides.
 
     Returns torch's NCCL group, or `HostStaging`; the same on all ranks. Raises SMDDPNCCLError on all ranks if NCCL is
-    requested and cannot carry the tensors; on one rank, even if it is not requested, if NCCL does not start there.
+    requested and cannot carry the tensors. If NCCL does not start on one rank, it raises that there, requested or not.
     """
     problem = nccl_problem(store, rank, size)
     if problem:

@@ -175,7 +175,10 @@ def broadcast(
     Args:
         tensor: Any shape, strides and dtype, the same shape and dtype on all ranks.
         src: The rank that sends.
-        group, async_op: As for `all_reduce`, which also tells the result and the errors.
+        group, async_op: As for `all_reduce`, which also tells the errors.
+
+    Returns:
+        As `all_reduce`.
     """
     require_init()
     work: Work | None = torch.distributed.broadcast(tensor, src, group, async_op)
@@ -193,7 +196,10 @@ def all_gather(
     Args:
         tensor_list: One tensor for each rank, with the shape and dtype of `tensor`.
         tensor: Any shape, strides and dtype, the same shape and dtype on all ranks.
-        group, async_op: As for `all_reduce`, which also tells the result and the errors.
+        group, async_op: As for `all_reduce`, which also tells the errors.
+
+    Returns:
+        As `all_reduce`.
     """
     require_init()
     work: Work | None = torch.distributed.all_gather(tensor_list, tensor, group, async_op)
@@ -215,7 +221,10 @@ def all_to_all_single(
         input_t: The rows to send, of the same dtype.
         output_split_sizes: Number of rows from each rank; None: equally many.
         input_split_sizes: Number of rows for each rank; None: equally many.
-        group, async_op: As for `all_reduce`, which also tells the result.
+        group, async_op: As for `all_reduce`.
+
+    Returns:
+        As `all_reduce`.
 
     Raises:
         SMDDPError: As `all_reduce`, and if a rank sends another number of rows than the receiver expects.
@@ -231,7 +240,10 @@ def barrier(group: ProcessGroup | None = group.WORLD, async_op: bool = False) ->
     """Blocks until every rank has called it (AWS developer guide).
 
     Args:
-        group, async_op: As for `all_reduce`, which also tells the result and the errors.
+        group, async_op: As for `all_reduce`, which also tells the errors.
+
+    Returns:
+        As `all_reduce`.
     """
     require_init()
     work: Work | None = torch.distributed.barrier(group, async_op)

@@ -1,7 +1,4 @@
-"""What a stage has of the model: its parameters, buffers and modules, and its part of the state dict.
-
-Each stage has a part of a state dict, and loads its part.
-"""
+"""The part of a model on one stage: its parameters, buffers and modules, and its part of the state dict."""
 
 from __future__ import annotations
 

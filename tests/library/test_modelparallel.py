@@ -16,9 +16,9 @@ from tests.repeats import SEED, SOAK, times
 from smdistributed.modelparallel.backend.config import Config
 from smdistributed.modelparallel.backend.exceptions import SMPRuntimeError
 from smdistributed.modelparallel.backend.schedule import Schedule, Slot, TurnKind
-from smdistributed.modelparallel.torch.pipeline import failures, observation
+from smdistributed.modelparallel.torch.pipeline import failures
+from smdistributed.modelparallel.torch.pipeline.failures import StageObserver
 from smdistributed.modelparallel.torch.pipeline.messages import MessageKind, StageMessage
-from smdistributed.modelparallel.torch.pipeline.observation import StageObserver
 from smdistributed.modelparallel.torch.pipeline.scheduler import RunningStep, Scheduler
 from smdistributed.modelparallel.torch.pipeline.stage import Stage
 from smdistributed.modelparallel.torch.pipeline.tasks import StageTask
@@ -308,7 +308,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    monkeypatch.setattr(observation, "time", made)
+    monkeypatch.setattr(failures, "time", made)
     return made
 
 

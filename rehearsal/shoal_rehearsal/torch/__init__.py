@@ -1,6 +1,6 @@
 """Emulates CUDA in PyTorch.
 
-Every tensor is a CPU tensor. `function_mode` replaces the devices in calls of torch's functions, and `placement`
+Every tensor is a CPU tensor. `function_mode` replaces the devices in calls of torch's functions, and `devices`
 remembers the emulated device of each tensor. The other modules each replace one part of torch.
 """
 

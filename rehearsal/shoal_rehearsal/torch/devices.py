@@ -1,12 +1,20 @@
-"""The emulated devices, from cuda:0. Each thread has a current one. Counting them prints the notice."""
+"""The emulated devices, from cuda:0, and the placement of each tensor.
+
+Each thread has a current device. Counting devices prints the notice.
+
+A placement is a CUDA device, the CPU, or None for unknown. It is unknown if the mode cannot see how the tensor was
+created: in C++, or in another process. An unknown placement is never an error. Placements are in a dictionary: an
+attribute of the tensor would be saved in checkpoints.
+"""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
-from typing import Protocol, Union, runtime_checkable
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Optional, Protocol, Union, runtime_checkable
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from shoal_rehearsal.settings import print_notice
 
@@ -16,9 +24,11 @@ CPU = torch.device("cpu")
 UNKNOWN = torch.device("cpu")
 
 DeviceLike = Union[torch.device, "DeviceContext", str, int, None]
+Placement = Optional[torch.device]
 _Error: type[RuntimeError] = getattr(torch, "AcceleratorError", RuntimeError)  # CUDA's errors, by version
 _count = 0
 _queued: list[Callable[[], object]] = []
+_placements: Any = WeakTensorKeyDictionary()
 
 
 @runtime_checkable
@@ -103,3 +113,41 @@ def index_of(device: DeviceLike = None) -> int:
     if found.type != "cuda":
         raise ValueError(f"Expected a cuda device, but got: {found}")
     return current() if found.index is None else found.index
+
+
+def placement_of(tensor: torch.Tensor) -> Placement:
+    placement: Placement = _placements.get(tensor)
+    return placement
+
+
+def set_placement(value: object, placement: Placement) -> None:
+    """Sets the placement of a tensor, or of the tensors in a list or tuple. None forgets it."""
+    for tensor in tensors_in((value,)):
+        if placement is None:
+            _placements.pop(tensor, None)
+        else:
+            _placements[tensor] = placement
+
+
+def set_unknown_placement(value: object, placement: Placement) -> None:
+    if placement is not None:
+        for tensor in tensors_in((value,)):
+            if tensor not in _placements:
+                _placements[tensor] = placement
+
+
+def common_placement(tensors: Iterable[torch.Tensor]) -> Placement:
+    """Returns CUDA if an input is there, the CPU if all are there, otherwise None."""
+    found = [placement_of(tensor) for tensor in tensors]
+    for placement in found:
+        if placement is not None and placement.type == "cuda":
+            return placement
+    return CPU if found and None not in found else None
+
+
+def tensors_in(values: Iterable[object]) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from tensors_in(value)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from shoal_rehearsal.torch import devices
-from shoal_rehearsal.torch.placement import common_placement, set_placement
+from shoal_rehearsal.torch.devices import common_placement, set_placement
 
 _MARK = "_shoal_without_mode"
 _MOVES = (

@@ -18,9 +18,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _device
 
 from shoal_rehearsal.torch import devices
-from shoal_rehearsal.torch.devices import CPU, UNKNOWN
-from shoal_rehearsal.torch.overrides import OVERRIDES, translate_device
-from shoal_rehearsal.torch.placement import (
+from shoal_rehearsal.torch.devices import (
+    CPU,
+    UNKNOWN,
     Placement,
     common_placement,
     placement_of,
@@ -28,6 +28,7 @@ from shoal_rehearsal.torch.placement import (
     set_unknown_placement,
     tensors_in,
 )
+from shoal_rehearsal.torch.overrides import OVERRIDES, translate_device
 
 _LAYERS = (
     *("linear", "bilinear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),

@@ -12,8 +12,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from shoal_rehearsal.torch import devices
-from shoal_rehearsal.torch.devices import CPU, UNKNOWN
-from shoal_rehearsal.torch.placement import Placement, placement_of, set_placement, set_unknown_placement
+from shoal_rehearsal.torch.devices import CPU, UNKNOWN, Placement, placement_of, set_placement, set_unknown_placement
 
 Tensor = torch.Tensor
 _Tensor: Any = torch.Tensor  # mypy takes its descriptors for their values

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from shoal_rehearsal.torch.devices import Placement, placement_of
 from shoal_rehearsal.torch.overrides import OVERRIDES
-from shoal_rehearsal.torch.placement import Placement, placement_of
 
 
 class _Printed(threading.local):

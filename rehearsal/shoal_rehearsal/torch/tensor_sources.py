@@ -11,8 +11,8 @@ import torch.multiprocessing.reductions
 from torch.utils import _device, checkpoint
 
 from shoal_rehearsal.torch import devices
-from shoal_rehearsal.torch.devices import CPU
-from shoal_rehearsal.torch.placement import (
+from shoal_rehearsal.torch.devices import (
+    CPU,
     common_placement,
     placement_of,
     set_placement,
@@ -56,7 +56,7 @@ def _swapping_placements(swap: Any) -> Any:
     @functools.wraps(swap)
     def swap_tensors(t1: torch.Tensor, t2: torch.Tensor) -> None:
         before = placement_of(t1), placement_of(t2)
-        # torch cannot swap a tensor with weak references, as `placement` has.
+        # torch cannot swap a tensor with weak references, as `devices` has.
         set_placement((t1, t2), None)
         swap(t1, t2)
         set_placement(t1, before[1])

@@ -14,9 +14,8 @@ from collections.abc import Callable
 from smdistributed.modelparallel.backend.exceptions import SMPRuntimeError
 from smdistributed.modelparallel.backend.schedule import Slot, Turn, TurnKind, TurnRequest, WorkerThreads
 from smdistributed.modelparallel.backend.transport import Transport, Waiter
-from smdistributed.modelparallel.torch.pipeline.failures import Failures
+from smdistributed.modelparallel.torch.pipeline.failures import Failures, StageObserver
 from smdistributed.modelparallel.torch.pipeline.messages import StageMessage
-from smdistributed.modelparallel.torch.pipeline.observation import StageObserver
 from smdistributed.modelparallel.torch.pipeline.tasks import (
     Generators,
     StageTask,

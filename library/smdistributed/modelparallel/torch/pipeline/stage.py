@@ -20,9 +20,8 @@ from smdistributed.modelparallel.backend.exceptions import SMPRuntimeError
 from smdistributed.modelparallel.backend.schedule import Schedule, Slot, TurnKind
 from smdistributed.modelparallel.backend.transport import Transport
 from smdistributed.modelparallel.torch.pipeline.calls import ReceivedInputs, RemoteCall
-from smdistributed.modelparallel.torch.pipeline.failures import Failures, Peers
+from smdistributed.modelparallel.torch.pipeline.failures import Failures, Peers, StageObserver
 from smdistributed.modelparallel.torch.pipeline.messages import MessageKind, StageMessage
-from smdistributed.modelparallel.torch.pipeline.observation import StageObserver
 from smdistributed.modelparallel.torch.pipeline.packing import pack, unpack
 from smdistributed.modelparallel.torch.pipeline.scheduler import Reply, RunningStep, Scheduler, require_task
 from smdistributed.modelparallel.torch.pipeline.tasks import (

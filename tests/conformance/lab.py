@@ -41,7 +41,7 @@ class HostRun(NamedTuple):
     files: dict[str, bytes]
     scripts: list[Process]
 
-    def said_at(self, line: str) -> float:
+    def printed_at(self, line: str) -> float:
         """Return when a line came, in seconds."""
         return _moment(next(stamped for stamped in self.stamped.splitlines() if stamped.endswith(f" {line}")))
 

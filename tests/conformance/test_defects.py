@@ -170,7 +170,7 @@ def test_defect_10_many_lines_cost_no_more_each_than_few(compared: Compared) -> 
 
 @job(Tree("defect-odd-output", files=ends_with(f"{ODD_OUTPUT}; {IN_PARTS}"), framework=PYTORCH))
 def test_defect_11_output_arrives_as_it_is_and_when_it_is_written(compared: Compared) -> None:
-    assert only(compared.ours).said_at("second") - only(compared.ours).said_at("first") > 1
+    assert only(compared.ours).printed_at("second") - only(compared.ours).printed_at("first") > 1
     assert "\n    indented\n" in only(compared.ours).log
     assert only(compared.ours).log.splitlines().count(LONG_LINE) == LONG_LINES
     assert "\n    indented\n" not in only(compared.stock).log

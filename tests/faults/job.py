@@ -81,7 +81,7 @@ class Job:
             for path in host.path("checkpoints").glob(f"{event}.*"):
                 yield int(path.suffix[1:]), float(path.read_text())
 
-    def said(self, name: str, text: str) -> None:
+    def printed(self, name: str, text: str) -> None:
         """Wait until a container has printed something."""
         until(lambda: text.encode() in self.container(name).logs(), lambda: f"{text!r} in\n{self.logs()}")
 

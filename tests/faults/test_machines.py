@@ -130,7 +130,7 @@ def test_most_of_600_hosts_are_missing(start: StartJob, table: Table, launcher: 
     missing = {"extra_hosts": dict.fromkeys(MANY[2:], "127.0.0.9")}
     options = dict.fromkeys(WHICH, missing)
     job = start(TRAIN_FOR_LONG, launcher, hosts=MANY, only=list(WHICH), options=options, SHOAL_HOSTS_TIMEOUT="10")
-    job.said("algo-1", "launcher")
+    job.printed("algo-1", "launcher")
     used = job.use("algo-1", 3)  # well before the 10 s are over, even if the machine is busy
     since = job.started("algo-1") + 10
     fault = "598 of 600 hosts never start (from the end of SHOAL_HOSTS_TIMEOUT)"

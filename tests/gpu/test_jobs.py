@@ -123,9 +123,9 @@ FAILURES = {
 
 @on_a_gpu
 @pytest.mark.parametrize("launcher", [MPI, TORCHRUN])
-@pytest.mark.parametrize(("lines", "told"), FAILURES.values(), ids=FAILURES)
+@pytest.mark.parametrize(("lines", "message"), FAILURES.values(), ids=FAILURES)
 def test_a_rank_that_fails_on_the_gpu_ends_the_job(
-    run: Run, tree: Tree, launcher: str, lines: str, told: str, variables: dict[str, str]
+    run: Run, tree: Tree, launcher: str, lines: str, message: str, variables: dict[str, str]
 ) -> None:
     """The other rank waits for it in a collective. The failure file has CUDA's words."""
     tree.script(
@@ -136,7 +136,7 @@ def test_a_rank_that_fails_on_the_gpu_ends_the_job(
     tree.hyperparameters(**{launcher: True, "sagemaker_mpi_num_of_processes_per_host": 2})
     ended = run(SAGEMAKER_PROGRAM="train.py", **variables)
     assert ended.code == 1, ended.out + ended.err
-    assert told in tree.failure
+    assert message in tree.failure
     assert "rank 1" in tree.failure
 
 

@@ -125,12 +125,12 @@ def test_a_bundle_builds_with_the_network_off(offline: Path, client: docker.Dock
     assert "are not those of" not in built.stdout, "what is in the bundle is what is locked"
     for tag, version in zip(tags, ("3.11", "3.13")):
         program = "import six, sys; print(six.__name__, sys.version[:4])"
-        said = client.containers.run(tag, ["sh", "-c", f"cat /networks; python -c '{program}'"], remove=True)
-        assert said.decode().split() == ["lo", "six", version]
+        output = client.containers.run(tag, ["sh", "-c", f"cat /networks; python -c '{program}'"], remove=True)
+        assert output.decode().split() == ["lo", "six", version]
     assert containers_of_bundles(client) <= before
     digest = bundled.check_bundle(bundle, None)
     assert f"--bundle-digest sha256:{digest}" in collected.stdout
-    # One that was changed on the way is refused; what it lacks is told, and not asked for elsewhere.
+    # One that was changed on the way is refused; what it lacks is reported, and not asked for elsewhere.
     client.images.remove(TAG, force=True)
     lock = offline / "dockerfiles" / "debian" / "bookworm.txt"
     locked = lock.read_text()

@@ -20,7 +20,7 @@ def test_shoal_is_installed_without_a_network(client: docker.DockerClient, matri
     image = matrix.select(PYTORCH_CPU)
     assert image.python_version == f"{sys.version_info.major}.{sys.version_info.minor}"
     script = f"{bundle.INSTALL.format(directory='/bundle/wheels')} && /tmp/.venv/bin/shoal list"
-    said = client.containers.run(
+    output = client.containers.run(
         image.tag,
         ["sh", "-c", script],
         remove=True,
@@ -29,6 +29,6 @@ def test_shoal_is_installed_without_a_network(client: docker.DockerClient, matri
         volumes=[f"{tmp_path}:/bundle:ro"],
         environment={"PATH": "/usr/bin:/bin"},
     ).decode()
-    assert "Successfully installed" in said
-    assert image.tag in said
+    assert "Successfully installed" in output
+    assert image.tag in output
     assert bundle.INSTALL.format(directory="DIRECTORY/host") in (ROOT / "docs" / "offline.md").read_text()

@@ -97,7 +97,7 @@ def test_the_probe_finds_who_misses_what(
     monkeypatch.setattr(dropped_probe, "SITE", tmp_path)
     monkeypatch.setattr("importlib.metadata.distributions", lambda: [SimpleNamespace(read_text={"RECORD": record}.get)])
     dropped_probe.print_missed([glob])
-    told = json.loads(capsys.readouterr().out)
-    assert told["listed"][glob] == len(told["left"]) > 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["listed"][glob] == len(report["left"]) > 0
     empty: dict[str, object] = {"importers": {}, "namers": {}, "top": []}
-    assert {name: told[name] for name in empty} == {**empty, **missed}
+    assert {name: report[name] for name in empty} == {**empty, **missed}

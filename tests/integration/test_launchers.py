@@ -55,8 +55,8 @@ def test_torch_by_mpirun(start_host: StartHost, pytorch: str, network: Network, 
     values = {launcher: True, "sagemaker_mpi_num_of_processes_per_host": 1}
     ended, hosts = job(start_host, pytorch, network, tmp_path, TORCH, values)
     assert_success(ended, hosts)
-    said = re.findall(r"rank (\d) of (\d): (\d+) (\S+)", ended[0].output)
-    assert sorted(said) == [("0", "2", "3", "algo-1"), ("1", "2", "3", "algo-2")]
+    ranks = re.findall(r"rank (\d) of (\d): (\d+) (\S+)", ended[0].output)
+    assert sorted(ranks) == [("0", "2", "3", "algo-1"), ("1", "2", "3", "algo-2")]
 
 
 def test_modelparallel_under_mpi(start_host: StartHost, pytorch: str, network: Network, tmp_path: Path) -> None:

@@ -128,7 +128,7 @@ def on_own_base(
 def on_bare_base(
     client: docker.DockerClient, matrix: BuildSpec, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[str]:
-    """The same recipe on Debian's Python alone, told to install no framework."""
+    """The same recipe on Debian's Python alone, without a framework."""
     debian = base_image.find_base(client, matrix.systems()[0])
     assert debian is not None
     directory = write_context(tmp_path_factory.mktemp("bare"), BARE)

@@ -85,8 +85,8 @@ def test_the_digits_job_on_two_hosts(tmp_path: Path, image: str, script: str, mo
         assert model in archive.getnames()
     with tarfile.open(directory / "output.tar.gz") as archive:
         assert "metrics.json" in archive.getnames()
-    said = ("test accuracy", f"2 × {ranks}", "images/s", "launch (s)", "training (s)", str(directory / "model.tar.gz"))
-    for words in said:
+    texts = ("test accuracy", f"2 × {ranks}", "images/s", "launch (s)", "training (s)", str(directory / "model.tar.gz"))
+    for words in texts:
         assert words in result.stdout
     assert "algo-1 | " in result.stdout
     assert result.stdout.splitlines()[-1] == f"report: {directory / 'report.html'}"
@@ -169,14 +169,14 @@ def test_an_interrupt_at_any_moment_leaves_nothing(
         process = subprocess.Popen(arguments, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         time.sleep(share * seconds)
         process.send_signal(signal.SIGINT)
-        said, stderr = process.communicate(timeout=60)
+        output, stderr = process.communicate(timeout=60)
         # An interrupt after the job's end may come too late.
-        assert is_interrupted(process.returncode, stderr) or "trained" in said, stderr
+        assert is_interrupted(process.returncode, stderr) or "trained" in output, stderr
         assert job_objects(client, source.name) == set(), f"moment {share:.2f}"
         assert list(temporary.iterdir()) == [], f"moment {share:.2f}"
         assert [path for path in directory.parent.iterdir() if path.name.startswith(".")] == [], f"moment {share:.2f}"
         assert (directory / "old").read_text() == "old"
-        for host in re.findall(r"trained (\S+)", said):
+        for host in re.findall(r"trained (\S+)", output):
             assert (directory / host / "model").read_text() == "1" * 4096, f"moment {share:.2f}"
 
 

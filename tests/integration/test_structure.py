@@ -147,14 +147,14 @@ def test_the_searches_find_what_they_are_for(
 
 def test_its_labels(client: docker.DockerClient, image: ImageSpec) -> None:
     labels = client.images.get(image.tag).labels
-    said = {name: labels.get(f"{OCI}{name}", "") for name in LABELS}
-    assert {name: value for name, value in said.items() if not re.fullmatch(LABELS[name], value)} == {}
+    values = {name: labels.get(f"{OCI}{name}", "") for name in LABELS}
+    assert {name: value for name, value in values.items() if not re.fullmatch(LABELS[name], value)} == {}
     assert {name.removeprefix(OCI) for name in labels if name.startswith(OCI)} <= LABELS.keys()
-    assert (said["title"], said["version"]) == (image.repository, image.version_tag)
+    assert (values["title"], values["version"]) == (image.repository, image.version_tag)
     beneath = base_image.find_base(client, image.system)
     assert beneath is not None
     expected = (image.extends, "") if image.extends else (beneath.name, beneath.digest)
-    assert (said["base.name"], said["base.digest"]) == expected
+    assert (values["base.name"], values["base.digest"]) == expected
 
 
 def test_its_labels_of_aws(client: docker.DockerClient, image: ImageSpec) -> None:

@@ -43,7 +43,7 @@ def test_shoal_is_used_on_python_3_13(
     download = [sys.executable, "-m", "pip", "download", "--quiet", f"--dest={tmp_path}", *lock.target_options(PYTHON)]
     download.append(f"--constraint={ROOT / 'requirements' / 'dev.txt'}")
     subprocess.run([*download, *wheels], cwd=tmp_path, check=True)
-    said = client.containers.run(
+    output = client.containers.run(
         image.tag,
         ["sh", "-c", SCRIPT],
         remove=True,
@@ -51,7 +51,7 @@ def test_shoal_is_used_on_python_3_13(
         volumes=[f"{tmp_path}:/wheels:ro", f"{dist}:/dist:ro"],
         environment={"DOCKER_HOST": "unix:///nonexistent/docker.sock", "COLUMNS": "200"},
     ).decode()
-    lines = said.splitlines()
+    lines = output.splitlines()
     assert lines[0].startswith(f"Python {PYTHON}.")
     assert lines[1] == "shoal 0.1.0"
     assert [line.split()[0] for line in lines if "-training:" in line] == [one.tag for one in matrix.images]

@@ -38,8 +38,8 @@ def test_functions_of_a_rank_alone(mpirun: Mpirun) -> None:
 @pytest.mark.mpi
 def test_functions_between_hosts(mpirun: Mpirun, free_port: int) -> None:
     cases = ("structures", "in_order", "tape", "version_1")  # of dtypes and reductions, tests/library/test_engines.py
-    said = mpirun(2, *as_hosts(1, "collectives.py"), *cases, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port))
-    assert said.count("equal [mpi: one rank on each host]") == 2
+    output = mpirun(2, *as_hosts(1, "collectives.py"), *cases, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port))
+    assert output.count("equal [mpi: one rank on each host]") == 2
 
 
 @pytest.mark.mpi
@@ -49,8 +49,10 @@ def test_training_is_that_of_one_process(mpirun: Mpirun) -> None:
 
 @pytest.mark.mpi
 def test_training_on_several_hosts_is_that_of_one_process(mpirun: Mpirun, free_port: int) -> None:
-    said = mpirun(4, *as_hosts(2, "training.py"), "between_hosts", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port))
-    assert said.count("equal [shm+mpi: 2 hosts × 2 ranks]") == 4
+    output = mpirun(
+        4, *as_hosts(2, "training.py"), "between_hosts", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port)
+    )
+    assert output.count("equal [shm+mpi: 2 hosts × 2 ranks]") == 4
 
 
 @pytest.mark.mpi
@@ -92,13 +94,13 @@ def test_a_fellow_that_does_something_else(
 ) -> None:
     waits = {"SMDDP_STALL_SECONDS": "3", "SMDDP_TIMEOUT_SECONDS": str(timeout)}
     with two_ranks(free_port, RANKS / "guards.py", what, way, **waits) as ranks:
-        said = ranks[0].communicate(timeout=120)[0]
-    told = said[said.index(" after ") :]
-    assert words in told, said
-    assert float(told.split()[1]) < 30, said
-    assert "SMDDPError" in said
+        output = ranks[0].communicate(timeout=120)[0]
+    error = output[output.index(" after ") :]
+    assert words in error, output
+    assert float(error.split()[1]) < 30, output
+    assert "SMDDPError" in output
     if what == "late":
-        assert "time.sleep(60)" in said  # where the late one is
+        assert "time.sleep(60)" in output  # where the late one is
 
 
 # Four GPUs in TensorFlow's own list of devices. Prints what TensorFlow then passes to its runtime, for three ranks.

@@ -40,8 +40,8 @@ print("loaded", len(model.variables))
     ],
 )
 def test_training_is_that_of_one_piece(mpirun: Mpirun, ranks: int, parameters: dict[str, object], cases: str) -> None:
-    said = mpirun(ranks, RANKS / "modelparallel.py", json.dumps(parameters), *cases.split())
-    assert said.count("equal") == ranks
+    output = mpirun(ranks, RANKS / "modelparallel.py", json.dumps(parameters), *cases.split())
+    assert output.count("equal") == ranks
 
 
 @pytest.mark.mpi
@@ -59,9 +59,9 @@ def test_what_is_saved_is_read(mpirun: Mpirun, alone: Alone, tmp_path: Path) -> 
     assert losses(mpirun(ranks, RANKS / "modelparallel_saved.py", tmp_path, "resume"), ranks) == trained[2:]
 
 
-def losses(said: str, ranks: int) -> list[str]:
+def losses(output: str, ranks: int) -> list[str]:
     """Those that all ranks have printed."""
-    lines = [line for line in said.splitlines() if line.startswith("losses ")]
+    lines = [line for line in output.splitlines() if line.startswith("losses ")]
     assert len(lines) == ranks
     (line,) = set(lines)
     return line.split()[1:]
@@ -91,10 +91,10 @@ REFUSED = {
 @pytest.mark.mpi
 def test_what_cannot_be_is_refused(mpirun: Mpirun) -> None:
     """By all ranks, one after the other in one job: each leaves the library in order for the next."""
-    said = mpirun(2, RANKS / "modelparallel_refused.py", *REFUSED)
+    output = mpirun(2, RANKS / "modelparallel_refused.py", *REFUSED)
     # A warning is printed on the first rank alone.
     expected = dict.fromkeys(REFUSED.values(), 2) | {REFUSED["profile"]: 1}
-    assert {text: said.count(text) for text in REFUSED.values()} == expected, said
+    assert {text: output.count(text) for text in REFUSED.values()} == expected, output
 
 
 @pytest.mark.mpi
@@ -103,8 +103,8 @@ def test_a_rank_that_is_gone_is_named(two_ranks: TwoRanks, free_port: int, case:
     with two_ranks(free_port, RANKS / "modelparallel_refused.py", case) as ranks:
         ranks[1].wait(timeout=120)
         ended = time.monotonic()
-        said = ranks[0].communicate(timeout=60)[0]
-    assert "Rank 1: connection lost" in said, said
+        output = ranks[0].communicate(timeout=60)[0]
+    assert "Rank 1: connection lost" in output, output
     assert time.monotonic() - ended < 30
 
 
@@ -131,9 +131,11 @@ def test_a_stage_says_what_it_waits_for_and_records_its_messages(
 @pytest.mark.mpi
 def test_what_does_not_come_is_waited_for_until_the_limit(two_ranks: TwoRanks, free_port: int, tmp_path: Path) -> None:
     with two_ranks(free_port, RANKS / "modelparallel_refused.py", tmp_path / "come", SMP_TIMEOUT_SECONDS="5") as ranks:
-        said = ranks[0].communicate(timeout=120)[0]
-    assert "Rank 1 has not sent its output 0 of" in said, said
-    assert "to rank 0 within 5 s. Fix: find out why it is slow; if it may take longer, set SMP_TIMEOUT_SECONDS" in said
+        output = ranks[0].communicate(timeout=120)[0]
+    assert "Rank 1 has not sent its output 0 of" in output, output
+    assert (
+        "to rank 0 within 5 s. Fix: find out why it is slow; if it may take longer, set SMP_TIMEOUT_SECONDS" in output
+    )
 
 
 REHEARSED = """

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 from tensorflow.python.autograph.impl.api import StagingError
-from tests.library_tensorflow.ranks.told import tell
+from tests.library_tensorflow.ranks.printing import print_line
 
 import smdistributed.dataparallel.tensorflow as sdp
 import smdistributed.dataparallel.tensorflow.keras as sdk
@@ -92,8 +92,8 @@ def horovod_names() -> None:
     found, received = tf.function(sdp.alltoall)(tf.repeat(tf.range(SIZE), splits) + 10 * RANK, splits)
     np.testing.assert_array_equal(found, np.repeat([RANK + 10 * rank for rank in range(SIZE)], RANK + 1))
     np.testing.assert_array_equal(received, [RANK + 1] * SIZE)
-    told = sdp.broadcast_object({"rank": RANK, "text": "x" * 100 * RANK}, root_rank=SIZE - 1)
-    assert told == {"rank": SIZE - 1, "text": "x" * 100 * (SIZE - 1)}, told
+    found = sdp.broadcast_object({"rank": RANK, "text": "x" * 100 * RANK}, root_rank=SIZE - 1)
+    assert found == {"rank": SIZE - 1, "text": "x" * 100 * (SIZE - 1)}, found
     sdp.barrier()
     assert sdp.is_initialized() and not tf.function(sdp.barrier)()
     ranks = sum(range(SIZE))
@@ -147,7 +147,7 @@ def broadcasts() -> None:
 
 
 def in_order() -> None:
-    """Branches and loops whose collectives differ in size: any other order than the program's would be told."""
+    """Branches and loops whose collectives differ in size: any other order than the program's would be an error."""
 
     def program(tensor: Any, turns: Any) -> Any:
         first = sdp.oob_allreduce(tensor, op=ReduceOp.SUM)
@@ -295,4 +295,4 @@ if __name__ == "__main__":
             case()
             print(f"rank {RANK}: {case.__name__}", file=sys.stderr, flush=True)
     assert "torch" not in sys.modules
-    tell("equal")
+    print_line("equal")

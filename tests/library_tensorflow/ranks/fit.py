@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 from sklearn.datasets import load_digits
-from tests.library_tensorflow.ranks.told import tell
+from tests.library_tensorflow.ranks.printing import print_line
 
 import smdistributed.dataparallel.tensorflow as sdp
 import smdistributed.dataparallel.tensorflow.keras as sdk
@@ -93,7 +93,7 @@ def fitted(normalization: Any, size: int, scale: float | None, called: list[Any]
         optimizer = sdk.DistributedOptimizer(optimizer)
         called = [sdk.callbacks.BroadcastGlobalVariablesCallback(0), sdk.callbacks.MetricAverageCallback(), *called]
     trained.compile(optimizer, "mse", metrics=["mae"])
-    told = trained.fit(
+    fitted = trained.fit(
         *(x[mine], y[mine]),
         batch_size=24 // size,
         epochs=3,
@@ -101,7 +101,7 @@ def fitted(normalization: Any, size: int, scale: float | None, called: list[Any]
         verbose=0,
         callbacks=called,
     )
-    return trained, told.history
+    return trained, fitted.history
 
 
 def against_plain_keras(scale: float | None, tolerance: float, called: list[Any]) -> Any:
@@ -140,4 +140,4 @@ except ValueError as error:
     assert "ExponentialDecay" in str(error)
 else:
     raise AssertionError("a schedule cannot be warmed up")
-tell("equal")
+print_line("equal")

@@ -1,4 +1,4 @@
-"""A rank whose fellow does something else: python guards.py different|killed|late. Prints what it is told."""
+"""A rank whose fellow does something else: python guards.py different|killed|late. Prints its error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rank: what cannot be, and what is said of it. Arguments: cases, one after the other. Prints each error's kind and
+"""A rank: refused uses, and their errors. Arguments: cases, one after the other. Prints each error's kind and
 text."""
 
 from __future__ import annotations

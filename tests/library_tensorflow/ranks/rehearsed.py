@@ -8,7 +8,7 @@ import horovod.tensorflow as hvd
 import horovod.tensorflow.keras as hvk
 import tensorflow as tf
 from horovod.tensorflow.keras.callbacks import MetricAverageCallback
-from tests.library_tensorflow.ranks.told import tell
+from tests.library_tensorflow.ranks.printing import print_line
 
 import smdistributed.dataparallel.tensorflow as sdp
 
@@ -41,12 +41,12 @@ with tf.device("/GPU:0"):
     variable = tf.Variable([1.0 + sdp.rank()])
     assert float(tf.function(twice)(variable)[0]) == 3.0
     assert variable.device.endswith("CPU:0")
-with warnings.catch_warnings(record=True) as told:
+with warnings.catch_warnings(record=True) as warned:
     warnings.simplefilter("always")
     tf.distribute.MirroredStrategy()  # of this rank's one GPU
     tf.config.set_visible_devices(gpus, "GPU")
     assert tf.distribute.MirroredStrategy().num_replicas_in_sync == 1
-replicas = [str(one.message) for one in told if "MirroredStrategy" in str(one.message)]
+replicas = [str(one.message) for one in warned if "MirroredStrategy" in str(one.message)]
 assert len(replicas) == 1 and "has 1 replica here, and 2 on 2 GPUs" in replicas[0], replicas
 
 hvd.init()  # Horovod is not installed
@@ -69,4 +69,4 @@ except AttributeError as error:
     assert "has no 'ProcessSet'" in str(error) and "install horovod" in str(error)
 else:
     raise AssertionError(absent)
-tell("equal")
+print_line("equal")

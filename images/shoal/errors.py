@@ -161,6 +161,15 @@ class CoverageError(ShoalError):
     exit_code = 16
 
 
+class OutdatedError(ShoalError):
+    """`shoal upgrade --check` found newer releases.
+
+    Fix: `shoal upgrade`
+    """
+
+    exit_code = 17
+
+
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _FIXES = {
     errno.EACCES: "give your user access to it, or choose another path",

@@ -15,6 +15,7 @@ from reference_pages.commands import list_commands
 from reference_pages.markdown import code, page, table, wrap
 from shoal import doctor, scaffold
 from shoal.builds import builder, bundle, debian_lock, listing, push
+from shoal.commands import dependencies
 from shoal.image import advisories, differences, manifest, size_document
 from shoal.jobs import store
 from shoal.jobs.hosts import docker
@@ -51,6 +52,7 @@ _RESULTS: Mapping[str, Callable[..., Any] | str] = {
     "bundle": bundle.fill_bundle,
     "lock": lock.LockedImages,
     "lock --bases": debian_lock.lock_systems,
+    "upgrade": dependencies.Upgrade,
     "cache prune": project.prune_cache,
     "doctor": doctor.run_checks,
     "new": scaffold.write_project,

@@ -90,7 +90,7 @@ def test_a_second_signal_kills_at_once(start: StartJob, table: Table, launcher: 
 @EITHER_HOST
 def test_a_host_that_waits_for_others_stops_at_once(start: StartJob, table: Table, host: str) -> None:
     job = start(TRAIN_FOR_LONG, only=[host])
-    job.said(host, "launcher mpi")
+    job.printed(host, "launcher mpi")
     since = stop(job, host)
     table.failed(f"{WHICH[host]} is stopped while it waits for others", job, since, codes=143, says=STOPPED, bar=2)
 

@@ -1,13 +1,15 @@
-"""Commands on the packages in images: `lock` and `bundle`.
+"""Commands on the packages in images: `lock`, `upgrade` and `bundle`.
 
-`lock` pins them and renders the Dockerfiles. `bundle` downloads them for offline builds.
+`lock` pins them and renders the Dockerfiles. `upgrade` does so with newer releases. `bundle` downloads them for offline
+builds.
 """
 
 from __future__ import annotations
 
 import functools
 import shlex
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -28,15 +30,35 @@ from shoal.commands.common import (
     raise_stale,
 )
 from shoal.console import print_line, print_lines
-from shoal.errors import SpecError
+from shoal.errors import BaseImageError, BuildError, DockerError, OutdatedError, SpecError
+from shoal.formats import format_count
+from shoal.image import advisories
+from shoal.matrix import spec
 from shoal.matrix.project import Project
 from shoal.matrix.spec import BuildSpec, ImageSpec
-from shoal.sources import lock, render
+from shoal.sources import lock, lock_changes, render, upgrade
+from shoal.sources.releases import Indexes
 
 _CHECK_HELP = (
     "Write nothing, and ask no network; fail if a lock or Dockerfile is stale. With --bases: ask the mirror, and fail"
     " if Debian has other versions now."
 )
+
+
+@dataclass(frozen=True)
+class Upgrade:
+    """The changes by newer releases."""
+
+    changes: Sequence[upgrade.Change]
+    """The edits in buildspec.yml and versions.yml."""
+    locks: Sequence[lock_changes.LockChange]
+    """The changes of images' packages."""
+    debian: Sequence[debian_lock.LockResult]
+    """The locks of Debian's packages; none if packages were named, or Docker does not answer."""
+    closed: Sequence[str] | None
+    """The vulnerabilities that are closed; null without `--advisories`."""
+    notes: Sequence[str]
+    """Releases that are not taken, and indexes that do not answer."""
 
 
 @app.command("lock", rich_help_panel=BUILD, epilog="More: CONTRIBUTING.md")
@@ -65,20 +87,28 @@ def lock_images(
         return
     chosen = {image.tag for image in matrix.choose(images or (), skip or ())}
     progress = progress_console(as_json)
+    made = _lock(here, matrix, matrix.choose(skip=skip or ()), chosen, progress)
+    if as_json:
+        print_json(made)
+    else:
+        print_lines(map(str, made.rendered))
+
+
+def _lock(
+    here: Project, matrix: BuildSpec, images: list[ImageSpec], chosen: Collection[str], progress: Console
+) -> lock.LockedImages:
+    """Locks the `images` that are chosen by tag, and children if their locks no longer fit. Renders Dockerfiles."""
     locks: list[lock.LockFile] = []
     locked: set[Path] = set()
     try:
-        for image in matrix.choose(skip=skip or ()):  # parents first
+        for image in images:  # parents first
             if _needs_lock(here, matrix, image, chosen, locked):
                 locks += _lock_image(here, matrix, image, progress)
                 locked.add(here.lock_directory(image))
     finally:  # if a child cannot be resolved, the images before it stay locked
         variants = [image for image in matrix.images if here.lock_directory(image) in locked]
         files = render.write_files(render.render_all(here, variants))
-    if as_json:
-        print_json(lock.LockedImages(locks, files))
-    else:
-        print_lines(map(str, files))
+    return lock.LockedImages(locks, files)
 
 
 def _lock_image(here: Project, matrix: BuildSpec, image: ImageSpec, progress: Console) -> list[lock.LockFile]:
@@ -129,6 +159,83 @@ def _needs_lock(
     parent = matrix.parent(image)
     parent_locked = parent is not None and here.lock_directory(parent) in locked
     return image.tag in chosen or (parent_locked and not lock.are_current(here, matrix, image))
+
+
+@app.command("upgrade", rich_help_panel=BUILD, epilog="More: CONTRIBUTING.md")
+def upgrade_releases(
+    packages: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[PACKAGE]...", help="Packages of buildspec.yml and versions.yml. Default: all."),
+    ] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Write nothing; fail if there are newer releases, such as in a weekly job.")
+    ] = False,
+    known: Annotated[
+        Path | None,
+        typer.Option("--advisories", help="Report written by `pip-audit --format json`: names what is closed."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Ask the package indexes for newer releases, edit buildspec.yml and dockerfiles/versions.yml, lock and render.
+
+    Without PACKAGE, all locks are renewed too, with Debian's. A new minor release of a framework gets an entry beside
+    the old one. Entries with `hold` stay.
+
+    Example: shoal upgrade --check
+    """
+    here, matrix = open_project(to_write=not check)
+    report = advisories.read_report(known) if known else None
+    say = functools.partial(print_line, on=progress_console(as_json))
+    indexes = Indexes()
+    with upgrade.copy_project(here) as scratch:
+        changes, notes = upgrade.edit_files(scratch, packages or (), indexes)
+        after = spec.load(scratch.buildspec)
+        stale = {image.tag for image in after.images if not packages or not lock.are_current(scratch, after, image)}
+        _lock(scratch, after, list(after.images), stale, Console(quiet=True))
+        locks = list(lock_changes.list_changes(here, scratch, after, indexes))
+        if not check:
+            upgrade.write_back(scratch, here, matrix, after)
+    notes += [f"{address} cannot be reached. Its releases are not known" for address in indexes.unreachable]
+    debian = [] if packages else _upgrade_debian(here, after, notes, write=not check)
+    closed = _list_closed(report, locks)
+    if as_json:
+        print_json(Upgrade(changes, locks, debian, closed, notes))
+    for line in _describe(Upgrade(changes, locks, debian, closed, notes)):
+        say(line)
+    if check and (changes or locks or any(made.changes for made in debian)):
+        raise OutdatedError("there are newer releases. Fix: shoal upgrade")
+
+
+def _upgrade_debian(here: Project, matrix: BuildSpec, notes: list[str], *, write: bool) -> list[debian_lock.LockResult]:
+    """Locks Debian's packages. If that is not possible, such as without Docker, a note says so."""
+    try:
+        return list(debian_lock.lock_systems(here, matrix, matrix.images, lambda _: None, write=write))
+    except (DockerError, BuildError, BaseImageError) as error:
+        notes.append(f"Debian's packages are not known: {error}")
+        return []
+
+
+def _list_closed(report: advisories.AuditReport | None, locks: list[lock_changes.LockChange]) -> list[str] | None:
+    """Returns the vulnerabilities that the changes close, each once; None without a report."""
+    if report is None:
+        return None
+    changes = [(each.name, each.before, each.after) for lock in locks for each in lock.packages if each.before]
+    return sorted(set(advisories.list_closed(report, changes)))
+
+
+def _describe(found: Upgrade) -> Iterator[str]:
+    yield from map(str, found.changes)
+    for change in found.locks:
+        yield str(change)
+        yield from (f"    {package}" for package in (() if change.is_new else change.packages))
+    for made in found.debian:
+        yield f"Debian {made.suite}: {format_count(len(made.changes), 'change')}"
+    yield from (f"! {note}" for note in found.notes)
+    if found.closed is None:
+        yield "! vulnerabilities were not asked for: --advisories reads a report of pip-audit (docs/security.md)"
+    yield from (f"closes {line}" for line in found.closed or ())
+    if not (found.changes or found.locks or any(made.changes for made in found.debian)):
+        yield "✓ nothing newer"
 
 
 @app.command("bundle", rich_help_panel=BUILD, epilog="More: docs/offline.md")

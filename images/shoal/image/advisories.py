@@ -6,7 +6,7 @@ An allow-list accepts vulnerabilities, each with a reason and until a date.
 from __future__ import annotations
 
 import datetime
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -153,6 +153,16 @@ def _match_advisories(
 def _find_entry(accepted: Sequence[AcceptedVulnerability], *names: str) -> AcceptedVulnerability | None:
     entries = (entry for entry in accepted if entry.id in names)
     return max(entries, key=lambda entry: entry.expires, default=None)
+
+
+def list_closed(report: AuditReport, changes: Iterable[tuple[str, str, str]]) -> Iterator[str]:
+    """Yields the vulnerabilities that new versions close: name, version before and after of each package."""
+    for name, before, after in changes:
+        installed = Distribution(name=name, version=before, licence="", homepage="")
+        for known in [known for entry in report.find(installed) for known in entry.vulns]:
+            fixed = [version for version in known.fix_versions if after and Version(version) <= Version(after)]
+            if fixed or not after:
+                yield f"{name} {before}: {' '.join((known.id, *known.aliases))}"
 
 
 def _is_same_version(installed: str, known: str) -> bool:

@@ -31,7 +31,7 @@ Glob = Annotated[str, pydantic.Field(pattern=r"^[\w*][\w*./+-]*[\w*]$")]
 Package = Annotated[str, pydantic.Field(pattern=r"^[a-z0-9][a-z0-9.+-]+$")]
 
 
-class _Needs(StrictModel):
+class Needs(StrictModel):
     """The needs of a version of a framework, or of something that extends its images."""
 
     framework: Word
@@ -48,7 +48,7 @@ class _Needs(StrictModel):
     """Why `shoal upgrade` leaves this entry as it is."""
 
 
-class Release(_Needs):
+class Release(Needs):
     """A version of a framework for one device."""
 
     device: Device
@@ -68,7 +68,7 @@ class Release(_Needs):
         return self
 
 
-class Child(_Needs):
+class Child(Needs):
     """A version of something that extends images, and its needs beyond those."""
 
     extends: str

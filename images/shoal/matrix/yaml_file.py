@@ -45,9 +45,9 @@ class Document:
         key = ".".join(str(part) for part in location) or "(whole file)"
         if "Fix: " not in message:
             message += " Fix: correct this line" if message.endswith((".", "?")) else ". Fix: correct this line"
-        return f"{self.path}:{self._line_of(location)}: {key}: {message}"
+        return f"{self.path}:{self.line_of(location)}: {key}: {message}"
 
-    def _line_of(self, location: Location) -> int:
+    def line_of(self, location: Location) -> int:
         """Returns the line, counted from 1, of the deepest part of `location` that the file has."""
         line = 1
         data = self.data

@@ -167,8 +167,8 @@ _PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in range(36, 4, -1)] + [
     "manylinux2010_x86_64",
     "manylinux1_x86_64",
 ]
-# pip's last attempt to connect, and an index that it leaves out because it has no TLS.
-_UNREACHABLE = re.compile(r"Retry\(total=0|is not a trusted or secure host")
+UNREACHABLE = re.compile(r"Retry\(total=0|is not a trusted or secure host")
+"""pip's words about its last attempt to connect, or about an index that it leaves out because it has no TLS."""
 _CONFLICT = "The conflict is caused by:"
 # The program that runs as pip here. It reads wheels only. The metadata of a package can name the address of another,
 # which pip would clone, or build in spite of --only-binary. An index without an end does not fill the memory.
@@ -231,7 +231,7 @@ def lock_image(project: Project, spec: BuildSpec, image: ImageSpec) -> list[Path
         installed = list(list_installed(project, spec, parent))
         layers = {"framework": _resolve_on(installed, image.requirements, image.python_version, index)}
     else:
-        layers = _resolve_layers(spec, image, index)
+        layers = resolve_layers(spec, image, index)
     directory = project.lock_directory(image)
     directory.mkdir(parents=True, exist_ok=True)
     return [
@@ -240,7 +240,7 @@ def lock_image(project: Project, spec: BuildSpec, image: ImageSpec) -> list[Path
     ]
 
 
-def _resolve_layers(spec: BuildSpec, image: ImageSpec, index: str | None) -> dict[str, list[Pin]]:
+def resolve_layers(spec: BuildSpec, image: ImageSpec, index: str | None) -> dict[str, list[Pin]]:
     """Returns the pins by layer. Runs pip, and again for each upper layer. Raises `SpecError` if pip fails."""
     pins = _resolve([*image.requirements, *spec.mpi], image.python_version, index)
     mpi = {canonicalize_name(Requirement(line).name) for line in spec.mpi}
@@ -306,7 +306,7 @@ def _resolve(requirements: Iterable[str], python_version: str, index: str | None
 
 
 def _explain_failure(requirements: str, out: str, words: str) -> ShoalError:
-    if _UNREACHABLE.search(words):  # pip goes on without the index, and then reports a conflict or a missing version
+    if UNREACHABLE.search(words):  # pip goes on without the index, and then reports a conflict or a missing version
         return ShoalError(
             f"A package index cannot be reached, to resolve {requirements}:\n{words}\n"
             "Fix: check the network and the indexes: shoal doctor, pip config list"
@@ -334,13 +334,13 @@ def _check_requirement(text: str) -> str:
     raise SpecError(f"{text}: expected a package's name and versions. Fix: for example torch==2.13.0")
 
 
-def pip_command(python_version: str = "") -> list[str]:
+def pip_command(python_version: str = "", first: str = "") -> list[str]:
     """Returns the command of a pip that builds nothing, and resolves for that Python; empty: for its own.
 
-    `-P`: it imports no module of the working directory.
+    `first` is code that runs before pip. `-P`: it imports no module of the working directory.
     """
     is_own = python_version == f"{sys.version_info[0]}.{sys.version_info[1]}"
-    return [sys.executable, "-P", "-c", _PIP, "" if is_own else python_version, str(MOST_PIP)]
+    return [sys.executable, "-P", "-c", first + _PIP, "" if is_own else python_version, str(MOST_PIP)]
 
 
 def target_options(python_version: str) -> list[str]:

@@ -21,10 +21,10 @@ from shoal_toolkit.run.host import HostTask
 from shoal_toolkit.run.launching import LaunchingHost, describe_sidecar_end
 from shoal_toolkit.run.mpirun import Mpirun
 from shoal_toolkit.run.rank_table import RankTable, explain
-from shoal_toolkit.run.restarts import Restarts
 
 if TYPE_CHECKING:  # imported when needed: sockets and hashes take too long for a job of one host
     from shoal_toolkit.hosts.wire import Channel
+    from shoal_toolkit.run.restarts import Restarts
 
 
 class Phase(Enum):
@@ -61,7 +61,11 @@ class FirstHost(LaunchingHost):
         self._final_rank: int | None = None  # the first that failed, if that does not restart the job
         self._pending: set[str] = set()  # hosts with a command of their own that has not ended
         self._unrecorded = ""  # why a worker can't write a success
-        self._restarts = Restarts(task.settings, task.paths, self.report) if task.may_restart else None
+        self._restarts: Restarts | None = None
+        if task.may_restart:
+            from shoal_toolkit.run.restarts import Restarts
+
+            self._restarts = Restarts(task.settings, task.paths, self.report)
 
     # Setting up
 

@@ -18,7 +18,6 @@ from shoal_toolkit.log import STDERR, STDOUT, write_log
 from shoal_toolkit.output.lines import Lines, Tail
 from shoal_toolkit.output.pipes import FlowControl, Source
 from shoal_toolkit.plan.plan import LaunchPlan
-from shoal_toolkit.result.setup_failure import explain_setup_failure, format_command
 from shoal_toolkit.run.ranks import LocalRanks, RankEvents, make_run_directory, remove_run_directory
 from shoal_toolkit.run.script import HostScript
 from shoal_toolkit.system.loop import Loop, Timer
@@ -97,6 +96,8 @@ class HostProcesses(HostScript):
 
         def on_end(code: int) -> None:
             if code:
+                from shoal_toolkit.result.setup_failure import explain_setup_failure  # slow to import
+
                 finish(explain_setup_failure(command, code, tail.text()))
             else:
                 self._start_next_setup(commands[1:], finish)
@@ -116,6 +117,8 @@ class HostProcesses(HostScript):
 
     def _on_setup_timeout(self, seconds: int, on_set_up: OnSetUp) -> None:
         """Kills the command without a wait: a process that hangs in the kernel does not end."""
+        from shoal_toolkit.result.setup_failure import format_command
+
         command, tail = self._setup
         self._on_end = lambda _: None
         self.signal_launcher(signal.SIGKILL)

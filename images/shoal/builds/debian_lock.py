@@ -1,7 +1,7 @@
 """The lock of a Debian suite: digests of its base images, and of the packages that builds install on them.
 
-`shoal lock --bases` makes it from what builds get now. Builds report how their base and packages differ from it. Its
-guarantees and their limits: docs/decisions/pins-of-debian.md.
+`shoal lock --bases` locks the ones that builds get now. Builds report how their base and packages differ from the lock.
+Its guarantees and their limits: docs/decisions/pins-of-debian.md.
 """
 
 from __future__ import annotations

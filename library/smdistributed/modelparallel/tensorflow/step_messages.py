@@ -88,10 +88,11 @@ def _unmatched(key: MessageKey, transfer: Transfer) -> str:
     if key.backward:
         return (
             f"Stage {transfer.source} computes gradients, and stage {transfer.target}, which uses {transfer.what}, "
-            "computes none. Use a tape or the optimizer's get_gradients, which hand gradients on where a stage trains "
+            "computes none. Fix: use a tape or the optimizer's get_gradients, which hand gradients on where a stage "
+            "trains "
             "nothing, in place of tf.gradients."
         )
     return (
         f"{transfer.what[0].upper()}{transfer.what[1:]} goes from stage {transfer.source} to stage {transfer.target}, "
-        "and only one of them knows: every rank must call the model in the same way."
+        "and only one of them knows. Fix: call the model in the same way on every rank."
     )

@@ -108,8 +108,7 @@ def nested_call_error(what: str) -> SMPUnsupportedError:
     """Returns the error for a call that is not made in the graph of the step itself."""
     return SMPUnsupportedError(
         f"{what} is called inside a loop, a branch or a tf.function of the step, where stages cannot meet. Fix: call "
-        "it in "
-        "the function under smp.step itself, or have the loop inside a layer."
+        "it in the function under smp.step itself, or have the loop inside a layer."
     )
 
 

@@ -89,8 +89,7 @@ def _unmatched(key: MessageKey, transfer: Transfer) -> str:
         return (
             f"Stage {transfer.source} computes gradients, and stage {transfer.target}, which uses {transfer.what}, "
             "computes none. Fix: use a tape or the optimizer's get_gradients, which hand gradients on where a stage "
-            "trains "
-            "nothing, in place of tf.gradients."
+            "trains nothing, in place of tf.gradients."
         )
     return (
         f"{transfer.what[0].upper()}{transfer.what[1:]} goes from stage {transfer.source} to stage {transfer.target}, "

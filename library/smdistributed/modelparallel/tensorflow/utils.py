@@ -57,7 +57,6 @@ def _inside(root: Path, name: str, src_rank: int) -> Path:
     if not path.is_relative_to(root):
         raise SMPRuntimeError(
             f"Rank {src_rank} sends a file {name!r} with a place that is not under {root}. Fix: receive into a "
-            "directory "
-            "without links that lead out, from ranks that you trust."
+            "directory without links that lead out, from ranks that you trust."
         )
     return path

@@ -143,8 +143,7 @@ class ModuleManager:
         if current_task() is None:
             raise StepUsageError(
                 f"{place.name or 'The model'} is called outside a step, where stages cannot call each other. Fix: "
-                "call it "
-                "inside a function under @smp.step, on all ranks."
+                "call it inside a function under @smp.step, on all ranks."
             )
 
     def release_remote_tensors(self) -> None:

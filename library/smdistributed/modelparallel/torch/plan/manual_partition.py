@@ -71,8 +71,7 @@ def manual_stages(manager: ModuleManager, default: int, partitions: int) -> dict
         if not 0 <= stage < partitions:
             raise SMPConfigError(
                 f"{name or 'The model'} is put into partition {stage}. Allowed: 0 to {partitions - 1}. Fix: name one "
-                "of "
-                "these, or raise 'partitions'."
+                "of these, or raise 'partitions'."
             )
         for parameter in module._parameters.values():
             if parameter is not None:

@@ -69,7 +69,7 @@ PROMISED = {
     PYTORCH_CPU_DEVEL,
     TENSORFLOW_CPU,
     "huggingface-training:4.44.2-gpu-py311-cu117-debian12",
-    "huggingface-training:5.23.0-gpu-py311-cu130-debian12",
+    "huggingface-training:5.24.0-gpu-py311-cu130-debian12",
     HUGGINGFACE_CPU,
 }
 

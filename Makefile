@@ -9,6 +9,7 @@ PROCS_PER_HOST ?= 2
 IMAGE ?= $(FRAMEWORK)
 WORKERS ?= 5
 DOCS_PORT ?= 8000
+IMAGE_CONTENTS := $(addprefix tests/integration/test_,images.py structure.py dropped.py devel.py)
 TESTS_WITH_DOCKER := tests/integration tests/conformance tests/faults
 WITHOUT_DOCKER := tests $(TESTS_WITH_DOCKER:%=--ignore %)
 
@@ -26,7 +27,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # One for all checkouts: mypy compares digests. The first run takes half a minute of a core.
 export MYPY_CACHE_DIR ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/shoal-tests/mypy
 
-.PHONY: all-tests bench check-and-test-without-docker help setup setup-all doctor engine known-image image images train test test-fast test-integration conformance faults sagemaker soak cluster-demo check fix docs docs-serve reference wheels render lock clean
+.PHONY: all-tests bench check-and-test-without-docker help setup setup-all doctor engine known-image image images train test test-fast test-integration conformance faults sagemaker soak tested-images cluster-demo check fix docs docs-serve reference wheels render lock clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -47,11 +48,15 @@ engine: # start Docker if it does not answer (as root, install it if it is missi
 known-image: setup
 	@scripts/engine.sh check || $(SHOAL) list $(IMAGE) >/dev/null
 
-image: known-image engine ## build one image: FRAMEWORK=pytorch|tensorflow|huggingface, or IMAGE=<tag>
+image: known-image engine ## build one image: FRAMEWORK=pytorch|pytorch-latest|pytorch-cpu|tensorflow|…, or IMAGE=<tag>
 	@$(SHOAL) build $(IMAGE)
 
 images: setup engine ## build all images of buildspec.yml
 	@$(SHOAL) build --all
+
+# The soak builds and tests the others.
+tested-images: setup engine #: build one image of each kind, as the tests need it
+	@$(SHOAL) build $$($(BIN)/python -m tests.tested_images)
 
 train: known-image $(if $(filter none,$(ENGINE)),setup-all) ## train the digits example on HOSTS=2 x PROCS_PER_HOST=2; ENGINE=none: without Docker
 ifeq ($(ENGINE)$(findstring tensorflow,$(IMAGE)),nonetensorflow)
@@ -73,7 +78,7 @@ else ifdef CHANGED
 test: check ## run all checks and tests; CHANGED=1 or PART=fast|integration|…: some of them
 	@files=$$($(BIN)/python scripts/affected.py $(CHANGED)) || exit; \
 	if [ -z "$$files" ]; then echo "no test depends on what has changed"; exit; fi; \
-	if grep -qE '^tests/(integration|conformance|faults)/' <<<"$$files"; then $(MAKE) --no-print-directory images || exit; fi; \
+	if grep -qE '^tests/(integration|conformance|faults)/' <<<"$$files"; then $(MAKE) --no-print-directory tested-images || exit; fi; \
 	$(PYTEST) $$files
 else
 # The checks take one core for a minute, beside the tests. On a machine without images, builds wait for downloads and the
@@ -82,10 +87,10 @@ test: setup-all engine
 	@if [ -n "$$(docker image ls -q '*-training')" ]; then \
 	    $(MAKE) --no-print-directory -j 2 check all-tests; \
 	else \
-	    $(MAKE) --no-print-directory -j 2 check-and-test-without-docker images && $(PYTEST) $(TESTS_WITH_DOCKER); \
+	    $(MAKE) --no-print-directory -j 2 check-and-test-without-docker tested-images && $(PYTEST) $(TESTS_WITH_DOCKER); \
 	fi
 
-all-tests: setup-all images
+all-tests: setup-all tested-images
 	@$(PYTEST) tests
 
 check-and-test-without-docker: check
@@ -119,7 +124,7 @@ fix: setup-all #: repair what `make check` can repair: lint, format, rendered Do
 test-fast: setup-all #: run the tests that need no Docker, without those that take five seconds or more
 	@$(PYTEST) $(WITHOUT_DOCKER) -m "not long"
 
-test-integration: setup-all images #: run the tests with real containers
+test-integration: setup-all tested-images #: run the tests with real containers
 	@$(PYTEST) tests/integration
 
 conformance: setup-all engine #: run the same jobs through AWS's toolkit and ours, and compare
@@ -138,8 +143,9 @@ sagemaker: setup-all image #: install the SageMaker SDKs, record their requests 
 	@$(BIN)/python tests/integration/sagemaker_requests.py
 	@SHOAL_SAGEMAKER_SDK=1 $(BIN)/pytest tests/toolkit/test_sagemaker_requests.py tests/integration/test_sagemaker_sdks.py --timeout 1800
 
-soak: setup-all images #: run the random tests for hours; SEED=<number> repeats a run
+soak: setup-all images #: run the random tests for hours, and test the contents of all images; SEED=<number> repeats a run
 	@SHOAL_SOAK=1 $(if $(SEED),SHOAL_SEED=$(SEED)) $(PYTEST) tests -m soak --timeout 3600
+	@SHOAL_SOAK=1 $(PYTEST) $(IMAGE_CONTENTS)
 
 # Not with --quiet: --strict would not see the warnings.
 docs: reference .venv-docs/stamp ## write the generated pages, and build the documentation site into build/site

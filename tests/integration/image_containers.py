@@ -1,4 +1,4 @@
-"""One running container for each image of the matrix, in which the tests of image contents run their commands.
+"""One running container for each image that is built, in which the tests of image contents run their commands.
 
 A container starts when the first test needs it, and is removed at the end of the session. It only sleeps: without a
 network, and on a read-only root, so that no check can change what another one sees. The image's own /tmp stays visible;
@@ -8,6 +8,7 @@ programs that need a temporary directory get `SCRATCH`.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -22,8 +23,12 @@ from shoal.image import facts
 from shoal.matrix.spec import ImageSpec, load
 
 from ..containers import ROOT
+from ..repeats import SOAK
+from ..tested_images import BUILT
 
-MATRIX = load(ROOT / "buildspec.yml")
+_ALL = load(ROOT / "buildspec.yml")
+MATRIX = _ALL if SOAK else dataclasses.replace(_ALL, images=tuple(each for each in _ALL.images if each.tag in BUILT))
+"""The images that are built: in the soak all of them."""
 DEVEL = ["*-devel"]
 """Their wheels are those of the runtime variants, in the same layers (test_devel.py). So tests of wheels skip them."""
 LOWER = [parent.tag for image in MATRIX.images if (parent := MATRIX.parent(image))]
@@ -104,7 +109,7 @@ def running(client: docker.DockerClient, tag: str, *, read_only: bool = True) ->
 
 
 def each(*words: str, skip: Iterable[str] = ()) -> list[Any]:
-    """Return the images that the words mean as parameters, or all without words, but for those to skip.
+    """Return the built images that the words mean as parameters, or all without words, but for those to skip.
 
     The tests of an image are a group of pytest-xdist, so that one worker has all of them and starts its container once.
     """
@@ -125,7 +130,7 @@ def image_containers(client: docker.DockerClient) -> Iterator[ImageContainers]:
 
 @pytest.fixture(params=each())
 def image(request: pytest.FixtureRequest) -> ImageSpec:
-    """Each image of the matrix."""
+    """Each image that is built."""
     chosen: ImageSpec = request.param
     return chosen
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import docker
 
-from shoal.matrix.spec import BuildSpec
 from shoal.sources import packages
 
 from ..tested_images import PYTORCH_CPU_DEVEL, PYTORCH_CU117_DEVEL, TENSORFLOW_DEVEL
+from .image_containers import MATRIX
 
 # An operator of PyTorch that is compiled and loaded, from torch's documentation of its stable ABI. To compile all
 # headers that torch/extension.h includes takes 20 s. The preprocessor alone finds a missing one in 1 s.
@@ -99,9 +99,9 @@ def test_an_operation_of_tensorflow_is_built(client: docker.DockerClient) -> Non
     assert printed(client, TENSORFLOW_DEVEL, OPERATION) == "5"
 
 
-def test_layers_are_shared_with_the_runtime_variant(client: docker.DockerClient, matrix: BuildSpec) -> None:
+def test_layers_are_shared_with_the_runtime_variant(client: docker.DockerClient) -> None:
     """All but those of the compilers and of our packages: it costs little space where the runtime variant is too."""
-    for devel in [image for image in matrix.images if image.variant == "devel"]:
+    for devel in [image for image in MATRIX.images if image.variant == "devel"]:
         layers = [
             client.images.get(tag).attrs["RootFS"]["Layers"] for tag in (devel.tag, devel.tag.removesuffix("-devel"))
         ]

@@ -91,7 +91,7 @@ def test_an_image_for_cpus_has_no_nvidia_libraries(container: ImageContainer) ->
     assert container.facts("nvidia")["count"] == 0
 
 
-@pytest.mark.parametrize("image", each("pytorch-*-cu130-*", skip=DEVEL))
+@pytest.mark.parametrize("image", each("pytorch-*-cu13?-*", skip=DEVEL))
 def test_what_programs_link_into_kernels_is_found(container: ImageContainer) -> None:
     """As Numba looks for it. `dropped.yml` took it away once, as a static library."""
     program = "from cuda import pathfinder; print(pathfinder.find_static_lib('cudadevrt'))"

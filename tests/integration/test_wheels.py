@@ -12,7 +12,7 @@ import pytest
 from shoal.matrix.spec import BuildSpec
 from shoal.sources import lock
 
-from ..tested_images import PYTORCH_PY313
+from ..tested_images import PYTORCH_LATEST
 from .conftest import ROOT
 
 pytestmark = pytest.mark.xdist_group("wheels")  # with tests/images/test_wheels.py: they are built once
@@ -37,7 +37,7 @@ shoal run pytorch --source code --entry-point hello.py --engine none --hyperpara
 def test_shoal_is_used_on_python_3_13(
     client: docker.DockerClient, matrix: BuildSpec, dist: Path, tmp_path: Path
 ) -> None:
-    image = matrix.select(PYTORCH_PY313)
+    image = matrix.select(PYTORCH_LATEST)
     assert image.python_version == PYTHON
     wheels = [str(path) for path in dist.glob("*.whl")]
     download = [sys.executable, "-m", "pip", "download", "--quiet", f"--dest={tmp_path}", *lock.target_options(PYTHON)]

@@ -15,8 +15,7 @@ from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel
 from packaging.version import Version
 
 from shoal.errors import ShoalError
-from shoal.network.settings import read_pip_settings
-from shoal.network.settings import pip_environment
+from shoal.network.settings import pip_environment, read_pip_settings
 from shoal.sources.lock import UNREACHABLE, pip_command, target_options
 
 # `pip index versions` prints one package, without yanked files, sizes and wheels for another Python. So this program

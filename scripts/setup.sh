@@ -19,13 +19,15 @@ if [ "$part" = all ]; then
 fi
 if is_made "$part" "$wanted"; then exit 0; fi
 
-if ! "$python" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null; then
+# Debian has these Pythons since 12, and Ubuntu since 24.04. The pinned packages have wheels for them.
+fits() { "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))' 2>/dev/null; }
+if ! fits "$python"; then
     if command -v python3.11 >/dev/null; then
         python=python3.11
     elif command -v uv >/dev/null && uv python install 3.11 && found=$(uv python find --system --no-project 3.11); then
         python=$found
     else
-        say "Shoal needs Python 3.11; $python is $("$python" --version 2>&1 || echo missing). Fix: make setup PYTHON=/path/to/python3.11, or put uv on PATH, which downloads it (https://docs.astral.sh/uv)"
+        say "Shoal needs Python 3.11 to 3.14; $python is $("$python" --version 2>&1 || echo missing). Fix: make setup PYTHON=/path/to/python3, or put uv on PATH, which downloads it (https://docs.astral.sh/uv)"
         exit 1
     fi
 fi
@@ -42,11 +44,11 @@ need() { # problem, package ...
     apt-get update -qq || true
     DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "$@" >/dev/null
 }
-if ! "$python" -c 'import ensurepip, venv' 2>/dev/null; then need "$python has no venv module" python3.11-venv; fi
+if ! "$python" -c 'import ensurepip, venv' 2>/dev/null; then need "$python has no venv module" "$("$python" -c 'import sys; print("python%d.%d-venv" % sys.version_info[:2])')"; fi
 # The library's communication engine is compiled.
 if [ "$part" = all ] && ! command -v ${CC:-cc} >/dev/null; then need "there is no C compiler" gcc libc6-dev; fi
 
-if [ ! -x .venv/bin/pip ] || ! .venv/bin/python -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))'; then
+if [ ! -x .venv/bin/pip ] || ! fits .venv/bin/python; then
     say "making .venv with $("$python" --version)"
     "$python" -m venv --clear .venv
 fi

@@ -1,10 +1,11 @@
-"""scripts/setup.sh: it finds Python 3.11, and uv gets the indexes that pip is configured with."""
+"""scripts/setup.sh: it finds a Python, and uv gets the indexes that pip is configured with."""
 
 from __future__ import annotations
 
 import re
 import runpy
 import subprocess
+import sys
 from importlib.metadata import distribution
 from pathlib import Path
 from typing import Any
@@ -39,23 +40,44 @@ def test_uv_gets_pips_settings_and_the_environment_wins() -> None:
 @pytest.mark.parametrize(
     ("uv", "words"),
     [
-        (None, "setup: Shoal needs Python 3.11; python3 is Python 3.12.3. Fix: make setup PYTHON="),
+        (None, "setup: Shoal needs Python 3.11 to 3.14; python3 is Python 3.10.2. Fix: make setup PYTHON="),
         ('[ "$2" = find ] && echo "${0%uv}found"; exit 0', "setup: making .venv with Python 3.11.9"),
-        ('[ "$2" = find ]', "setup: Shoal needs Python 3.11; python3 is Python 3.12.3. Fix: make setup PYTHON="),
+        (
+            '[ "$2" = find ]',
+            "setup: Shoal needs Python 3.11 to 3.14; python3 is Python 3.10.2. Fix: make setup PYTHON=",
+        ),
     ],
 )
 def test_python_comes_from_uv_if_the_machine_has_another(tmp_path: Path, uv: str | None, words: str) -> None:
     """The programs are stand-ins. The found Python ends the script where it would make .venv."""
-    for name in ("scripts", "requirements", "images", "toolkit", "checkpoint", "library", "rehearsal"):
-        (tmp_path / name).symlink_to(ROOT / name)
     programs = {
-        "python3": 'case "$1" in --version) echo Python 3.12.3 ;; *) exit 1 ;; esac',
+        "python3": 'case "$1" in --version) echo Python 3.10.2 ;; *) exit 1 ;; esac',
         "found": 'case "$1" in --version) echo Python 3.11.9 ;; -m) exit 9 ;; esac',
-        "cc": "exit 0",
         **({"uv": uv} if uv else {}),
     }
+    assert set_up(tmp_path, programs).startswith(words)
+
+
+@pytest.mark.parametrize(
+    ("minor", "words"),
+    [
+        *((minor, f"setup: making .venv with Python 3.{minor}.0") for minor in (11, 12, 13, 14)),
+        *((minor, f"setup: Shoal needs Python 3.11 to 3.14; python3 is Python 3.{minor}.0.") for minor in (10, 15)),
+    ],
+)
+def test_the_pythons_of_debian_and_ubuntu_are_used(tmp_path: Path, minor: int, words: str) -> None:
+    code = f'import sys; sys.version_info = (3, {minor}); exec("""$2""")'
+    cases = f"--version) echo Python 3.{minor}.0 ;; -c) exec {sys.executable} -c '{code}' ;; -m) exit 9 ;;"
+    python = "case $1 in " + cases.replace("$2", "'\"$2\"'") + " esac"
+    assert set_up(tmp_path, {"python3": python}).startswith(words)
+
+
+def set_up(tmp_path: Path, programs: dict[str, str]) -> str:
+    """Run the script with these programs and few others. It must fail. Return its messages."""
+    for name in ("scripts", "requirements", "images", "toolkit", "checkpoint", "library", "rehearsal"):
+        (tmp_path / name).symlink_to(ROOT / name)
     (tmp_path / "bin").mkdir()
-    for name, body in programs.items():
+    for name, body in {**programs, "cc": "exit 0"}.items():
         (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{body}\n")
         (tmp_path / "bin" / name).chmod(0o755)
     for name in ("bash", "cat", "dirname", "id", "sha256sum"):
@@ -64,7 +86,7 @@ def test_python_comes_from_uv_if_the_machine_has_another(tmp_path: Path, uv: str
     env = {"PATH": str(tmp_path / "bin")}
     ended = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert ended.returncode
-    assert ended.stderr.startswith(words)
+    return ended.stderr
 
 
 def test_shoal_is_set_up_with_what_it_imports_and_nothing_else() -> None:

@@ -17,7 +17,7 @@ import pytest
 from rich.console import Console
 from tests.fake_docker import checked
 
-from shoal.docker_client import archive, images, users
+from shoal.docker_client import archive, images
 from shoal.errors import ImageError, UsageError
 from shoal.jobs.hosts import docker as docker_hosts
 from shoal.jobs.hosts import local
@@ -205,7 +205,7 @@ def test_files_belong_to_the_user_of_the_image(request_: JobRequest) -> None:
 )
 def test_the_user_of_an_image_is_found_as_docker_finds_it(user: str, owner: tuple[int, int]) -> None:
     lines = {path: text.split("\n") for path, text in IMAGE_FILES.items()}
-    assert users.resolve_user(user, lines["/etc/passwd"], lines["/etc/group"]) == owner
+    assert images.resolve_user(user, lines["/etc/passwd"], lines["/etc/group"]) == owner
 
 
 TORCHRUN = {"torch_distributed": {"enabled": True}}

@@ -1,16 +1,17 @@
-"""Finds images that Docker has and their scripts, words the errors of missing ones, and removes replaced ones."""
+"""Finds images that Docker has, their scripts and users, explains missing ones, and removes replaced ones."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import docker
 import docker.errors
 import docker.models.images
 import requests
 
+from shoal.docker_client import containers
 from shoal.errors import ImageError, UsageError, did_you_mean
 from shoal.matrix.spec import BuildSpec
 
@@ -102,3 +103,67 @@ def explain_start(image: str, error: docker.errors.APIError, environment: Mappin
         f"{image}: no program `train` on its PATH that its user can execute, so it is not a training image. Fix: use an"
         " image of `shoal list`, or extend one of them (docs/recipes.md)"
     )
+
+
+_NO_ID = -1
+
+
+class Owner(NamedTuple):
+    """The numbers of a user and a group. Why files get them: docs/decisions/user-of-the-container.md."""
+
+    uid: int = 0
+    gid: int = 0
+
+
+ROOT = Owner()
+
+
+def find_owner(client: docker.DockerClient, image: str, identity: str) -> Owner:
+    """Returns who runs the processes in containers of an image: root, or the user of its `USER`.
+
+    As Docker does, it looks for names, and for the group of a user, in the image's own files. So it makes a container
+    with the label `JOB_LABEL=identity`, which does not start, and removes it. A name that is not there counts as root:
+    Docker refuses it when the container starts.
+    """
+    found = find_image(client, image)
+    user = str(read_config(found).get("User") or "") if found else ""
+    if user in ("", "0", "root", "0:0", "root:root"):
+        return ROOT
+    container = containers.create_container(client, image, ["true"], {"labels": {containers.JOB_LABEL: identity}})
+    try:
+        files = (containers.read_file(container, path) or b"" for path in ("/etc/passwd", "/etc/group"))
+        accounts, groups = (content.decode(errors="replace").split("\n") for content in files)
+        return resolve_user(user, accounts, groups)
+    finally:
+        container.remove(force=True, v=True)
+
+
+def resolve_user(user: str, accounts: Sequence[str], groups: Sequence[str]) -> Owner:
+    """Returns the numbers of an image's `USER`, such as `trainer`, `1000` or `1000:100`, as Docker finds them.
+
+    Args:
+        user: The value of `USER`.
+        accounts: The lines of /etc/passwd.
+        groups: The lines of /etc/group.
+    """
+    name, _, group = user.partition(":")
+    fields = _find_entry(name, accounts)
+    uid = _parse_id(fields[2] if fields else name or "0")
+    gid = _parse_id(fields[3]) if len(fields) > 3 else 0
+    if group:
+        found = _find_entry(group, groups)
+        gid = _parse_id(found[2] if found else group)
+    return ROOT if _NO_ID in (uid, gid) else Owner(uid, gid)
+
+
+def _find_entry(name: str, lines: Sequence[str]) -> list[str]:
+    for line in lines:
+        fields = line.split(":")
+        if len(fields) > 2 and (fields[0] == name or (name.isdecimal() and fields[2] == name)):
+            return fields
+    return []
+
+
+def _parse_id(text: str) -> int:
+    is_number = text.isascii() and text.isdecimal() and len(text) <= 10
+    return int(text) if is_number and int(text) < 2**31 else _NO_ID

@@ -32,7 +32,7 @@ from shoal import docker_client
 from shoal.console import print_line
 from shoal.docker_client import archive, containers, images
 from shoal.docker_client.archive import open_stream
-from shoal.docker_client.users import ROOT, Owner, find_owner
+from shoal.docker_client.images import ROOT, Owner, find_owner
 from shoal.errors import ShoalError, UsageError
 from shoal.jobs import checkpoints, gpus, job, results, run, variables
 from shoal.jobs.hosts.docker_objects import (

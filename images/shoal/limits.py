@@ -24,7 +24,7 @@ MOST_RECORD = MIB
 MOST_HOSTS = 100_000
 """Hosts in the record of a job, which are listed by name."""
 MOST_LOCK = 64 * MIB
-"""Bytes of a file in a project that lists packages, or in a source that describes metrics."""
+"""Bytes of a file in a project that lists packages."""
 MOST_TRACE = 512 * MIB
 """Bytes of the timeline of a rank, which is held in memory. An hour of training writes 10 MB."""
 MOST_RANKS = 10_000

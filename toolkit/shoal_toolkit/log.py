@@ -6,9 +6,7 @@ With SHOAL_LOG_FORMAT=json each line is an object. The output of ranks has the s
 
 `rank` is null for lines of `train` and of the launcher. Bytes that are not UTF-8 become \\xNN.
 
-Inside `shoal run` all output is a stream of events on stdout, JSON objects on lines of their own. `shoal run` divides
-their text into lines, and gives them the form of SHOAL_LOG_FORMAT (images/shoal/jobs/train_events.py). An event has
-output of any length, so that a chatty script costs little more than the copy of its bytes:
+Inside `shoal run` all output is events on stdout, each with output of any length (docs/decisions/events-of-train.md):
 
 {"shoal_event": "output", "host": "algo-1", "rank": 0, "stream": 1, "form": "plain", "text": "epoch 1\\nepoch 2\\nepo"}
 {"shoal_event": "log", "host": "algo-1", "rank": null, "stream": 2, "form": "plain", "text": "train: restart 1 ..."}
@@ -27,7 +25,7 @@ from typing import Any
 from shoal_toolkit import redact
 
 STDOUT, STDERR = 1, 2
-PLAIN, PREFIXED, JSON = "plain", "prefixed", "json"  # what `shoal run` makes of the lines of an event
+PLAIN, PREFIXED, JSON = "plain", "prefixed", "json"  # the form that `shoal run` gives the lines of an event
 _MAX_EVENT = 1 << 16  # bytes of output; an escape takes six characters, and `shoal run` splits lines of more than 1 MiB
 _STREAM_NAMES = {STDOUT: "stdout", STDERR: "stderr"}
 

@@ -207,7 +207,7 @@ class PieceSplitter:
     """Divides one stream as `split_pieces` does.
 
     Args:
-        errors: What becomes of bytes that are not UTF-8, as in `bytes.decode`.
+        errors: How bytes that are not UTF-8 are decoded, as in `bytes.decode`.
     """
 
     def __init__(self, errors: str = "replace") -> None:

@@ -143,7 +143,7 @@ class JobLog:
 
     @property
     def last_values(self) -> dict[Key, float]:
-        """The last values of metric definitions; without them, of what is printed, with steps."""
+        """The last values of metric definitions; without them, of printed metrics and steps."""
         last = {key: each.last for key, each in (self.defined or self.series).copy().items()}
         return last if self.defined else {**self.steps.copy(), **last}
 
@@ -180,12 +180,9 @@ class JobLog:
         """Adds a line that came now, and returns it without colours.
 
         Args:
-            source: The host from which it came.
-            text: The line.
-            host: The host on which it was written; None: it is the source.
-            rank: The rank that wrote it, if one did.
-            shown: The line as a terminal shows it; None: the text itself.
-            has_metrics: Whether the numbers in it may be metrics.
+            source: The host from which it came. It was written there, unless another `host` is named.
+            shown: The line as a terminal shows it, if that is not the text itself.
+            has_metrics: Whether its numbers may be metrics.
         """
         now = time.time()
         line = Line(round(now - self.began, 2), host or source, rank, cut_line(_ESCAPES.sub("", text)))

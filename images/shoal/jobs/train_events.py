@@ -1,19 +1,18 @@
-"""Reads what a host writes: the events of its `train`, and lines of any other program.
+"""Reads the output of a host: the events of its `train`, and lines of any other program.
 
 Inside `shoal run`, `train` writes all output as events, one JSON object per line (shoal_toolkit/log.py). Their text is
-divided into lines here, which get the form of SHOAL_LOG_FORMAT. So no rank, host or metric is read from the text of a
-line: a script that prints `[5,algo-9] loss=1` has written a line of its own rank.
+divided into lines here. So no rank or host is read from the text of a line. A script that prints `[5,algo-9] loss=1`
+has written a line of its own rank.
 
-A line that is no event is shown as it is, and belongs to the host without a rank. It comes from an image without
-`train` or with an older one, or was written before `train` knew the job. Nothing that a job writes is an error: an
-event with wrong fields is such a line too.
+Other lines are shown as they are, and belong to the host without a rank. They come from an image without `train` or
+with an older one. An event with wrong fields is such a line too: nothing that a job writes is an error.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from typing import Any, NamedTuple
@@ -27,6 +26,7 @@ SWITCH = {"SHOAL_LOG_EVENTS": "1"}
 """The variable with which `train` writes events."""
 STDOUT, STDERR = 1, 2
 _START = '{"shoal_event": "'
+_KINDS = ("output", "log")
 _PLAIN, _PREFIXED, _JSON = _FORMS = ("plain", "prefixed", "json")
 _HOST = re.compile(r"[^\]\s]{1,255}")
 _MOST_RANKS = 10**9
@@ -48,20 +48,6 @@ class Stream(NamedTuple):
     """Whether `train` itself wrote it."""
 
 
-class OutputEvent(NamedTuple):
-    """Output of any length."""
-
-    stream: Stream
-    data: bytes
-
-
-class MetricEvent(NamedTuple):
-    """A value that `train` has found by a metric definition."""
-
-    key: Key
-    value: float
-
-
 class ShownLine(NamedTuple):
     """A line of the log, and the text that stands for it on a terminal."""
 
@@ -79,7 +65,7 @@ class HostChunk(NamedTuple):
     lines: Sequence[ShownLine]
 
     def encode(self) -> bytes:
-        """Returns what a program that reads the output of `train` would get: plain output unchanged."""
+        """Returns the bytes that `train` writes outside of `shoal run`: plain output unchanged."""
         if self.stream.form == _PLAIN:
             return self.data
         ends = ("\r" if line.is_overwritten else "\n" for line in self.lines)
@@ -93,7 +79,7 @@ class HostOutput:
     host: str
     log: JobLog
     number: int = STDOUT
-    """The stream of lines that are no events: 1 for stdout, 2 for stderr."""
+    """The stream of lines without events: 1 for stdout, 2 for stderr."""
     _splitters: dict[Stream, PieceSplitter] = field(default_factory=dict)
     _held: int = 0
 
@@ -101,18 +87,16 @@ class HostOutput:
         """Yields what comes, until its end."""
         foreign = Stream(self.host, None, self.number)
         for text, is_overwritten in split_pieces(chunks):
-            event = parse_event(text)
-            if isinstance(event, OutputEvent):
-                yield from self._split(event)
-            elif event:
-                self.log.add_metric(*event)
-            else:
+            if not (event := parse_event(text)):
                 data = f"{text}\r" if is_overwritten else f"{text}\n"
                 yield HostChunk(foreign, data.encode(), self._add(foreign, [(text, is_overwritten)]))
+            elif isinstance(event[0], Stream):
+                yield from self._split(*event)
+            else:
+                self.log.add_metric(*event)
         yield from self._flush()
 
-    def _split(self, event: OutputEvent) -> Iterator[HostChunk]:
-        stream, data = event
+    def _split(self, stream: Stream, data: bytes) -> Iterator[HostChunk]:
         if stream not in self._splitters:
             self._splitters[stream] = PieceSplitter("backslashreplace" if stream.form == _JSON else "replace")
         splitter = self._splitters[stream]
@@ -123,7 +107,7 @@ class HostOutput:
             yield from self._flush()
 
     def _flush(self) -> Iterator[HostChunk]:
-        """Yields incomplete last lines. What has come without a form was passed on already."""
+        """Yields incomplete last lines. Plain output was passed on already."""
         for stream, splitter in self._splitters.items():
             yield HostChunk(stream, b"", self._add(stream, splitter.flush()))
         self._splitters.clear()
@@ -149,38 +133,29 @@ def _format_json(stream: Stream, text: str) -> str:
     return json.dumps(fields, ensure_ascii=False)
 
 
-def parse_event(text: str) -> OutputEvent | MetricEvent | None:
-    """Returns the event in a line; None if it is not one of `train`."""
+def parse_event(text: str) -> tuple[Stream, bytes] | tuple[Key, float] | None:
+    """Returns output, or the value of a metric definition; None if a line is not an event of `train`."""
     if not text.startswith(_START):
         return None
     try:
         event = json.loads(text)
-        host, rank = event["host"], event["rank"]
-        is_rank = rank is None or (type(rank) is int and 0 <= rank < _MOST_RANKS)
-        if is_rank and _HOST.fullmatch(host) and host.isprintable():
-            return _READERS[event["shoal_event"]](event, host, rank)
+        kind, host, rank = event["shoal_event"], event["host"], event["rank"]
+        if not (_HOST.fullmatch(host) and host.isprintable()):
+            return None
+        if not (rank is None or (type(rank) is int and 0 <= rank < _MOST_RANKS)):
+            return None
+        if kind == "metric":
+            return _read_metric(event, host, rank)
+        number, form = event["stream"], event["form"]
+        if kind not in _KINDS or type(number) is not int or number not in (STDOUT, STDERR) or form not in _FORMS:
+            return None
+        return Stream(host, rank, number, form, kind == "log"), event["text"].encode("utf-8", "surrogateescape")
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
-        pass
-    return None
+        return None
 
 
-def _read_output(event: Mapping[str, Any], host: str, rank: int | None) -> OutputEvent:
-    number, form = event["stream"], event["form"]
-    if type(number) is not int or number not in (STDOUT, STDERR) or form not in _FORMS:
-        raise ValueError(number, form)
-    stream = Stream(host, rank, number, form, is_log=event["shoal_event"] == "log")
-    return OutputEvent(stream, event["text"].encode("utf-8", "surrogateescape"))
-
-
-def _read_metric(event: Mapping[str, Any], host: str, rank: int | None) -> MetricEvent:
+def _read_metric(event: Mapping[str, Any], host: str, rank: int | None) -> tuple[Key, float]:
     value = event["value"]
     if type(value) not in (int, float) and value not in _NOT_FINITE:
         raise ValueError(value)
-    return MetricEvent((clean_text(str(event["name"]))[:_MAX_NAME], host, rank), float(value))
-
-
-_READERS: Mapping[str, Callable[[Mapping[str, Any], str, int | None], OutputEvent | MetricEvent]] = {
-    "output": _read_output,
-    "log": _read_output,
-    "metric": _read_metric,
-}
+    return (clean_text(str(event["name"]))[:_MAX_NAME], host, rank), float(value)

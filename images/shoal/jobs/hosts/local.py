@@ -123,14 +123,10 @@ class LocalHosts:
 
     def _start_readers(self, host: str, process: subprocess.Popen[bytes]) -> list[threading.Thread]:
         """One host's bytes are not changed, unless they go to the terminal of a live view."""
-        copies: dict[int, _Copy] = {}
-        if process.stderr is not None:
-            copies = _open_copies(self.console.file.fileno())
-        pipes = [(process.stdout, STDOUT), (process.stderr, STDERR)]
+        copies = _open_copies(self.console.file.fileno()) if process.stderr else {}
+        pipes = [(pipe, number) for pipe, number in ((process.stdout, STDOUT), (process.stderr, STDERR)) if pipe]
         readers = [
-            threading.Thread(target=self._read_output, args=(host, pipe, number, copies), daemon=True)
-            for pipe, number in pipes
-            if pipe
+            threading.Thread(target=self._read_output, args=(host, *pair, copies), daemon=True) for pair in pipes
         ]
         for reader in readers:
             reader.start()

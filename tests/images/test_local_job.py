@@ -124,8 +124,9 @@ def test_interrupted_job_continues(project: Project, tmp_path: Path) -> None:
 
 KILL_TRAIN = """
 import os, pathlib, signal, sys, time
-def kill_train():
-    time.sleep(1)  # so that `train` has passed on what was printed
+def kill_train(printed):
+    while not any(printed in path.read_text() for path in pathlib.Path(LOGS).rglob("log.jsonl")):
+        time.sleep(0.01)
     parent = os.getppid()
     while pathlib.Path("/proc", str(parent), "comm").read_text() != "train\\n":
         parent = int(pathlib.Path("/proc", str(parent), "stat").read_text().rpartition(")")[2].split()[1])
@@ -181,7 +182,7 @@ if saved.exists():
         time.sleep(0.05)
     sys.exit()
 saved.write_text(str(os.getpid()))
-kill_train()
+kill_train("restart 0")
 """
 
 
@@ -191,7 +192,7 @@ def test_train_that_is_killed_starts_again_from_its_checkpoints(
 ) -> None:
     source = tmp_path / "code"
     source.mkdir()
-    (source / "train.py").write_text(LOST)
+    (source / "train.py").write_text(f"LOGS = {str(tmp_path)!r}\n{LOST}")
     command: list[str | Path] = [SHOAL, "run", "pytorch", "--engine", "none", "--max-restarts", str(restarts), "--json"]
     command += ["--source", source, "--entry-point", "train.py", "--output", tmp_path, "--checkpoints", tmp_path / "ck"]
     result = subprocess.run(command, cwd=project.root, capture_output=True, text=True, check=False, timeout=120)
@@ -210,7 +211,7 @@ print("restart", restart, "of", os.environ["WORLD_SIZE"], os.environ["SM_HOSTS"]
 print("threads", os.environ["OMP_NUM_THREADS"], flush=True)
 pathlib.Path(os.environ["SAGEMAKER_BASE_DIR"], "checkpoints", host + "-" + str(restart)).touch()
 if (restart, host) == (0, "127.0.0.2"):
-    kill_train()
+    kill_train("127.0.0.2\\", \\"threads")
 if restart < 2:
     time.sleep(600)
 """
@@ -219,7 +220,7 @@ if restart < 2:
 def test_elastic_job_goes_on_with_one_host_and_grows_again(project: Project, tmp_path: Path) -> None:
     source = tmp_path / "code"
     source.mkdir()
-    (source / "train.py").write_text(ELASTIC)
+    (source / "train.py").write_text(f"LOGS = {str(tmp_path)!r}\n{ELASTIC}")
     command: list[str | Path] = [SHOAL, "run", "pytorch", "--engine", "none", "--hosts", "1:2", "--max-restarts", "1"]
     command += ["--source", source, "--entry-point", "train.py", "--output", tmp_path / "jobs", "--json"]
     result = subprocess.run(command, cwd=project.root, capture_output=True, text=True, check=False, timeout=120)

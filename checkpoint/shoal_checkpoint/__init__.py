@@ -1,7 +1,7 @@
 """Answers a script's questions about restarts and stops: its checkpoints, the reason of a restart, the time left.
 
-Needs no framework. `checkpoint.torch` and `checkpoint.tensorflow` save and load the state of a training. Importing does
-nothing; `seconds_left` installs a handler for SIGTERM.
+It saves nothing itself, and needs no framework. The modules `torch` and `tensorflow` save and load the state of a
+training. Importing does nothing; `seconds_left` installs a handler for SIGTERM.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 from tests.library.conftest import TORCH, clean_environment
 from tests.repeats import SEED, SOAK, times
 
@@ -22,6 +23,7 @@ from smdistributed.modelparallel.torch.pipeline.messages import MessageKind, Sta
 from smdistributed.modelparallel.torch.pipeline.scheduler import RunningStep, Scheduler
 from smdistributed.modelparallel.torch.pipeline.stage import Stage
 from smdistributed.modelparallel.torch.pipeline.tasks import StageTask
+from smdistributed.modelparallel.torch.script import verification
 
 if TYPE_CHECKING:
     from tests.library.conftest import Alone, Mpirun, Python
@@ -384,3 +386,14 @@ def test_a_thread_that_ends_after_its_step_finishes_its_microbatch_in_that_step(
     scheduler.finish_microbatch(step, 0)
     with pytest.raises(SMPRuntimeError, match="none runs"):
         assert scheduler.step
+
+
+@pytest.mark.parametrize("both", [float("inf"), float("-inf"), float("nan")])
+def test_what_overflows_with_and_without_stages_hides_no_other_difference(both: float) -> None:
+    expected = torch.tensor([both, 2.0, -4.0])
+    error, allowed = verification.compare_tensors(torch.tensor([both, 2.0, -4.0]), expected)
+    assert error <= allowed
+    error, _ = verification.compare_tensors(torch.tensor([both, 2.0, -3.0]), expected)
+    assert error == pytest.approx(0.25)
+    error, allowed = verification.compare_tensors(torch.tensor([0.0, 2.0, -4.0]), expected)
+    assert not error <= allowed

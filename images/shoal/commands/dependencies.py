@@ -207,12 +207,13 @@ def upgrade_releases(
 
 
 def _upgrade_debian(here: Project, matrix: BuildSpec, notes: list[str], *, write: bool) -> list[debian_lock.LockResult]:
-    """Locks Debian's packages. If that is not possible, such as without Docker, a note says so."""
+    """Locks Debian's packages. Returns the locks that it made; a failure, such as without Docker, becomes a note."""
+    made: list[debian_lock.LockResult] = []
     try:
-        return list(debian_lock.lock_systems(here, matrix, matrix.images, lambda _: None, write=write))
+        made.extend(debian_lock.lock_systems(here, matrix, matrix.images, lambda _: None, write=write))
     except (DockerError, BuildError, BaseImageError) as error:
         notes.append(f"Debian's packages are not known: {error}")
-        return []
+    return made
 
 
 def _list_closed(report: advisories.AuditReport | None, locks: list[lock_changes.LockChange]) -> list[str] | None:

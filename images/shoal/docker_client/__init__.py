@@ -104,7 +104,8 @@ def check_disk(client: docker.DockerClient, needed_gib: int) -> None:
 def find_data_root(client: docker.DockerClient) -> Path | None:
     """Returns the directory of Docker's data; None if Docker runs on another machine, or the directory is not here."""
     root = Path(client.info()["DockerRootDir"])
-    return root if root.is_dir() and client.api.base_url.startswith("http+docker") else None
+    is_local = client.api.base_url == "http+docker://localhost"  # a UNIX socket; http+docker://ssh is another machine's
+    return root if is_local and root.is_dir() else None
 
 
 def check_free_space(directory: Path, needed_gib: int) -> None:

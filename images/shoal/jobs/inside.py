@@ -80,7 +80,10 @@ def choose_host(job: str, host: str | None, names: Sequence[str]) -> str:
 
 
 def _run_in_local_host(found: KnownJob, host: str | None, command: Sequence[str]) -> int:
-    """Runs a command on this machine, with the variables of a host's `train`, and returns its exit code."""
+    """Runs a command in the directory of a host's code, with the variables of its `train`. Ctrl-C is for the command.
+
+    Returns its exit code; 128 + N after signal N. Raises `DockerError` if the host has no process.
+    """
     trees = {tree.name: tree for tree in list_host_trees(found.directory)}
     if not trees:
         raise DockerError(f"{found.name}: no host has started. Fix: try again")

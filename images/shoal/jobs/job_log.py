@@ -155,7 +155,10 @@ class JobLog:
 
     @property
     def last_metrics(self) -> dict[str, float]:
-        """The last finite value of each metric, of its lowest rank. Metric definitions replace what is printed."""
+        """The last value of each metric, of the lowest rank with a finite one.
+
+        A metric definition replaces the printed metric of its name.
+        """
         return {name: value for series in (self.series, self.defined) for name, value in _list_last(series)}
 
     @property
@@ -241,7 +244,7 @@ class JobLog:
 
 
 def _list_last(series: Mapping[Key, Series]) -> Iterable[tuple[str, float]]:
-    """Returns names and their last finite values, with the lowest ranks last."""
+    """Returns names and last values, the lowest ranks last. Series that end with NaN or infinity are left out."""
     finite = [(key, each.last) for key, each in series.items() if math.isfinite(each.last)]
     ordered = sorted(finite, key=lambda item: -1 if item[0][2] is None else item[0][2], reverse=True)
     return ((name, value) for (name, _, _), value in ordered)

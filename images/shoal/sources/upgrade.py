@@ -289,7 +289,7 @@ def _relax(line: str, own: PinnedLine, version: Version) -> str:
 
 
 def _pin_again(line: str, relaxed: str, resolved: Mapping[str, str]) -> str:
-    """Returns a requirement of an entry with the version that pip has chosen."""
+    """Pins a requirement to the version that pip has chosen. One that is still pinned, or never was, stays relaxed."""
     pin = read_pin(line)
     return pin.at(resolved[canonicalize_name(pin.name)]) if pin and not read_pin(relaxed) else relaxed
 

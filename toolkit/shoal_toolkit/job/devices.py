@@ -1,4 +1,4 @@
-"""Counts the GPUs, Neuron devices and network cards of this machine that one process would see.
+"""Counts the GPUs and Neuron devices that one process would see. Lists network cards, also those it cannot use.
 
 GPUs are the device nodes in the container, without those that CUDA_VISIBLE_DEVICES hides. All GPUs in MIG mode count as
 one: CUDA shows a process only the first MIG instance (NVIDIA's MIG user guide, "CUDA Device Enumeration").

@@ -90,7 +90,10 @@ class Worker(LaunchingHost):
             self.set_result(Result.from_error(self._problem or LaunchError(late)))
 
     def _on_first_host(self, channel: Channel) -> None:
-        """From now on, output pauses while much of it waits to be sent there."""
+        """Takes over the first host's connection, and reports whether this host is ready or has failed.
+
+        From now on, output pauses while much of it waits to be sent there.
+        """
         self._channel = channel
         channel.on_message = self._on_message
         channel.on_lost = self._on_lost

@@ -28,7 +28,7 @@ from smdistributed.core.engines import Engine
 from smdistributed.core.exceptions import SMDDPError
 from smdistributed.core.native import supports_reduction
 from smdistributed.core.network_engines import MonitoredEngine
-from smdistributed.core.torch.buckets import describe_bucket
+from smdistributed.core.torch.bucket_names import describe_bucket
 from smdistributed.core.torch.collective_queue import CollectiveQueue
 from smdistributed.core.torch.devices import NativeBackend, open_cuda, select_device
 from smdistributed.core.torch.engine_selection import open_engine

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from smdistributed.core.torch.buckets import record_buckets
+from smdistributed.core.torch.bucket_names import record_buckets
 from smdistributed.dataparallel.exceptions import SMDDPError
 
 _MAX_LINES = 10

@@ -72,8 +72,11 @@ class StageVariable(UninitializedVariable):  # type: ignore[misc]
         return super()._restore_from_tensors(restored_tensors) if self._may_have_value else None
 
 
-def own_variable(value: Any, name: str, trainable: bool = True) -> Any:
-    """Creates a variable, hidden from tf.function: TensorFlow traces functions that create variables twice."""
+def create_library_variable(value: Any, name: str, trainable: bool = True) -> Any:
+    """Creates a variable of this library, which is never a StageVariable: scopes for variable creators do not see it.
+
+    It is hidden from tf.function too: TensorFlow traces functions that create variables twice.
+    """
     with tf.init_scope():
         return ResourceVariable(value, name=name, trainable=trainable)
 

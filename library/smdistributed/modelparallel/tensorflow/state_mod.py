@@ -15,7 +15,7 @@ from smdistributed.modelparallel.backend.context import Context, Grid, start_tim
 from smdistributed.modelparallel.backend.exceptions import SMPUnsupportedError
 from smdistributed.modelparallel.backend.rendezvous import connect_ranks
 from smdistributed.modelparallel.backend.transport import Access, Transport
-from smdistributed.modelparallel.tensorflow.stage_variables import own_variable
+from smdistributed.modelparallel.tensorflow.stage_variables import create_library_variable
 from smdistributed.modelparallel.tensorflow.tensor_exchange import TensorExchange
 
 _UNSUPPORTED = (
@@ -70,11 +70,11 @@ class TensorFlowState(Context):
     @cached_property
     def anchor(self) -> Any:
         """A trainable variable that is never changed: see `StepGraph.anchors`."""
-        return own_variable(0.0, "smp_anchor")
+        return create_library_variable(0.0, "smp_anchor")
 
     @cached_property
     def _turn(self) -> Any:
-        return own_variable(0, "smp_turn", trainable=False)
+        return create_library_variable(0, "smp_turn", trainable=False)
 
     def next_in_order(self) -> Any:
         """Returns an operation that runs after the previous one that it returned, in other graphs too."""

@@ -22,7 +22,8 @@ from smdistributed.modelparallel.torch.plan.manual_partition import partition, s
 
 # transformers' Trainer asks for smp.model.DistributedModel.
 from smdistributed.modelparallel.torch.script import model
-from smdistributed.modelparallel.torch.script.api import (
+from smdistributed.modelparallel.torch.script.checkpoints import load, resume_from_checkpoint, save, save_checkpoint
+from smdistributed.modelparallel.torch.script.init import (
     get_dp_process_group,
     get_mp_process_group,
     get_pp_process_group,
@@ -33,7 +34,6 @@ from smdistributed.modelparallel.torch.script.api import (
     is_tracing,
     model_creation,
 )
-from smdistributed.modelparallel.torch.script.checkpoints import load, resume_from_checkpoint, save, save_checkpoint
 from smdistributed.modelparallel.torch.script.model import DistributedModel
 from smdistributed.modelparallel.torch.script.optimizer import DistributedOptimizer
 from smdistributed.modelparallel.torch.script.state import state

@@ -139,7 +139,10 @@ class Stage:
             self._send(rank, MessageKind.END, self.steps, about=(packed[0], self._had_backward), tensors=packed[1])
 
     def leave(self) -> bool:
-        """Returns whether a backward ran. After a failure it waits until that is sent, as this process may end next."""
+        """Ends the step on this stage, and drops graphs without a backward. Returns whether a backward ran in it.
+
+        After a failure it waits some seconds until that is sent: this process may end next.
+        """
         with self._lock:
             was_in_step, self._is_in_step = self._is_in_step, False
             self._received = defaultdict(dict)  # graphs of calls without a backward

@@ -71,7 +71,7 @@ class TorchState(Context):
         return self.model.manager
 
     def init(self, argument: Mapping[str, Any] | None) -> None:
-        """Connects this rank, and starts the transport's threads. See `script.api.init`, which lists the errors."""
+        """Connects this rank, and starts the transport's threads. See `script.init`, which lists the errors."""
         if self.initialized:
             return
         set_torch_environment(os.environ)

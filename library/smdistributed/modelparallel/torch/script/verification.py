@@ -105,7 +105,7 @@ class Verification:
         outputs = zip(pack(results)[1], pack(expected)[1], strict=True)
         pairs = {f"output {place}": pair for place, pair in enumerate(outputs)}
         pairs.update({f"the gradient of {name}": (found[name], gradient) for name, gradient in reference.items()})
-        return _describe_errors(step, {name: _error(*pair) for name, pair in pairs.items()})
+        return _describe_errors(step, {name: compare_tensors(*pair) for name, pair in pairs.items()})
 
 
 def _describe_errors(step: str, errors: Mapping[str, tuple[float, float]]) -> tuple[str, bool]:
@@ -120,10 +120,11 @@ def _describe_errors(step: str, errors: Mapping[str, tuple[float, float]]) -> tu
     return f"{step} differs from the same without stages in:\n" + "\n".join(lines) + more, True
 
 
-def _error(found: torch.Tensor | None, expected: torch.Tensor | None) -> tuple[float, float]:
-    """Returns the largest difference, relative to the largest element, and the one that the dtype allows.
+def compare_tensors(found: torch.Tensor | None, expected: torch.Tensor | None) -> tuple[float, float]:
+    """Returns the largest difference, relative to the largest finite element, and the one that the dtype allows.
 
-    It is infinite for another shape, for unequal integers, and if only one has a gradient that is not zero.
+    Elements that are NaN, or the same infinity, in both do not differ. The difference is infinite for another shape,
+    for unequal integers, and if only one has a gradient that is not zero.
     """
     if found is None or expected is None:  # no gradient in this step; one from before may have stayed
         other = expected if found is None else found
@@ -133,7 +134,7 @@ def _error(found: torch.Tensor | None, expected: torch.Tensor | None) -> tuple[f
     found, wide = found.detach().double(), expected.detach().double()
     other = ~((found == wide) | (found.isnan() & wide.isnan()))  # a scaled loss may overflow in both
     difference = (found - wide)[other].abs()
-    error = (difference.max() / wide.abs().max()).item() if difference.numel() else 0.0
+    error = (difference.max() / wide[wide.isfinite()].abs().max()).item() if difference.numel() else 0.0
     return error, torch.finfo(expected.dtype).eps ** 0.5
 
 

@@ -14,8 +14,9 @@ import torch.distributed as dist
 from tests.library.nccl_stand_in import OLDEST, stand_in
 from torch._C._distributed_c10d import HashStore
 
-from smdistributed.core.torch import devices
+from smdistributed.core.torch import backend, devices
 from smdistributed.core.torch.devices import NativeBackend
+from smdistributed.core.torch.process_group import ProcessGroup
 from smdistributed.dataparallel.exceptions import SMDDPError, SMDDPNCCLError
 
 MINUTE = timedelta(minutes=1)
@@ -260,3 +261,13 @@ def test_ranks_that_share_a_device_send_before_they_receive() -> None:
 
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(exchange, range(2))) == [([2, 2, 1], 1), ([1, 1, 1], 0)]
+
+
+def test_torch_records_no_collectives_of_groups_in_python() -> None:
+    """Since torch 2.15 it records all groups, and raises an error for those without a backend of its own."""
+    recorded: list[object] = []
+    record = backend._record_others(lambda group, *_: recorded.append(group))
+    ours, others = ProcessGroup.__new__(ProcessGroup), object()
+    for group in (ours, others):
+        record(group, "cpu:smddp", [0])
+    assert recorded == [others]

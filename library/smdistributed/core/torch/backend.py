@@ -31,7 +31,7 @@ from smdistributed.core.torch.recording import record_nccl
 
 BACKEND = "smddp"
 _COMBINABLE = {"cpu": ("gloo",), "cuda": ("gloo", "nccl")}
-_MAKE, _SET_TIMEOUT = "_new_process_group_helper", "_set_pg_timeout"
+_MAKE, _SET_TIMEOUT, _RECORD = "_new_process_group_helper", "_set_pg_timeout", "_maybe_attach_flight_recorder"
 
 
 class _Creation(threading.local):
@@ -51,8 +51,8 @@ _creation = _Creation()
 def register(on_first_group: Callable[[int, int], None] | None = None) -> None:
     """Registers the backend, and patches torch's helper that creates groups; once in a process.
 
-    From torch 2.9 it also patches the helper that sets timeouts. `on_first_group` is called with this rank and the
-    number of ranks, before the job's first group is created here.
+    From torch 2.9 it also patches the helper that sets timeouts, and from torch 2.15 the one that records collectives.
+    `on_first_group` is called with this rank and the number of ranks, before the job's first group is created here.
     """
     if BACKEND in torch.distributed.Backend.backend_list:
         return
@@ -64,6 +64,19 @@ def register(on_first_group: Callable[[int, int], None] | None = None) -> None:
     setattr(distributed_c10d, _MAKE, _create_per_device(getattr(distributed_c10d, _MAKE), on_first_group))
     if per_device.is_supported():
         setattr(distributed_c10d, _SET_TIMEOUT, _set_engine_timeout(getattr(distributed_c10d, _SET_TIMEOUT)))
+    if record := getattr(distributed_c10d, _RECORD, None):
+        setattr(distributed_c10d, _RECORD, _record_others(record))
+
+
+def _record_others(record: Any) -> Any:
+    """Wraps torch's helper that records the collectives of a group: torch cannot record one that is in Python."""
+
+    @functools.wraps(record)
+    def record_unless_ours(group: Any, *args: Any, **kwargs: Any) -> None:
+        if not isinstance(group, ProcessGroup):
+            record(group, *args, **kwargs)
+
+    return record_unless_ours
 
 
 def create(store: Store, rank: int, size: int, timeout: timedelta) -> Any:

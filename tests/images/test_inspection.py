@@ -141,6 +141,12 @@ def test_wrong_tags_are_reported(matrix: BuildSpec, changes: dict[str, Any], wor
     assert manifest.check_tag(contents(**changes), matrix.select(TAG)) == words
 
 
+def test_the_name_of_a_framework_is_read_as_pip_does() -> None:
+    """TensorFlow 2.21 spells it `tensorflow_cpu`."""
+    found = {**FACTS["distributions"][1], "name": "tensorflow_cpu", "version": "2.21.0"}
+    assert manifest._find_framework(contents(distributions=[found]), "tensorflow") == "2.21.0"
+
+
 class Empty:
     """Docker without images."""
 

@@ -6,6 +6,8 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from packaging.utils import canonicalize_name
+
 from shoal.clean_text import clean_text
 from shoal.image.facts import Distribution, ImageFacts, Package
 from shoal.matrix.spec import ImageSpec
@@ -80,7 +82,8 @@ def check_tag(facts: ImageFacts, image: ImageSpec) -> list[str]:
 
 def _find_framework(facts: ImageFacts, framework: str) -> str | None:
     names = _FRAMEWORKS.get(framework, (framework,))
-    return next((facts.versions[name].partition("+")[0] for name in names if name in facts.versions), None)
+    versions: dict[str, str] = {canonicalize_name(name): version for name, version in facts.versions.items()}
+    return next((versions[name].partition("+")[0] for name in names if name in versions), None)
 
 
 def _find_cuda(facts: ImageFacts) -> str | None:

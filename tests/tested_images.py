@@ -22,16 +22,17 @@ PYTORCH_CPU_DEVEL = f"{PYTORCH_CPU}-devel"
 PYTORCH_CU117 = _NAMES["pytorch"]
 """The oldest torch, and the default of `FRAMEWORK=pytorch`."""
 PYTORCH_CU117_DEVEL = f"{PYTORCH_CU117}-devel"
-# These two are not built: tests of rendered files and of contexts use them.
 PYTORCH_CU130 = "pytorch-training:2.13.0-gpu-py311-cu130-debian12"
+"""The torch whose classes of NCCL are recorded in tests/library/data."""
 PYTORCH_PY313 = "pytorch-training:2.13.0-gpu-py313-cu130-debian13"
+"""Not built: tests of rendered files and of contexts use it."""
 TENSORFLOW_CPU = "tensorflow-training:2.14.1-cpu-py311-debian12"
 TENSORFLOW_DEVEL = f"{_NAMES['tensorflow']}-devel"
 HUGGINGFACE_CPU = _NAMES["huggingface-cpu"]
 PYTORCH_LATEST = _NAMES["pytorch-latest"]
 """The newest torch and CUDA, on the newest Debian and Python."""
 BUILT = (
-    *(PYTORCH_CU117, PYTORCH_CU117_DEVEL, PYTORCH_CPU, PYTORCH_CPU_DEVEL, PYTORCH_LATEST),
+    *(PYTORCH_CU117, PYTORCH_CU117_DEVEL, PYTORCH_CPU, PYTORCH_CPU_DEVEL, PYTORCH_CU130, PYTORCH_LATEST),
     *(_NAMES["tensorflow"], TENSORFLOW_DEVEL, TENSORFLOW_CPU, _NAMES["tensorflow-cpu"]),
     *(_NAMES["huggingface"], HUGGINGFACE_CPU),
 )

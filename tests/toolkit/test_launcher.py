@@ -275,6 +275,23 @@ def test_torchrun_on_two_hosts(hosts: list[Host]) -> None:
 
 
 @two
+@pytest.mark.parametrize("count", [1, 2], ids=["one host", "two hosts"])
+def test_accelerate_with_one_rank_per_host(hosts: list[Host], count: int) -> None:
+    for host in hosts[:count]:
+        host.tree.script(SUM)
+        if count == 1:
+            host.tree.hosts(host.name, host.name)
+        host.tree.hyperparameters(
+            sagemaker_program="train.py",
+            sagemaker_accelerate_enabled=True,
+            sagemaker_mpi_num_of_processes_per_host=1,
+        )
+    ended = job(hosts[:count])
+    assert [code for code, _ in ended] == [0] * count, ended
+    assert f"of {count} on {hosts[0].name}" in ended[0][1], ended
+
+
+@two
 def test_a_rank_of_torchrun_that_fails_ends_both_hosts(hosts: list[Host]) -> None:
     """The one on the host that leads nothing: so both torchrun and `train` have to tell the other host."""
     for host in hosts:

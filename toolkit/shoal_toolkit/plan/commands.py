@@ -77,6 +77,34 @@ def _build_torchrun(start: Start) -> Command:
     return Command((start.machine.python, "-m", "torch.distributed.run", *words, "--no-python", "--", *program))
 
 
+def _build_accelerate(start: Start) -> Command:
+    """With --multi_gpu, accelerate starts ranks as torchrun does, also without GPUs. With --cpu, it starts only one."""
+    total = sum(start.ranks.values())
+    options = {
+        "num_machines": len(start.ranks),
+        "machine_rank": list(start.ranks).index(start.current_host),
+        "main_process_ip": start.env["MASTER_ADDR"],
+        "main_process_port": start.env["MASTER_PORT"],
+        "num_processes": total,
+        "mixed_precision": "no",
+        "dynamo_backend": "no",
+    }
+    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    if total > 1:
+        words.append("--multi_gpu")
+        program = rank_shell.wrap_for_torchrun(start.script, start.described)
+    else:
+        words += [] if start.machine.gpus else ["--cpu"]
+        program = rank_shell.wrap_for_one_rank(start.script, start.described)
+    module = ("-m", "accelerate.commands.launch")
+    return Command((start.machine.python, *module, *words, "--no_python", *program))
+
+
+def _build_accelerate_variables(start: Start) -> dict[str, str]:
+    """Without GPUs, ranks of --multi_gpu make a group only if they use the CPU by this variable (accelerate 1.15)."""
+    return {} if start.machine.gpus else {"ACCELERATE_USE_CPU": "true"}
+
+
 def _build_dataparallel_variables(start: Start) -> dict[str, str]:
     if len(start.hosts) == 1:
         return {"SMDATAPARALLEL_USE_SINGLENODE": "1"}
@@ -131,8 +159,9 @@ def _format_config(cluster: dict[str, list[str]], task: str, index: int) -> str:
     return json.dumps({"cluster": cluster, "environment": "cloud", "task": {"index": index, "type": task}})
 
 
-_COMMANDS = {"mpirun": _build_mpirun, "torchrun": _build_torchrun}
+_COMMANDS = {"mpirun": _build_mpirun, "torchrun": _build_torchrun, "accelerate": _build_accelerate}
 _VARIABLES: dict[str, Callable[[Start], dict[str, str]]] = {
+    "accelerate": _build_accelerate_variables,
     "dataparallel": _build_dataparallel_variables,
     "mirrored": _build_mirrored_variables,
     "parameter_server": _build_parameter_server_variables,

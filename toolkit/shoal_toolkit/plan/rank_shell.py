@@ -48,6 +48,7 @@ _OPEN_MPI = (
     f': "${{OMPI_MCA_btl_sm_backing_directory:=$SHOAL_RUN_DIR/{MEMORY}}}"\n'  # of Open MPI 5.0
     "export OMPI_MCA_btl_vader_backing_directory OMPI_MCA_btl_sm_backing_directory "
 )
+_ALONE = "RANK=0 WORLD_SIZE=1 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1; export RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE\n"
 _TORCHRUN = "SMDATAPARALLEL_LOCAL_RANK=$LOCAL_RANK; export SMDATAPARALLEL_LOCAL_RANK\n"
 _RUN = (
     "trap : TERM INT HUP\n"
@@ -89,6 +90,12 @@ def wrap_for_torchrun(script: Sequence[str], described: Mapping[str, str] = {}) 
     """
     program = f"{_TORCHRUN}{_describe(described)}{_RUN}"
     return [word.replace("$", "$$") for word in ("/bin/sh", "-c", program, "shoal-rank", *script)]
+
+
+def wrap_for_one_rank(script: Sequence[str], described: Mapping[str, str] = {}) -> list[str]:
+    """Returns the command of a job's only rank, for a launcher that sets no variables then."""
+    program = f"{_ALONE}{_TORCHRUN}{_describe(described)}{_RUN}"
+    return ["/bin/sh", "-c", program, "shoal-rank", *script]
 
 
 def _describe(described: Mapping[str, str]) -> str:

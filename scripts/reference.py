@@ -47,12 +47,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a page is stale")
     check = parser.parse_args().check
+    stale: list[str] = []
     for name, write in PAGES.items():
         path, text = (DIRECTORY / name).resolve(), write()
         if not check:
             path.write_text(text)
         elif not path.exists() or path.read_text() != text:
-            sys.exit(f"{path.relative_to(ROOT)} is stale. Fix: run `make reference` and commit the page.")
+            stale.append(str(path.relative_to(ROOT)))
+    if stale:
+        sys.exit(f"{', '.join(stale)}: stale. Fix: run `make reference` and commit the pages.")
 
 
 if __name__ == "__main__":

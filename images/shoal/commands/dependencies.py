@@ -29,7 +29,7 @@ from shoal.commands.common import (
     progress_console,
     raise_stale,
 )
-from shoal.console import print_line, print_lines
+from shoal.console import CleanConsole, print_line, print_lines
 from shoal.errors import BaseImageError, BuildError, DockerError, OutdatedError, SpecError
 from shoal.formats import format_count
 from shoal.image import advisories
@@ -191,7 +191,7 @@ def upgrade_releases(
         changes, notes = upgrade.edit_files(scratch, packages or (), indexes)
         after = spec.load(scratch.buildspec)
         stale = {image.tag for image in after.images if not packages or not lock.are_current(scratch, after, image)}
-        _lock(scratch, after, list(after.images), stale, Console(quiet=True))
+        _lock(scratch, after, list(after.images), stale, CleanConsole(quiet=True))
         locks = list(lock_changes.list_changes(here, scratch, after, indexes))
         if not check:
             upgrade.write_back(scratch, here, matrix, after)

@@ -162,6 +162,6 @@ def test_layers_import_downwards_only(package: str) -> None:
     (directory,) = (name for name in DIRECTORIES if (ROOT / name / package.replace(".", "/")).is_dir())
     depth = package.count(".") + 2
     names = {".".join(module_name(path).split(".")[:depth]) for path in modules(directory)}
-    assert {name for name in names if name.startswith(f"{package}.")} == set(layer), "a part is missing in LAYERS, or gone"
+    assert {name for name in names if name.startswith(f"{package}.")} == set(layer), "not as in LAYERS"
     edges = sibling_edges(module_edges(directory))
     assert {edge for edge in edges if edge[0] in layer and layer[edge[0]] <= layer.get(edge[1], -1)} == set()

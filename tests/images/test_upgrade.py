@@ -275,7 +275,7 @@ def test_a_further_index_may_be_unreachable(index: Index) -> None:
         closed.bind(("127.0.0.1", 0))
         address = f"http://127.0.0.1:{closed.getsockname()[1]}/simple"
         indexes = Indexes()
-        package = releases.Package("torch", Version("2.13.0+cpu"), address)
+        package = releases.IndexPackage("torch", Version("2.13.0+cpu"), address)
         index.add("torch", "2.13.1+cpu")
         assert indexes.find_newest(package, ["3.11"]).version == Version("2.13.1+cpu")
     assert indexes.unreachable == {address}

@@ -49,7 +49,7 @@ _CHECK_HELP = (
 class Upgrade:
     """The changes by newer releases."""
 
-    changes: Sequence[upgrade.Change]
+    changes: Sequence[upgrade.EntryChange]
     """The edits in buildspec.yml and versions.yml."""
     locks: Sequence[lock_changes.LockChange]
     """The changes of images' packages."""

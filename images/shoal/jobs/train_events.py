@@ -35,7 +35,7 @@ _NOT_FINITE = ("nan", "inf", "-inf")
 _MOST_STREAMS, _MOST_HELD = 4_000, 16 * MIB
 
 
-class Stream(NamedTuple):
+class OutputStream(NamedTuple):
     """Where output comes from, and how its lines are shown."""
 
     host: str
@@ -60,7 +60,7 @@ class ShownLine(NamedTuple):
 class HostChunk(NamedTuple):
     """Output that has come at once, and the lines that are complete now."""
 
-    stream: Stream
+    stream: OutputStream
     data: bytes
     lines: Sequence[ShownLine]
 
@@ -80,23 +80,23 @@ class HostOutput:
     log: JobLog
     number: int = STDOUT
     """The stream of lines without events: 1 for stdout, 2 for stderr."""
-    _splitters: dict[Stream, PieceSplitter] = field(default_factory=dict)
+    _splitters: dict[OutputStream, PieceSplitter] = field(default_factory=dict)
     _held: int = 0
 
     def read(self, chunks: Iterable[bytes]) -> Iterator[HostChunk]:
         """Yields what comes, until its end."""
-        foreign = Stream(self.host, None, self.number)
+        foreign = OutputStream(self.host, None, self.number)
         for text, is_overwritten in split_pieces(chunks):
             if not (event := parse_event(text)):
                 data = f"{text}\r" if is_overwritten else f"{text}\n"
                 yield HostChunk(foreign, data.encode(), self._add(foreign, [(text, is_overwritten)]))
-            elif isinstance(event[0], Stream):
+            elif isinstance(event[0], OutputStream):
                 yield from self._split(*event)
             else:
                 self.log.add_metric(*event)
         yield from self._flush()
 
-    def _split(self, stream: Stream, data: bytes) -> Iterator[HostChunk]:
+    def _split(self, stream: OutputStream, data: bytes) -> Iterator[HostChunk]:
         if stream not in self._splitters:
             self._splitters[stream] = PieceSplitter("backslashreplace" if stream.form == _JSON else "replace")
         splitter = self._splitters[stream]
@@ -113,7 +113,7 @@ class HostOutput:
         self._splitters.clear()
         self._held = 0
 
-    def _add(self, stream: Stream, pieces: Iterable[tuple[str, bool]]) -> list[ShownLine]:
+    def _add(self, stream: OutputStream, pieces: Iterable[tuple[str, bool]]) -> list[ShownLine]:
         if stream.form == _JSON:
             pieces = [(text, False) for text, is_overwritten in pieces if text or not is_overwritten]
         prefix = f"[{stream.rank},{stream.host}] " if stream.form == _PREFIXED and stream.rank is not None else ""
@@ -125,7 +125,7 @@ class HostOutput:
         return lines
 
 
-def _format_json(stream: Stream, text: str) -> str:
+def _format_json(stream: OutputStream, text: str) -> str:
     """Returns a line as `train` writes it with SHOAL_LOG_FORMAT=json."""
     now = datetime.now(timezone.utc).isoformat(timespec="milliseconds").replace("+00:00", "Z")
     name = "stdout" if stream.number == STDOUT else "stderr"
@@ -133,7 +133,7 @@ def _format_json(stream: Stream, text: str) -> str:
     return json.dumps(fields, ensure_ascii=False)
 
 
-def parse_event(text: str) -> tuple[Stream, bytes] | tuple[Key, float] | None:
+def parse_event(text: str) -> tuple[OutputStream, bytes] | tuple[Key, float] | None:
     """Returns output, or the value of a metric definition; None if a line is not an event of `train`."""
     if not text.startswith(_START):
         return None
@@ -149,7 +149,7 @@ def parse_event(text: str) -> tuple[Stream, bytes] | tuple[Key, float] | None:
         number, form = event["stream"], event["form"]
         if kind not in _KINDS or type(number) is not int or number not in (STDOUT, STDERR) or form not in _FORMS:
             return None
-        return Stream(host, rank, number, form, kind == "log"), event["text"].encode("utf-8", "surrogateescape")
+        return OutputStream(host, rank, number, form, kind == "log"), event["text"].encode("utf-8", "surrogateescape")
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         return None
 

@@ -15,7 +15,7 @@ from shoal.sources.releases import Indexes
 
 
 @dataclass(frozen=True)
-class PackageChange:
+class PinChange:
     """A package of an image that changes. A version is empty if the image has not got it."""
 
     name: str
@@ -34,7 +34,7 @@ class LockChange:
 
     tag: str
     is_new: bool
-    packages: tuple[PackageChange, ...]
+    packages: tuple[PinChange, ...]
     bytes: int
     """The size of the new files, less the size of the old ones: to download, and to store in a registry."""
     unknown: int
@@ -73,7 +73,7 @@ def _compare(
     wheels = indexes.list_wheels(names, image.python_version, index)
     sizes = {wheel.sha256: wheel.size for found in wheels.values() for wheel in found}
     added, removed = ([sizes.get(side[name].sha256) for name in names if name in side] for side in (new, old))
-    packages = tuple(PackageChange(name, _version(old, name), _version(new, name)) for name in names)
+    packages = tuple(PinChange(name, _version(old, name), _version(new, name)) for name in names)
     unknown = (added + removed).count(None)
     return LockChange(image.tag, not old, packages, _sum(added) - _sum(removed), unknown)
 

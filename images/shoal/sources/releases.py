@@ -71,7 +71,7 @@ class Wheel:
 
 
 @dataclass(frozen=True)
-class Package:
+class IndexPackage:
     """A package that is pinned now."""
 
     name: str
@@ -117,7 +117,9 @@ class Indexes:
                 self._known[name, python_version, index] = found.get(name, [])
         return {name: self._known[name, python_version, index] for name in wanted}
 
-    def find_newest(self, package: Package, python_versions: Collection[str], same: tuple[int, ...] = ()) -> Newest:
+    def find_newest(
+        self, package: IndexPackage, python_versions: Collection[str], same: tuple[int, ...] = ()
+    ) -> Newest:
         """Returns the newest later release with a wheel for all these Pythons. It obeys pip's constraints too.
 
         Args:

@@ -25,7 +25,7 @@ from shoal.matrix import selectors, spec, yaml_file
 from shoal.matrix.project import Project
 from shoal.matrix.spec import BuildFile, BuildSpec, Child, ImageSpec, Release, VersionsFile
 from shoal.sources import lock, yaml_text
-from shoal.sources.releases import Indexes, Package
+from shoal.sources.releases import Indexes, IndexPackage
 
 _PIN = re.compile(r"(?P<name>[\w.-]+)(?P<extras>\[[\w, .-]+\])?(?P<equals>===?)(?P<version>[\w.+!]+)", re.ASCII)
 _PARTS = ("mpi", "aws", "everyday")
@@ -45,7 +45,7 @@ class PinnedLine(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Change:
+class EntryChange:
     """A requirement in buildspec.yml or versions.yml that has a newer release."""
 
     place: str
@@ -67,7 +67,7 @@ def read_pin(line: str) -> PinnedLine | None:
     return PinnedLine(match["name"], match["extras"] or "", match["equals"], Version(match["version"]))
 
 
-def edit_files(project: Project, wanted: Iterable[str], indexes: Indexes) -> tuple[list[Change], list[str]]:
+def edit_files(project: Project, wanted: Iterable[str], indexes: Indexes) -> tuple[list[EntryChange], list[str]]:
     """Writes newer releases into the files of a project, and returns them with sentences on the others.
 
     Raises `ShoalError` if an index cannot be reached, and `SpecError` if a file is wrong or cannot be edited.
@@ -116,7 +116,7 @@ class _Edit:
     def __init__(self, project: Project, wanted: frozenset[str], indexes: Indexes) -> None:
         self._buildspec, self._path = project.buildspec, project.root / spec.VERSIONS
         self._wanted, self._indexes = wanted, indexes
-        self.changes: list[Change] = []
+        self.changes: list[EntryChange] = []
         self.notes: list[str] = []
         self.read()
 
@@ -139,7 +139,7 @@ class _Edit:
         pythons = {image.python_version for image in self._spec.images}
         for part in _PARTS:
             for pin in filter(None, map(read_pin, getattr(self._file, part))):
-                package = Package(pin.name, pin.version)
+                package = IndexPackage(pin.name, pin.version)
                 if self._is_wanted(pin) and (version := self._find(package, pythons, 1)):
                     yaml_text.replace_words(self._buildspec, {pin.at(pin.version): pin.at(version)})
                     self._add_change(part, pin, version, beside=False)
@@ -151,7 +151,7 @@ class _Edit:
             pin = _own_pin(release)
             if not pin or not images or not self._is_wanted(pin):
                 continue
-            package = Package(pin.name, pin.version, self._address(release))
+            package = IndexPackage(pin.name, pin.version, self._address(release))
             if self._is_newest(release) and (better := self._find_minor(release, package)):
                 version, place = better
                 moved = [image.model_copy(update=place) for image in images]
@@ -167,7 +167,7 @@ class _Edit:
             pin = _own_pin(child)
             if child.hold or not pin or not images or not self._is_wanted(pin):
                 continue
-            package = Package(pin.name, pin.version, self._address(child))
+            package = IndexPackage(pin.name, pin.version, self._address(child))
             if version := self._find(package, {image.python_version for image in images}, 1):
                 edits = {pin.at(pin.version): pin.at(version), f"version: {child.version}": f"version: {version}"}
                 yaml_text.edit_entry(self._path, self._line_of("children", number), edits)
@@ -180,7 +180,9 @@ class _Edit:
     def _address(self, entry: Release | Child) -> str | None:
         return self._file.indexes[entry.index] if entry.index else None
 
-    def _find(self, package: Package, pythons: Collection[str], numbers: int, *, quiet: bool = False) -> Version | None:
+    def _find(
+        self, package: IndexPackage, pythons: Collection[str], numbers: int, *, quiet: bool = False
+    ) -> Version | None:
         """Returns a later release with the same first numbers of its version. Notes another that is newer."""
         found = self._indexes.find_newest(package, pythons, package.version.release[:numbers])
         if found.left and not quiet:
@@ -192,7 +194,7 @@ class _Edit:
         others = (other for other in self._versions.releases if (other.framework, other.device) == kind)
         return Version(release.version) == max(Version(other.version) for other in others)
 
-    def _find_minor(self, release: Release, package: Package) -> tuple[Version, dict[str, Any]] | None:
+    def _find_minor(self, release: Release, package: IndexPackage) -> tuple[Version, dict[str, Any]] | None:
         """Returns the newest release with another minor number, and the last system that has a wheel of it."""
         best: tuple[Version, dict[str, Any]] | None = None
         systems = {image.os: image.system for image in self._spec.images}
@@ -262,7 +264,7 @@ class _Edit:
         return yaml_file.read_yaml(self._path, VersionsFile)[1].line_of((key, number))
 
     def _add_change(self, place: str, pin: PinnedLine, version: Version, *, beside: bool) -> None:
-        self.changes.append(Change(place, pin.at(pin.version), pin.at(version), beside))
+        self.changes.append(EntryChange(place, pin.at(pin.version), pin.at(version), beside))
 
 
 def _own_pin(entry: spec.Needs) -> PinnedLine | None:

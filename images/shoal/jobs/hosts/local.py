@@ -31,7 +31,7 @@ from shoal.jobs.job_log import JobLog
 from shoal.jobs.processes import BASE, STOP_SECONDS, read_environment
 from shoal.jobs.run import Arrival, HostExit
 from shoal.jobs.store import OpenJob
-from shoal.jobs.train_events import STDERR, STDOUT, HostChunk, HostOutput, Stream
+from shoal.jobs.train_events import STDERR, STDOUT, HostChunk, HostOutput, OutputStream
 from shoal.jobs.view import View
 from shoal.limits import MOST_REPORT, read_file
 from shoal.matrix import project
@@ -210,7 +210,7 @@ class _Copy:
 
     target: int
     _is_broken: bool = False
-    _writer: Stream | None = None
+    _writer: OutputStream | None = None
     _last: bytes = b"\n"
 
     def write(self, chunk: HostChunk) -> None:

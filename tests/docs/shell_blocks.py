@@ -81,7 +81,7 @@ def is_as_shown(output: str, shown: str) -> bool:
     """
     if not shown.strip():
         return True
-    parts = re.split(r"\.\.\.|…", _normalise(shown))
+    parts = re.split(r" ?(?:\.\.\.|…) ?", _normalise(shown))
     return re.fullmatch(".*?".join(map(re.escape, parts)), _normalise(output), re.DOTALL) is not None
 
 

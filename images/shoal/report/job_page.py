@@ -19,13 +19,14 @@ _MAX_BYTES = 5_000_000 - 100  # without the digits of the lines that are left ou
 def render_job_page(report: JobReport) -> str:
     """Returns the page of a job as HTML, of at most 5 MB. Writes no file."""
     thin = thin_report(report)
-    rest = len(_render(thin, "").encode("utf-8", "replace"))  # texts are in it twice, with escapes
+    rest = len(_render_job(thin, "").encode("utf-8", "replace"))  # texts are in it twice, with escapes
     log = pack_log(report.log, report.omitted, report.omitted_at, _MAX_BYTES - rest)
-    return _render(replace(thin, omitted=log.omitted, omitted_at=log.omitted_at), log.data)
+    return _render_job(replace(thin, omitted=log.omitted, omitted_at=log.omitted_at), log.data)
 
 
-def _render(report: JobReport, lines: str) -> str:
-    return render_page("job.html.j2", report=report, data=Markup(encode_report(report)), lines=lines, **_read_uplot())
+def _render_job(report: JobReport, packed_log: str) -> str:
+    data = Markup(encode_report(report))
+    return render_page("job.html.j2", report=report, data=data, lines=packed_log, **_read_uplot())
 
 
 def render_comparison_page(first: JobReport, second: JobReport) -> str:

@@ -43,7 +43,7 @@ class Record:
 
     @property
     def fingerprint(self) -> str:
-        """The SHA-256 (hexadecimal) over all steps."""
+        """How the image is made: the SHA-256 (hexadecimal) over its steps. An image with the same one is up to date."""
         return sha256("".join(step.key for step in self.steps))
 
     def labels(self) -> dict[str, str]:

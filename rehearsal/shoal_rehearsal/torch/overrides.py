@@ -20,7 +20,10 @@ _pinned: Any = WeakTensorKeyDictionary()
 
 
 def translate_device(device: Any) -> tuple[Placement, Any]:
-    """Returns a device argument's placement (None if neither on CUDA nor on the CPU), and the device for torch."""
+    """Returns a device argument's placement and the device for torch.
+
+    The placement is None if it is neither on CUDA nor on the CPU. UNKNOWN equals CPU: compare with `is`.
+    """
     if type(device) is int or devices.is_cuda(device):
         return devices.resolve(device), CPU
     if device is UNKNOWN:
@@ -76,6 +79,7 @@ def _cpu(_: object, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def _device(_: object, tensor: Tensor, *args: Any) -> torch.device:
+    """Returns UNKNOWN, which looks like cpu, for a tensor without placement: so tensors made on it have none either."""
     device: torch.device = tensor.device
     return placement_of(tensor) or (UNKNOWN if device.type == "cpu" else device)
 

@@ -51,7 +51,7 @@ def collect_facts(paths: Paths, plan: LaunchPlan, root: str = "/") -> dict[str, 
         "driver": _read_driver(root),
         "gpu_model": _read_gpu_models(root),
         "python": ".".join(map(str, sys.version_info[:3])),
-        "system": _read_system(root),
+        "system": _read_distribution_name(root),
         "hyperparameters": _checksum(os.path.join(paths.config, HYPERPARAMETERS)),
         "script": _checksum(_find_script(plan)),
         "interface": plan.interface,
@@ -101,7 +101,7 @@ def _read_gpu_models(root: str) -> str:
     return ", ".join(sorted({value.strip() for name, _, value in lines if name.strip() == "Model"}))
 
 
-def _read_system(root: str) -> str:
+def _read_distribution_name(root: str) -> str:
     lines = (line.partition("=") for line in read_text(root, "etc/os-release").splitlines())
     return next((value.strip('"') for name, _, value in lines if name == "PRETTY_NAME"), "")
 

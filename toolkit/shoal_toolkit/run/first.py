@@ -197,7 +197,7 @@ class FirstHost(LaunchingHost):
 
     def _explain_rank(self, rank: int, code: int) -> Result:
         if self._ranks.host_of.get(rank) == self.name:
-            self._ranks.add_facts(self.name, self.collect_facts())
+            self._ranks.set_facts(self.name, self.collect_facts())
         return self._ranks.explain_rank(rank, code)
 
     def on_sidecar_ended(self, name: str, code: int) -> None:
@@ -233,7 +233,7 @@ class FirstHost(LaunchingHost):
         if not code and rank is None:  # MPI_Abort(256) ends mpirun with 0
             return False
         if rank is not None and self._ranks.host_of.get(rank) == self.name:
-            self._ranks.add_facts(self.name, self.collect_facts())
+            self._ranks.set_facts(self.name, self.collect_facts())
         where = {} if rank is None else {"rank": rank}
         self._fail(self._ranks.explain_mpirun(log, rank, code or FAILED), **where)
         return True

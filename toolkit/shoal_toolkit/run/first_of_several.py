@@ -178,7 +178,7 @@ class FirstOfSeveral(FirstHost):
         elif isinstance(message, messages.RankStarted):
             self._note_start(host, message.rank)
         elif isinstance(message, messages.RankEnded):
-            self._ranks.add_facts(host, message.facts)
+            self._ranks.set_facts(host, message.facts)
             self._note_end(message.rank, message.code)
         elif isinstance(message, messages.CommandEnded):
             self._on_worker_ended(host, message)
@@ -217,7 +217,7 @@ class FirstOfSeveral(FirstHost):
 
     def _on_worker_ended(self, host: str, message: messages.CommandEnded) -> None:
         """Handles the end of a worker's command or daemon. mpirun gets the daemon's exit code."""
-        self._ranks.add_facts(host, message.facts)
+        self._ranks.set_facts(host, message.facts)
         if message.unrecorded:
             self._unrecorded = self._unrecorded or f"On {host}: {message.unrecorded}"
         if self._mpirun is not None and self._mpirun.end_daemon(host, message.code, message.failed_rank):

@@ -370,7 +370,7 @@ class HostProcesses(HostScript):
                 return pid
             if not self._has_torchrun:
                 write_log("the standby has ended or does not answer: the ranks import their packages themselves")
-                argv, env = standby.build_cold_start(env, self.directory)
+                argv, env = standby.build_start_without_standby(env, self.directory)
         return super()._start_process(argv, env, cwd, outputs, blocked)
 
     def _on_child_ended(self, code: int) -> None:

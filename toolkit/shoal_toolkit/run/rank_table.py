@@ -31,8 +31,8 @@ class RankTable:
         """Keeps the exit code of a rank that has ended."""
         self._codes[rank] = code
 
-    def add_facts(self, host: str, facts: Mapping[str, int]) -> None:
-        """Keeps facts about a host that may explain a failure; empty ones don't replace earlier ones."""
+    def set_facts(self, host: str, facts: Mapping[str, int]) -> None:
+        """Replaces all facts about a host that may explain a failure; an empty mapping changes nothing."""
         self._facts[host] = facts or self._facts.get(host, {})
 
     @property

@@ -47,7 +47,7 @@ class SingleHost(Host):
             ranks.warn_about_hidden_failure()
             return Result(SUCCESS)
         ranks.host_of[0] = self.name
-        ranks.add_facts(self.name, self.collect_facts())
+        ranks.set_facts(self.name, self.collect_facts())
         return ranks.explain_rank(0, code)
 
     def stop(self, number: int) -> None:

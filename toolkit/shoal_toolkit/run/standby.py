@@ -148,11 +148,14 @@ class Standby:
             self.close()
             return 0
 
-    def build_cold_start(self, variables: Mapping[str, str], directory: str) -> tuple[list[str], dict[str, str]]:
-        """Returns the command and the environment of a process that forks the ranks, without imports.
+    def build_start_without_standby(
+        self, variables: Mapping[str, str], directory: str
+    ) -> tuple[list[str], dict[str, str]]:
+        """Returns command and environment of a process that forks the ranks once, if the standby has ended.
 
         Args:
             variables: The environment for the first start.
+            directory: The run directory, with the pipes of ranks.
         """
         python, *arguments = self.plan.script
         ranks = json.dumps(list_rank_variables(self.plan))

@@ -27,7 +27,10 @@ def split_address(address: str) -> tuple[str, str]:
 
 
 def make_s3_client(environ: Mapping[str, str]) -> Any:
-    """Returns a client of S3. Raises LaunchError if boto3 is not installed."""
+    """Returns a client of S3, with region and endpoint from `environ`. boto3 finds credentials by itself.
+
+    Raises LaunchError if boto3 is not installed.
+    """
     return make_client("s3", _first_set(environ, _REGIONS), _first_set(environ, _ENDPOINTS))
 
 
@@ -58,7 +61,7 @@ def download(address: str, path: str, environ: Mapping[str, str]) -> None:
 
     Args:
         address: Such as s3://bucket/key.
-        environ: The environment, with endpoint, region and credentials.
+        environ: The environment, with endpoint and region.
 
     Raises:
         TrainError: If it does not exist, or S3 refuses or does not answer.

@@ -52,7 +52,8 @@ class ModelTrace:
     created: list[StageVariable]
     """The variables that were created during the trace."""
 
-    def captured_variables(self, call: LayerCall) -> list[Any]:
+    def variables_used_by(self, call: LayerCall) -> list[Any]:
+        """Returns the variables that a call reads: the layer's own, and others."""
         outer = {id(inner): handle for handle, inner in self.graph.captures}
         inputs = [tensor for operation in self._operations(call) for tensor in operation.inputs]
         return variables_of(outer[id(tensor)] for tensor in inputs if id(tensor) in outer)

@@ -139,7 +139,7 @@ def _whole_layers(trace: ModelTrace) -> list[_WholeLayer]:
     for call in _whole_calls(trace.calls):
         layer = found.setdefault(id(call.layer), _WholeLayer(call.layer, call.name, call.requested_stage))
         layer.calls.append(call)
-        layer.used |= set(map(id, trace.captured_variables(call)))
+        layer.used |= set(map(id, trace.variables_used_by(call)))
     names: dict[str, int] = defaultdict(int)
     for layer in found.values():  # different layers may have one name
         names[layer.name] += 1

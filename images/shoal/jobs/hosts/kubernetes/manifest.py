@@ -77,14 +77,14 @@ def build_objects(request: KubernetesRequest) -> list[Object]:
     objects = [_build_network_policy(request), _build_config_map(request)]
     secret = job.make_secret(request.environment)
     if secret is not None:
-        objects.append(_build_object(request, "Secret", "secret", stringData={SECRET_KEY: secret}, immutable=True))
+        objects.append(_build_core_object(request, "Secret", "secret", stringData={SECRET_KEY: secret}, immutable=True))
     if names := list_taken(request):
         data = {name: request.environment[name] for name in names}
-        objects.append(_build_object(request, "Secret", "environment", stringData=data, immutable=True))
+        objects.append(_build_core_object(request, "Secret", "environment", stringData=data, immutable=True))
     return objects + build_workload(request)
 
 
-def _build_object(request: KubernetesRequest, kind: str, part: str, **content: Any) -> Object:
+def _build_core_object(request: KubernetesRequest, kind: str, part: str, **content: Any) -> Object:
     return {
         "apiVersion": "v1",
         "kind": kind,
@@ -107,7 +107,7 @@ def _build_config_map(request: KubernetesRequest) -> Object:
         size += len(packed)
     _check_config_map(request.source, size, MAX_CONFIG_MAP)
     extra = {"binaryData": binary} if binary else {}
-    return _build_object(request, "ConfigMap", "input", data=data, **extra, immutable=True)
+    return _build_core_object(request, "ConfigMap", "input", data=data, **extra, immutable=True)
 
 
 def _check_config_map(source: Path | str | None, size: int, limit: int) -> None:

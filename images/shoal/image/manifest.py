@@ -40,7 +40,7 @@ class Manifest:
 
 
 def make_manifest(facts: ImageFacts, image: ImageSpec | None) -> Manifest:
-    """Returns the manifest. `wrong` has what the tag says wrongly; None if the matrix does not have the image.
+    """Returns the manifest. `wrong` has the wrong parts of the tag; None if the matrix does not have the image.
 
     Labels that begin with `shoal.`, and the variables HOME, HOSTNAME and PWD, are left out.
     """

@@ -156,7 +156,7 @@ def test_lost_containers_and_networks_change_no_loss(
         time.sleep(drawn.uniform(0, 1))
         way()
         read_until(process, "trains", 2)
-    time.sleep(1)
+    time.sleep(2)
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 130, output
@@ -166,7 +166,7 @@ def test_lost_containers_and_networks_change_no_loss(
     assert whole.returncode == 0, whole.stdout + whole.stderr
     expected = curve(tmp_path / "whole")
     assert losses == {step: expected[step] for step in losses}
-    assert len(losses) > 50
+    assert len(losses) > 20
     assert job_objects(client, source.name) == set()
 
 

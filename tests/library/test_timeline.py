@@ -244,7 +244,7 @@ def test_stopping_without_a_start_is_an_error() -> None:
 
 def test_an_unwritable_path_is_named_with_a_fix(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(SMDDPError, match=r"rank 0 cannot be written to .* \(.*/file: File exists\)\. Give a dir"):
+    with pytest.raises(SMDDPError, match=r"rank 0 cannot be written to .* \(.*/file: File exists\)\. Fix: give a dir"):
         dataparallel.start_profiler(tmp_path / "file")
     assert timeline.recorder is None
 

@@ -32,7 +32,7 @@ def free_ports() -> dict[str, str]:
 def started(
     trees: list[Tree], enter: tuple[str, str] = (":", ":"), **variables: str
 ) -> Iterator[list[subprocess.Popen[str]]]:
-    """Start `train` on each host, after a shell's command, and end it in any case."""
+    """Start `train` on each host, after a shell's command, and end it in any case. A failure tells what each printed."""
     variables = {**free_ports(), **variables}
     with ExitStack() as undo:
         trains = []
@@ -46,4 +46,10 @@ def started(
             )
             trains.append(undo.enter_context(train))
             undo.callback(train.kill)
-        yield trains
+        try:
+            yield trains
+        except Exception as error:
+            for name, train in zip(NAMES, trains):
+                train.kill()
+                error.add_note(f"{name}: {train.communicate()}")
+            raise

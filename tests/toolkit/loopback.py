@@ -32,7 +32,7 @@ def free_ports() -> dict[str, str]:
 def started(
     trees: list[Tree], enter: tuple[str, str] = (":", ":"), **variables: str
 ) -> Iterator[list[subprocess.Popen[str]]]:
-    """Start `train` on each host, after a shell's command, and end it in any case. A failure tells what each printed."""
+    """Start `train` on each host, after a shell's command, and end it in any case. A failure tells what each wrote."""
     variables = {**free_ports(), **variables}
     with ExitStack() as undo:
         trains = []

@@ -20,6 +20,7 @@ import sys
 import tempfile
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 from hosts import INTERFACE, Host, missing, two_hosts
 from report import Figure, finish, make_parser, print_machine
@@ -51,19 +52,24 @@ def main(arguments: list[str]) -> int:
     return finish([figure for ranks, measured in found.items() for figure in figures(ranks, measured[str(BYTES)])])
 
 
-def measure(hosts: tuple[Host, Host], ranks: int, rounds: int, sizes: list[int]) -> Measured:
-    """Run ranks on each host. Returns their measurements, by size and library."""
+def run(hosts: tuple[Host, Host], ranks: int, script: Path, *words: object) -> dict[str, Any]:
+    """Run ranks of a script on each host. Its first argument is a file; returns the JSON that it then has."""
     with tempfile.TemporaryDirectory() as directory, ExitStack() as undo:
         out = Path(directory, "measured.json")
         started = []
         for rank in range(2 * ranks):
             host = hosts[rank // ranks]
-            command = host.command(sys.executable, RANKS, out, rounds, *sizes)
+            command = host.command(sys.executable, script, out, *words)
             process = subprocess.Popen(command, env=environment(hosts, rank, ranks))
             undo.callback(end, process)
             started.append(process)
         wait(started)
-        measured: Measured = json.loads(out.read_text())
+        return dict(json.loads(out.read_text()))
+
+
+def measure(hosts: tuple[Host, Host], ranks: int, rounds: int, sizes: list[int]) -> Measured:
+    """Run ranks on each host. Returns their measurements, by size and library."""
+    measured: Measured = run(hosts, ranks, RANKS, rounds, *sizes)
     for size, engines in measured.items():
         listed = ", ".join(f"{engine} {1000 * found['seconds']:.1f}" for engine, found in engines.items())
         print(f"2 hosts × {ranks} ranks, {int(size) / MB:g} MB as float32: {listed} ms", flush=True)

@@ -29,6 +29,7 @@ MODULES = (
     PACKAGE,
     f"{PACKAGE}.torch.torch_smddp",
     f"{PACKAGE}.torch",
+    f"{PACKAGE}.torch.compression",
     f"{PACKAGE}.torch.distributed",
     f"{PACKAGE}.torch.parallel",
     f"{PACKAGE}.torch.parallel.distributed",

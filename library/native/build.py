@@ -20,7 +20,7 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 HERE = Path(__file__).parent
 CORE = HERE.parent / "smdistributed" / "core"
 RESULTS = {
-    CORE / "_engine.so": ("engine.c", "counter.c", "reduce.c"),
+    CORE / "_engine.so": ("engine.c", "counter.c", "reduce.c", "compress.c"),
     CORE / "tensorflow" / "_operations.so": ("tensorflow.c",),
     CORE / "_peer_filter.so": ("peer_filter.c",),
 }

@@ -25,6 +25,18 @@ def test_every_wrapper_of_replicas_trains_as_one_process(mpirun: Mpirun) -> None
 
 
 @pytest.mark.mpi
+@pytest.mark.parametrize(
+    ("ranks", "hosts"), [(2, "two hosts"), pytest.param(4, "two ranks each", marks=pytest.mark.long)]
+)
+def test_compressed_gradients_train(mpirun: Mpirun, ranks: int, hosts: str) -> None:
+    """Between two hosts; on one, int8 has nothing to compress."""
+    by_rank = f'SMDDP_HOST=$((OMPI_COMM_WORLD_RANK / {ranks // 2})) exec "$0" "$@"'
+    command = ["-c", f'import os, sys; os.execvp("sh", ["sh", "-c", {by_rank!r}, sys.executable, *sys.argv[1:]])']
+    trained = re.findall(r"trains with (\w+)", mpirun(ranks, *command, WRAPPERS.with_name("compressed.py")))
+    assert sorted(trained) == sorted(ranks * ["fp16", "bf16", "int8", "low_rank", "top_k"])
+
+
+@pytest.mark.mpi
 @shards_on_the_cpu
 def test_every_wrapper_of_shards_trains_as_one_process(mpirun: Mpirun) -> None:
     compared = re.findall(r"as one process: (\w+)", mpirun(2, WRAPPERS, "shards"))

@@ -52,6 +52,15 @@ class Engine(ABC):
         `source` has this rank's elements, if they are not in `flat`; then `flat` is uninitialized except on `root`.
         """
 
+    def all_reduce_int8(self, flat: Flat, op: str, lost: Flat) -> None:
+        """Sums or averages float32 elements over all ranks, into `flat`; messages between hosts carry int8.
+
+        All ranks get the same bits. `lost`, of the same length, is zero before the first call. It then holds this
+        rank's rounding errors. The next call for this tensor adds them (error feedback). In shared memory nothing is
+        rounded.
+        """
+        self.all_reduce(flat, op)
+
     @abstractmethod
     def broadcast(self, flat: Flat, root: int) -> None:
         """Copies the root's `flat` into every rank's."""

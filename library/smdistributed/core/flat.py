@@ -84,3 +84,18 @@ def reduce(parts: Sequence[Flat], result: Flat, op: str) -> None:
 def divide(total: Flat, by: int) -> None:
     """Divides all elements by `by`, in place; integers are rounded towards zero, as NCCL does."""
     native.load().divide(total.address, by, total.count, DTYPE_NUMBERS[total.dtype])
+
+
+def compress(values: Flat, lost: Flat) -> Flat:
+    """Returns `values` + `lost` (float32) as a message of int8, about 0.254 times their bytes.
+
+    `lost` then has the rounding errors. Values that are not finite arrive as NaN, with their block of 256.
+    """
+    message = allocate(native.load().compressed_bytes(values.count), "uint8")
+    native.load().compress(values.address, lost.address, message.address, values.count)
+    return message
+
+
+def decompress(message: Flat, values: Flat, add: bool = False) -> None:
+    """Reads a message of `compress` into `values`, or adds it to them."""
+    native.load().decompress(message.address, values.address, values.count, add)

@@ -66,6 +66,9 @@ _FUNCTIONS = {
     "supports_reduction": (c_int, c_int, c_int),
     "reduce": (None, c_void_p, c_void_p, _POINTERS, c_int, c_size_t, c_int, c_int),
     "divide": (None, c_void_p, c_int, c_size_t, c_int),
+    "compressed_bytes": (c_size_t, c_size_t),
+    "compress": (None, c_void_p, c_void_p, c_void_p, c_size_t),
+    "decompress": (None, c_void_p, c_void_p, c_size_t, c_int),
 }
 
 

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from smdistributed.core import native
 from smdistributed.core.diagnostics import CollectiveError, UnexplainedError
 from smdistributed.core.engines import Engine, Flats, Request, TensorTransport
-from smdistributed.core.flat import Flat, allocate, divide, reduce
+from smdistributed.core.flat import Flat, allocate, compress, decompress, divide, reduce
 from smdistributed.core.group_monitor import GroupMonitor
 
 SHORT_BYTES = 32 << 10  # below, another message costs more than another byte
@@ -68,6 +68,38 @@ class NetworkEngine(Engine):
         messages = self._start_exchange([mine] * self._size, shards)
         yield
         self._wait(*messages)
+
+    def all_reduce_int8(self, flat: Flat, op: str, lost: Flat) -> None:
+        """Reduces in place, in pieces. A short rest, or a short tensor, is not compressed."""
+        whole = flat.count // self._size * self._size if flat.bytes > SHORT_BYTES else 0
+        pieces = zip(cut_pieces(flat.cut(0, whole), self._size), cut_pieces(lost.cut(0, whole), self._size))
+        interleave(self.int8_stages(piece, op, rest) for piece, rest in pieces)
+        if whole < flat.count:
+            self.all_reduce(flat.cut(whole, flat.count), op)
+
+    def int8_stages(self, flat: Flat, op: str, lost: Flat) -> Iterator[None]:
+        """Combines `flat` as `all_reduce_stages` does, from compressed shards, and compresses the result again.
+
+        This rank's own shard is not rounded on its way here. So its part of `lost` has the loss of the result.
+        """
+        shards, losses = flat.chunk(self._size), lost.chunk(self._size)
+        mine, me = shards[self._rank], self._rank
+        sent = [mine if rank == me else compress(shard, losses[rank]) for rank, shard in enumerate(shards)]
+        parts = [allocate(message.count, "uint8") for message in sent]
+        messages = self._start_exchange(sent, parts)
+        yield
+        self._wait(*messages)
+        for rank, part in enumerate(parts):
+            if rank != me:
+                decompress(part, mine, add=True)
+        if op == "avg":
+            divide(mine, self._size)
+        parts[me] = compress(mine, losses[me])
+        messages = self._start_exchange([parts[me]] * self._size, parts)
+        yield
+        self._wait(*messages)
+        for part, shard in zip(parts, shards):
+            decompress(part, shard)
 
     def _start_exchange(self, inputs: Flats, outputs: Flats) -> list[Request]:
         """Starts to exchange parts, unless empty. gloo's own all_to_all needs contiguous tensors: two copies more."""
@@ -175,12 +207,27 @@ class HierarchicalEngine(Engine):
         if whole < flat.count:
             self._all_reduce_short(result.cut(whole, flat.count), op)
 
-    def _all_reduce_stages(self, flat: Flat, op: str) -> Iterator[None]:
-        """Reduces a piece in place, inside hosts and between them; yields whenever it waits for messages."""
+    def all_reduce_int8(self, flat: Flat, op: str, lost: Flat) -> None:
+        """Reduces in place. Each rank compresses its shard of its host's data, and uses this part of `lost`."""
+        ranks = self._hosts * self._locals
+        whole = flat.count // ranks * ranks if flat.bytes > SHORT_BYTES else 0
+        pieces = zip(cut_pieces(flat.cut(0, whole), ranks), cut_pieces(lost.cut(0, whole), ranks))
+        interleave(self._all_reduce_stages(piece, op, rest) for piece, rest in pieces)
+        if whole < flat.count:
+            self._all_reduce_short(flat.cut(whole, flat.count), op)
+
+    def _all_reduce_stages(self, flat: Flat, op: str, lost: Flat | None = None) -> Iterator[None]:
+        """Reduces a piece in place, inside hosts and between them; yields whenever it waits for messages.
+
+        With `lost`, what goes between hosts is compressed.
+        """
         shards = flat.chunk(self._locals)
         mine = shards[self._local_rank]
         self._local.reduce_scatter(shards, mine, _partial_op(flat, op))
-        yield from self._across.all_reduce_stages(mine, _partial_op(flat, op))
+        if lost is None:
+            yield from self._across.all_reduce_stages(mine, _partial_op(flat, op))
+        else:
+            yield from self._across.int8_stages(mine, _partial_op(flat, op), lost.chunk(self._locals)[self._local_rank])
         self._finish(mine, op)
         self._local.gather(mine, shards)
 
@@ -253,6 +300,10 @@ class MonitoredEngine(Engine):
     def all_reduce(self, flat: Flat, op: str, root: int = -1, source: Flat | None = None) -> None:
         with self._monitored("all_reduce" if root < 0 else "reduce", flat, op, root):
             self._engine.all_reduce(flat, op, root, source)
+
+    def all_reduce_int8(self, flat: Flat, op: str, lost: Flat) -> None:
+        with self._monitored("all_reduce", flat, f"{op} in int8"):
+            self._engine.all_reduce_int8(flat, op, lost)
 
     def broadcast(self, flat: Flat, root: int) -> None:
         with self._monitored("broadcast", flat, root=root):

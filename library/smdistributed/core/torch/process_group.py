@@ -124,6 +124,11 @@ class ProcessGroup(_Base):  # type: ignore[misc]
             self, "all_reduce", partial(self._reduce, tensors, options.reduceOp), tensors, _is_async(opts)
         )
 
+    def average_in_int8(self, tensor: torch.Tensor, lost: torch.Tensor) -> _Work:
+        """Averages a contiguous float32 tensor on the CPU over all ranks, in place (`Engine.all_reduce_int8`)."""
+        collective = partial(self._engine.all_reduce_int8, flat_of(tensor), "avg", flat_of(lost))
+        return self._queue.run(self, "all_reduce_int8", collective, [tensor], True)
+
     def allreduce_coalesced(self, tensors: _Tensors, opts: Any = None) -> _Work:
         return self.allreduce(tensors, opts)
 

@@ -13,6 +13,7 @@ from tests.library_tensorflow.ranks.printing import print_line
 
 import smdistributed.dataparallel.tensorflow as sdp
 import smdistributed.dataparallel.tensorflow.keras as sdk
+from smdistributed.core.tensorflow.keras_release import is_keras_3
 
 sdk.init()
 RANK, SIZE = sdk.rank(), sdk.size()
@@ -21,7 +22,8 @@ train, test = slice(RANK, 1500 // SIZE * SIZE, SIZE), slice(1500, None)
 tf.keras.utils.set_random_seed(RANK)
 model = tf.keras.Sequential(
     [
-        tf.keras.layers.Dense(64, activation="relu", input_shape=(64,)),
+        tf.keras.Input((64,)),
+        tf.keras.layers.Dense(64, activation="relu"),
         tf.keras.layers.Dropout(0.1),
         tf.keras.layers.Dense(10),
     ]
@@ -68,7 +70,7 @@ def callbacks(directory: Path) -> list[Any]:
     """Keras' own that need nothing from outside."""
     own = tf.keras.callbacks
     return [
-        own.ModelCheckpoint(directory / "weights-{epoch}", save_weights_only=True),
+        own.ModelCheckpoint(directory / "{epoch}.weights.h5", save_weights_only=True),
         own.EarlyStopping("loss", patience=9, restore_best_weights=True),
         own.ReduceLROnPlateau("loss", patience=1, min_delta=9, factor=0.5),
         own.CSVLogger(directory / "log.csv"),
@@ -84,7 +86,7 @@ def fitted(normalization: Any, size: int, scale: float | None, called: list[Any]
     drawn = np.random.RandomState(0)
     x, y = drawn.standard_normal((96, 6)), drawn.standard_normal((96, 2))
     tf.keras.utils.set_random_seed(1)
-    layers = [tf.keras.layers.Dense(8, input_shape=(6,)), normalization(momentum=0.5), tf.keras.layers.ReLU()]
+    layers = [tf.keras.Input((6,)), tf.keras.layers.Dense(8), normalization(momentum=0.5), tf.keras.layers.ReLU()]
     trained = tf.keras.Sequential([*layers, tf.keras.layers.Dense(2, dtype="float32")])
     optimizer: Any = tf.keras.optimizers.SGD(0.1)
     if scale:
@@ -117,10 +119,14 @@ def against_plain_keras(scale: float | None, tolerance: float, called: list[Any]
 
 
 directory = Path(sys.argv[1]) / f"{RANK}"
+directory.mkdir()
 whole = against_plain_keras(None, 1e-5, callbacks(directory))
-whole.save(directory / "model")  # a SavedModel
+(whole.export if is_keras_3() else whole.save)(directory / "model")  # a SavedModel
+exported = tf.saved_model.load(directory / "model")
 x = np.ones([3, 6], np.float32)
-np.testing.assert_allclose(tf.keras.models.load_model(directory / "model")(x), whole(x), atol=1e-6)
+np.testing.assert_allclose(exported.serve(x) if is_keras_3() else exported(x), whole(x), atol=1e-6)
+whole.save(directory / "model.keras")
+np.testing.assert_allclose(tf.keras.models.load_model(directory / "model.keras")(x), whole(x), atol=1e-6)
 tf.keras.mixed_precision.set_global_policy("mixed_float16")
 against_plain_keras(128.0, 1e-2, [])
 tf.keras.mixed_precision.set_global_policy("float32")

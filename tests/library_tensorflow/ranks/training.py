@@ -14,6 +14,7 @@ import tensorflow as tf
 from tests.library_tensorflow.ranks.printing import print_line
 
 import smdistributed.dataparallel.tensorflow as sdp
+from smdistributed.core.tensorflow.keras_release import is_keras_3
 
 STEPS, SHARE = 20, 8
 Step = Callable[[Any, Any], Any]
@@ -60,7 +61,10 @@ def by_optimizer(model: Any, optimizer: Any, share: slice) -> Step:
     def step(x: Any, y: Any) -> Any:
         with tf.GradientTape() as tape:
             loss = loss_of(model, x[share], y[share])
-        optimizer.minimize(loss, model.trainable_variables, tape=tape)
+        if is_keras_3():
+            optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+        else:
+            optimizer.minimize(loss, model.trainable_variables, tape=tape)
         return loss
 
     return step
@@ -114,6 +118,18 @@ def mixed_precision(optimizers: Any, *, each_nesting: bool) -> None:
     tf.keras.mixed_precision.set_global_policy("float32")
 
 
+def an_overflow_on_one_rank() -> None:
+    """All ranks skip the step, and halve the scale."""
+    kind = tf.keras.mixed_precision.LossScaleOptimizer
+    for is_inside in (True, False):
+        inner, weight = tf.keras.optimizers.SGD(1.0), tf.Variable([3.0])
+        optimizer = kind(sdp.DistributedOptimizer(inner)) if is_inside else sdp.DistributedOptimizer(kind(inner))
+        step = tf.function(lambda factor, o=optimizer, w=weight: o.apply_gradients([(factor * w, w)]))
+        step(tf.constant(np.inf if RANK == 1 else 1.0, tf.float32))
+        scale = optimizer.dynamic_scale if is_keras_3() else optimizer.loss_scale
+        assert float(weight[0]) == 3.0 and float(scale) == 2.0**14, (weight, scale)
+
+
 def between_hosts() -> None:
     bits_of_every_rank()
     against_one_process(by_tape, lambda: tf.keras.optimizers.Adam(1e-2), graph=True)
@@ -121,13 +137,16 @@ def between_hosts() -> None:
 
 
 def on_a_host() -> None:
-    legacy = tf.keras.optimizers.legacy
     bits_of_every_rank()
     mixed_precision(tf.keras.optimizers, each_nesting=True)
-    mixed_precision(legacy, each_nesting=False)
+    an_overflow_on_one_rank()
     against_one_process(by_tape, lambda: tf.keras.optimizers.Adam(1e-2), graph=True)
     against_one_process(by_tape, lambda: tf.keras.optimizers.SGD(0.1), graph=False)
     against_one_process(by_optimizer, lambda: tf.keras.optimizers.SGD(0.1, momentum=0.9, clipnorm=0.5), graph=True)
+    if is_keras_3():
+        return
+    legacy = tf.keras.optimizers.legacy
+    mixed_precision(legacy, each_nesting=False)
     against_one_process(by_optimizer, lambda: legacy.Adam(1e-2), graph=True)
     against_one_process(by_optimizer, lambda: legacy.SGD(0.1), graph=False)
 

@@ -128,8 +128,8 @@ def reject_xla(what: str) -> None:
     if not tf.executing_eagerly() and GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
         raise SMDDPError(
             f"{what} is called in a function that XLA compiles, which cannot communicate. Fix: leave jit_compile=True "
-            "out of the tf.function, or of the Model.compile, that has it. tf.config.optimizer.set_jit(True) compiles "
-            "the rest."
+            "out of the tf.function, or of the Model.compile, that has it; Keras 3 uses XLA on GPUs unless you pass "
+            "Model.compile(jit_compile=False). tf.config.optimizer.set_jit(True) compiles the rest."
         )
 
 
@@ -199,7 +199,9 @@ def load() -> _Library:
     problem = functions.operations_registered()
     if problem:
         what = "has no libtensorflow_framework.so.2" if problem == 1 else "refuses the operations"
-        raise SMDDPError(f"TensorFlow {tf.__version__} {what}. Fix: install TensorFlow 2.14, which is known to work.")
+        raise SMDDPError(
+            f"TensorFlow {tf.__version__} {what}. Fix: install TensorFlow 2.14 or 2.21, which are known to work."
+        )
     return _Library(module, functions)
 
 

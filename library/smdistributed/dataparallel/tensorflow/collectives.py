@@ -131,7 +131,7 @@ def broadcast_variables(variables: Iterable[Any], root_rank: int) -> Any:
     """Sets variables to their values on one rank; all ranks call it.
 
     Args:
-        variables: The same ones on all ranks, in the same order.
+        variables: The same ones on all ranks, in the same order: of TensorFlow or of Keras.
         root_rank: The rank, from 0.
 
     Returns:
@@ -141,9 +141,13 @@ def broadcast_variables(variables: Iterable[Any], root_rank: int) -> Any:
         SMDDPError: As `broadcast`.
     """
     found = list(variables)
-    values = broadcast_tensors([variable.read_value() for variable in found], root_rank)
+    values = broadcast_tensors([_read(variable) for variable in found], root_rank)
     done = [variable.assign(value) for variable, value in zip(found, values)]
     return None if tf.executing_eagerly() or tf.inside_function() else tf.group(*done)
+
+
+def _read(variable: Any) -> Any:
+    return variable.read_value() if hasattr(variable, "read_value") else tf.convert_to_tensor(variable)  # Keras 3's
 
 
 @only_known

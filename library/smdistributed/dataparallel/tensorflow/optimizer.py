@@ -7,8 +7,10 @@ from typing import Any
 import tensorflow as tf
 
 from smdistributed.core.options import only_known, warn_without_effect
+from smdistributed.core.tensorflow.keras_release import is_keras_3
 from smdistributed.dataparallel.exceptions import SMDDPError
 from smdistributed.dataparallel.reduce_op import ReduceOp
+from smdistributed.dataparallel.tensorflow import keras_3
 from smdistributed.dataparallel.tensorflow.collectives import BUCKET_MB, Compression, parse_reduce_op, reduce_tensors
 
 
@@ -84,11 +86,12 @@ def DistributedOptimizer(  # noqa: N802 (the published name)
 ) -> Any:
     """Makes an optimizer reduce gradients over the ranks before it applies them.
 
-    A version 1 optimizer reduces them in `compute_gradients`, the others in `apply_gradients`, where Keras aggregates
-    them. With mixed precision this precedes the check for infinities, so that all ranks skip the same steps.
+    A version 1 optimizer reduces them in `compute_gradients`, the others when they are applied. With mixed precision
+    this precedes the check for infinities, so that all ranks skip the same steps. With Keras 3, models that are
+    compiled with the optimizer use no XLA, unless you pass `jit_compile=True`, which is then an error.
 
     Args:
-        optimizer: An optimizer of tf.keras.optimizers, tf.keras.optimizers.legacy or tf.compat.v1.train.
+        optimizer: An optimizer of tf.keras.optimizers, its `legacy` (Keras 2) or tf.compat.v1.train.
         name, use_locking: No effect, and a warning: the optimizer keeps its name.
         device_dense, device_sparse: Only "".
         compression: A member of `Compression`.
@@ -108,7 +111,8 @@ def DistributedOptimizer(  # noqa: N802 (the published name)
     if backward_passes_per_step != 1:
         raise SMDDPError(
             f"backward_passes_per_step={backward_passes_per_step} is not supported. Fix: add up the gradients of that "
-            "many batches in the training step, and call the optimizer's apply_gradients with the sums."
+            "many batches in the training step, and call the optimizer's apply_gradients with the sums. Optimizers of "
+            "Keras 3 average them: gradient_accumulation_steps."
         )
     if name is not None or use_locking:
         warn_without_effect("DistributedOptimizer(name=, use_locking=)", "the optimizer keeps its own")
@@ -117,13 +121,27 @@ def DistributedOptimizer(  # noqa: N802 (the published name)
     def combined(gradients: list[Any]) -> list[Any]:
         return reduce_tensors(gradients, compression, reduction, bucket_cap_mb << 20)
 
-    inner = getattr(optimizer, "inner_optimizer", optimizer)  # a LossScaleOptimizer aggregates with its inner one
-    kind = type(inner)
-    if getattr(inner, _MARK, False):
+    if is_keras_3() and isinstance(optimizer, tf.keras.optimizers.Optimizer):
+        _refuse_second_wrap(keras_3.reduces(optimizer))
+        keras_3.reduce_before_apply(optimizer, combined)
+    else:
+        _replace_methods(getattr(optimizer, "inner_optimizer", optimizer), combined)
+    return optimizer
+
+
+def _refuse_second_wrap(wrapped: bool) -> None:
+    if wrapped:
         raise SMDDPError("DistributedOptimizer was given this optimizer before. Fix: wrap it once.")
-    if isinstance(inner, tf.compat.v1.train.Optimizer):
+
+
+def _replace_methods(optimizer: Any, combined: Any) -> None:
+    """Gives an optimizer of version 1 or Keras 2 a class that combines. A LossScaleOptimizer uses its inner one's."""
+    kind = type(optimizer)
+    _refuse_second_wrap(getattr(optimizer, _MARK, False))
+    keras = tf.keras.optimizers
+    if isinstance(optimizer, tf.compat.v1.train.Optimizer):
         methods: dict[str, Any] = {"compute_gradients": _combining(kind.compute_gradients, combined)}
-    elif isinstance(inner, (tf.keras.optimizers.Optimizer, tf.keras.optimizers.legacy.Optimizer)):
+    elif not is_keras_3() and isinstance(optimizer, (keras.Optimizer, keras.legacy.Optimizer)):
         methods = dict.fromkeys(("aggregate_gradients", "_aggregate_gradients"), _combining(_pairs, combined))
     else:
         raise SMDDPError(
@@ -131,8 +149,7 @@ def DistributedOptimizer(  # noqa: N802 (the published name)
             "tf.compat.v1.train. Fix: pass one of these."
         )
     about = {"__module__": kind.__module__, "__doc__": kind.__doc__, "__qualname__": kind.__qualname__, _MARK: True}
-    inner.__class__ = type(kind.__name__, (kind,), {**about, **methods})
-    return optimizer
+    optimizer.__class__ = type(kind.__name__, (kind,), {**about, **methods})
 
 
 def _pairs(_: Any, grads_and_vars: Any) -> Any:

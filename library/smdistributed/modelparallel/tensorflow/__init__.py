@@ -23,7 +23,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import smdistributed.core.tensorflow  # noqa: F401 (says what to do where it is not installed)
+import smdistributed.core.tensorflow  # says what to do if it is not installed
+import smdistributed.modelparallel.tensorflow.release  # noqa: F401 (refuses Keras 3)
 from smdistributed.modelparallel.backend import api as core
 from smdistributed.modelparallel.backend.api import *  # noqa: F403 (ranks, groups, messages)
 from smdistributed.modelparallel.tensorflow import layer_calls, optimizers, utils

@@ -11,6 +11,7 @@ from typing import Any
 import tensorflow as tf
 
 from smdistributed.core.options import keyword_names, only_known, refuse_unknown
+from smdistributed.core.tensorflow.keras_release import is_keras_3
 from smdistributed.dataparallel.tensorflow import (
     Average,
     Compression,
@@ -70,4 +71,6 @@ def load_model(filepath: Any, custom_objects: Any = None, compression: Any = Com
         warnings.warn(f"{filepath} was saved without an optimizer: compile the model with one.", stacklevel=2)
         return model
     _DistributedOptimizer(model.optimizer, compression=compression)
+    if is_keras_3():
+        model.jit_compile = False  # the file may say otherwise, and XLA cannot communicate
     return model

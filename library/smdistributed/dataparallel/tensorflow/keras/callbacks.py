@@ -16,7 +16,9 @@ __all__ = ["BroadcastGlobalVariablesCallback", "LearningRateWarmupCallback", "Me
 
 
 class BroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):  # type: ignore[misc]
-    """Sets all variables of model and optimizer to the values of one rank, after the first batch: then all exist.
+    """Sets all weights and optimizer variables to the values of one rank, after the first batch: then all exist.
+
+    Seeds stay: each rank has its own dropout.
 
     Args:
         root_rank: The rank, from 0.
@@ -32,7 +34,7 @@ class BroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):  # type: ig
         self._done = True
         variables = self.model.optimizer.variables
         of_optimizer = variables() if callable(variables) else variables  # a method in legacy optimizers
-        broadcast_variables([*self.model.variables, *of_optimizer], self._root_rank)
+        broadcast_variables([*self.model.weights, *of_optimizer], self._root_rank)
 
 
 class MetricAverageCallback(tf.keras.callbacks.Callback):  # type: ignore[misc]
@@ -74,7 +76,7 @@ class LearningRateWarmupCallback(tf.keras.callbacks.Callback):  # type: ignore[m
         optimizer = getattr(self.model.optimizer, "inner_optimizer", self.model.optimizer)
         rate = getattr(optimizer, "_learning_rate", None)
         rate = optimizer.learning_rate if rate is None else rate  # legacy optimizers lack the private one
-        if isinstance(rate, tf.keras.optimizers.schedules.LearningRateSchedule):
+        if callable(rate):  # a schedule of Keras, or a function
             raise ValueError(
                 f"LearningRateWarmupCallback: the optimizer has a schedule ({type(rate).__name__}), which sets the "
                 "rate at each step. Fix: give the optimizer a number, or warm up in the schedule."

@@ -17,7 +17,7 @@ from testcontainers.core.network import Network
 from shoal.matrix.spec import BuildSpec
 
 from ..repeats import SEED, in_soak, only_in_soak
-from ..tested_images import PYTORCH_CU130
+from ..tested_images import PYTORCH_CU130, PYTORCH_LATEST
 from .conftest import ROOT, Ended, StartHost, write_tree
 
 HOSTS = ("algo-1", "algo-2")
@@ -51,9 +51,9 @@ def test_the_librarys_suite_on_the_oldest_torch(start_host: StartHost, pytorch: 
 
 
 @pytest.mark.long
-def test_nccl_of_the_recorded_torch(start_host: StartHost, tmp_path: Path) -> None:
+@pytest.mark.parametrize("image", [PYTORCH_CU130, PYTORCH_LATEST])
+def test_nccl_of_the_recorded_torch(start_host: StartHost, image: str, tmp_path: Path) -> None:
     """Its classes are as they are recorded, and torch dispatches to them; there is no GPU."""
-    image = PYTORCH_CU130
     files = [f"tests/library/test_{name}.py" for name in ("nccl", "devices")]
     ended = run_tests(start_host, image, tmp_path, "--confcutdir=tests/library", *files)
     assert ended.code == 0, ended.output

@@ -17,7 +17,10 @@ from typing import Any
 import torch
 from torch._C import _distributed_c10d as c10d
 
-CLASSES = ("ProcessGroupNCCL", "ProcessGroupNCCL.Options", "ProcessGroup", "Work", "WorkInfo", "OpType")
+CLASSES = (
+    *("ProcessGroupNCCL", "ProcessGroupNCCL2", "ProcessGroupNCCL.Options"),  # the second one from torch 2.15 on
+    *("ProcessGroup", "Work", "WorkInfo", "OpType"),
+)
 _ADDRESS = re.compile(r"<[\w.]+ object at 0x[0-9a-f]+>")
 _SIGNATURE = re.compile(r"^(?:\d+\. )?(\w*\(.*\) -> .*)$", re.MULTILINE)
 

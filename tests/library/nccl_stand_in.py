@@ -1,4 +1,7 @@
-"""A class that stands in for torch's ProcessGroupNCCL where there is no GPU, generated from what the real one has.
+"""A class that stands in for torch's NCCL where there is no GPU, generated from what the real one has.
+
+Up to torch 2.14 that is ProcessGroupNCCL, and ProcessGroupNCCL2 from 2.15 on.
+
 
 It is torch's gloo, in C++, under the names of NCCL's class as `nccl_record` has recorded them. What NCCL's class lacks
 is missing, and what gloo lacks raises NotImplementedError. Its options take the recorded names alone. It never gets a
@@ -18,7 +21,7 @@ from torch.distributed import distributed_c10d
 
 _made: list[Any] = []  # kept: to C++ alone they would be gloo's, as pybind11 has it
 DATA = Path(__file__).parent / "data"
-OLDEST, NEWEST = "2.0.1+cu117", "2.13.0+cu130"
+VERSIONS = OLDEST, NCCL, NEWEST = "2.0.1+cu117", "2.13.0+cu130", "2.15.0+cu132"
 
 
 def record(version: str = NEWEST) -> dict[str, Any]:
@@ -27,13 +30,18 @@ def record(version: str = NEWEST) -> dict[str, Any]:
     return found
 
 
-def stand_in(version: str = NEWEST) -> type:
-    """Return a class with the names of ProcessGroupNCCL of that version, and with no others."""
-    names, base = record(version)["ProcessGroupNCCL"], distributed_c10d.ProcessGroupGloo
+def carrier(version: str) -> str:
+    """Return the name of the class that the backend "nccl" makes in that version of torch."""
+    return "ProcessGroupNCCL2" if record(version)["ProcessGroupNCCL2"] else "ProcessGroupNCCL"
 
-    def init(self: Any, store: Any, rank: int, size: int, options: Any) -> None:
+
+def stand_in(version: str) -> type:
+    """Return a class with the names of the class for NCCL of that version, and with no others."""
+    names, base = record(version)[carrier(version)], distributed_c10d.ProcessGroupGloo
+
+    def init(self: Any, store: Any, rank: int, size: int, options: Any, device: Any = None) -> None:
         base.__init__(self, store, rank, size, timeout=options._timeout)
-        self._given = options
+        self._given, self._device = options, device
         _made.append(self)
 
     own: dict[str, Any] = {"__init__": init, "Options": _options(record(version)["ProcessGroupNCCL.Options"])}
@@ -44,7 +52,7 @@ def stand_in(version: str = NEWEST) -> type:
     for name in dir(base):
         if name not in names and not name.startswith("__") and name != "_pybind11_conduit_v1_":
             own[name] = _hidden(name)
-    return type("ProcessGroupNCCL", (base,), own)
+    return type(carrier(version), (base,), own)
 
 
 def _options(names: dict[str, list[str]]) -> type:
@@ -85,14 +93,19 @@ def takes(signature: str, positional: int) -> bool:
     return needed <= positional <= len(arguments)
 
 
-def install(shared: bool = False) -> None:
-    """Have torch and the backend smddp find NCCL here, with a device of its own for each rank, or one for all."""
+def install(shared: bool = False) -> Any:
+    """Have torch and the backend smddp find NCCL here, with a device of its own for each rank, or one for all.
+
+    Returns its class.
+    """
     from smdistributed.core.torch import backend, devices
 
     ours: Any = backend
-    nccl = stand_in()
+    version = NEWEST if hasattr(distributed_c10d, "_create_nccl2_process_group") else NCCL
+    nccl: Any = stand_in(version)
     for module in (dist, distributed_c10d):
         module.ProcessGroupNCCL = nccl  # type: ignore[attr-defined]
+        setattr(module, carrier(version), nccl)
     distributed_c10d._NCCL_AVAILABLE = True
 
     def device() -> tuple[str, str, str]:
@@ -102,3 +115,6 @@ def install(shared: bool = False) -> None:
     devices._device = device
     ours.local_nccl_problem = lambda: ""
     ours.select_device = lambda: None
+    ours.current_device = lambda: None  # a group with a device has its barriers there
+    distributed_c10d._nccl2_device = lambda options: None  # type: ignore[attr-defined]
+    return nccl

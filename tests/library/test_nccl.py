@@ -19,7 +19,7 @@ import pytest
 import torch
 from tests.library.conftest import Mpirun
 from tests.library.nccl_record import recorded
-from tests.library.nccl_stand_in import NEWEST, OLDEST, record, stand_in, takes
+from tests.library.nccl_stand_in import VERSIONS, carrier, record, stand_in, takes
 from torch._C._distributed_c10d import HashStore
 
 import smdistributed.core.torch
@@ -64,10 +64,10 @@ def test_a_torch_that_lacks_a_part_has_no_kernels_in_python(
     assert not per_device.is_supported()
 
 
-@pytest.mark.parametrize("version", [OLDEST, NEWEST])
+@pytest.mark.parametrize("version", VERSIONS)
 def test_what_is_called_of_nccl_exists(version: str) -> None:
     """By `ProcessGroup`, through `NativeBackend`, which has the methods for several tensors itself."""
-    names, own = record(version)["ProcessGroupNCCL"], {"allgather_into_tensor_coalesced"}
+    names, own = record(version)[carrier(version)], {"allgather_into_tensor_coalesced"}
     own.add("reduce_scatter_tensor_coalesced")
     called = calls_on({"carrier", "self.backend", "self._carrier(tensors) or self._torchs['gloo']"})
     assert {"allreduce", "_allgather_base", "_reduce_scatter_base", "alltoall_base", "send"} <= {
@@ -78,16 +78,17 @@ def test_what_is_called_of_nccl_exists(version: str) -> None:
             assert any(takes(signature, count) for signature in names[name]), (name, count, names[name])
 
 
-@pytest.mark.parametrize("version", [OLDEST, NEWEST])
+@pytest.mark.parametrize("version", VERSIONS)
 def test_nccl_is_made_as_its_class_has_it(version: str) -> None:
     classes = record(version)
-    assert any(takes(signature, 4) for signature in classes["ProcessGroupNCCL"]["__init__"])
+    assert any(takes(signature, 4) for signature in classes[carrier(version)]["__init__"])
     assert any(takes(signature, 0) for signature in classes["ProcessGroupNCCL.Options"]["__init__"])
     assert "_timeout" in classes["ProcessGroupNCCL.Options"]
 
 
-def test_torch_reports_collectives_in_the_expected_format() -> None:
-    classes = record(NEWEST)
+@pytest.mark.parametrize("version", VERSIONS[1:])
+def test_torch_reports_collectives_in_the_expected_format(version: str) -> None:
+    classes = record(version)
     hooks = classes["ProcessGroup"]
     assert any(takes(signature, 0) for signature in hooks["_enable_collectives_timing"])
     assert any(takes(signature, 0) for signature in hooks["_wait_for_pending_works"])
@@ -99,14 +100,14 @@ def test_torch_reports_collectives_in_the_expected_format() -> None:
 
 
 def test_the_records_differ_where_the_method_is_missing_that_broke_fsdp() -> None:
-    """Once `allgather_into_tensor_coalesced` was called, which NCCL's class has in neither version."""
-    for version in (OLDEST, NEWEST):
-        assert "allgather_into_tensor_coalesced" not in record(version)["ProcessGroupNCCL"]
+    """Once `allgather_into_tensor_coalesced` was called, which NCCL's class has in no version."""
+    for version in VERSIONS:
+        assert "allgather_into_tensor_coalesced" not in record(version)[carrier(version)]
         with pytest.raises(AttributeError):
             stand_in(version).allgather_into_tensor_coalesced  # type: ignore[attr-defined] # noqa: B018
 
 
-@pytest.mark.parametrize("version", [OLDEST, NEWEST])
+@pytest.mark.parametrize("version", VERSIONS)
 def test_the_stand_in_has_what_the_class_has(version: str) -> None:
     made = stand_in(version)
     options: Any = made.Options()  # type: ignore[attr-defined]
@@ -115,9 +116,9 @@ def test_the_stand_in_has_what_the_class_has(version: str) -> None:
         options.timeout = timedelta(seconds=9)
     found = made(HashStore(), 0, 1, options)
     there = {name for name in dir(found) if is_there(found, name)}
-    assert set(record(version)["ProcessGroupNCCL"]) <= there
+    assert set(record(version)[carrier(version)]) <= there
     surplus = {name for name in there if not name.startswith("_")}
-    assert surplus <= set(record(version)["ProcessGroupNCCL"]) | {"create_default_device", "create_device"}
+    assert surplus <= set(record(version)[carrier(version)]) | {"create_default_device", "create_device"}
 
 
 def is_there(found: object, name: str) -> bool:

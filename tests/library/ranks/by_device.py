@@ -22,7 +22,7 @@ from smdistributed.core.torch.process_group import ProcessGroup
 from smdistributed.dataparallel.exceptions import SMDDPError, SMDDPNCCLError
 
 faulthandler.dump_traceback_later(100, repeat=True)  # before whoever started this gives up
-nccl_stand_in.install()
+NCCL = nccl_stand_in.install()
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 dist.init_process_group(backend="smddp")
 RANK, SIZE = dist.get_rank(), dist.get_world_size()
@@ -34,7 +34,7 @@ def is_torchs(group: Any, name: str, config: str) -> None:
     assert dist.get_backend(group) == name
     assert dist.get_backend_config(group) == config
     assert set(group._device_types) == {CPU, CUDA}
-    assert type(group._get_backend(CUDA)) is dist.ProcessGroupNCCL
+    assert type(group._get_backend(CUDA)) is NCCL
     assert type(group._get_backend(CPU)) is dist.ProcessGroupGloo
 
 
@@ -55,7 +55,10 @@ def in_each_way_of_asking() -> None:
         tensor = torch.full((3,), float(RANK))
         dist.all_reduce(tensor, group=group)
         assert tensor.tolist() == [sum(range(SIZE))] * 3
+    if NCCL.__name__ == "ProcessGroupNCCL2":
+        everybody.bound_device_id = torch.device("cuda", 0)  # torch may then split NCCL, on all ranks or on none
     some = dist.new_group([0], backend="smddp")
+    everybody.bound_device_id = None
     assert (engine_of(some) is not None) == (RANK == 0)
 
 
@@ -176,8 +179,7 @@ def nccl_that_does_not_start() -> None:
     def fail(self: Any, *_: Any) -> None:
         raise RuntimeError("ncclInvalidUsage")
 
-    nccl: Any = dist.ProcessGroupNCCL
-    begin, nccl.__init__ = nccl.__init__, fail
+    begin, NCCL.__init__ = NCCL.__init__, fail
     try:
         dist.new_group(backend="smddp")
     except SMDDPNCCLError as error:
@@ -185,7 +187,7 @@ def nccl_that_does_not_start() -> None:
     else:
         raise AssertionError("not refused")
     finally:
-        nccl.__init__ = begin
+        NCCL.__init__ = begin
 
 
 def all_ranks_decide_alike() -> None:

@@ -21,6 +21,7 @@ from smdistributed.core.exceptions import SMDDPError, SMDDPNCCLError
 from smdistributed.core.torch import per_device
 from smdistributed.core.torch.devices import (
     NCCL_FIX,
+    current_device,
     local_nccl_problem,
     nccl_problem,
     publish_nccl_problem,
@@ -131,9 +132,10 @@ def _create_per_device(make: Any, on_first_group: Callable[[int, int], None] | N
         _creation.is_torchs = is_torchs = _nccl_carries(_by_device_type(requested), given.arguments)
         if is_torchs:
             given.arguments["backend"] = torch.distributed.Backend(f"cpu:{on_cpu},cuda:nccl")
+            _bind_device(given.arguments)
         try:
             made = make(*given.args, **given.kwargs)
-            if is_torchs:
+            if is_torchs and isinstance(made[0], torch.distributed.ProcessGroup):
                 _finish(made[0], requested, _creation.engine)
             return made
         except RuntimeError as error:
@@ -150,7 +152,9 @@ def _create_per_device(make: Any, on_first_group: Callable[[int, int], None] | N
 def _nccl_carries(requested: Mapping[str, str], given: Mapping[str, Any]) -> bool:
     """Whether NCCL will carry CUDA tensors of a group; the same on all its ranks, which exchange their devices.
 
-    A rank that cannot use NCCL does not wait. For the job's first group, it also selects this rank's device.
+    A rank that cannot use NCCL does not wait. For the job's first group, it also selects this rank's device. A rank
+    outside the group gets the members' answer of the job's first group. It must ask torch for the same backend as they:
+    otherwise torch 2.15 splits NCCL's communicator on this rank alone.
     """
     uses_nccl = requested.get("cuda") in (BACKEND, "nccl")
     if BACKEND not in requested.values() or not uses_nccl or not per_device.is_supported():
@@ -158,7 +162,7 @@ def _nccl_carries(requested: Mapping[str, str], given: Mapping[str, Any]) -> boo
     ranks, is_first = given["global_ranks_in_group"], not torch.distributed.is_initialized()
     rank, size = given["group_rank"], given["group_size"]
     if ranks and torch.distributed.get_rank() not in ranks:
-        return False
+        return per_device.has_kernels()
     store = PrefixStore(f"smddp-devices/{given['group_name']}", given["store"])
     problem = "is in a rehearsal" if _is_rehearsal() else local_nccl_problem()
     if problem:
@@ -167,6 +171,13 @@ def _nccl_carries(requested: Mapping[str, str], given: Mapping[str, Any]) -> boo
     if is_first:
         select_device()
     return not nccl_problem(store, rank, size)
+
+
+def _bind_device(given: dict[str, Any]) -> None:
+    """Names this rank's device for the job's first group. NCCL of torch 2.15 would take the local rank's otherwise."""
+    binds = hasattr(distributed_c10d, "_create_nccl2_process_group")
+    if binds and given.get("device_id") is None and not torch.distributed.is_initialized():
+        given["device_id"] = current_device()
 
 
 def _is_rehearsal() -> bool:

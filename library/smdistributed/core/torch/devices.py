@@ -50,8 +50,12 @@ def select_device() -> None:
 def device_of(group: Any) -> torch.device:
     """Returns the device for small tensors of a group: one of NCCL's, otherwise the CPU, which waits for no device."""
     if dist.get_backend(group) in ("nccl", "cuda:nccl"):
-        return torch.device("cuda", torch.cuda.current_device())
+        return current_device()
     return torch.device("cpu")
+
+
+def current_device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def open_cuda(store: Store, rank: int, size: int, timeout: timedelta, on_cpu: Any, requested: str = "") -> Any:

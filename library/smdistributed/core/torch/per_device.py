@@ -82,6 +82,11 @@ def attach_engine(group: dist.ProcessGroup, engine: ProcessGroup) -> None:
     _engines[group] = engine
 
 
+def has_kernels() -> bool:
+    """Whether this process has a group of torch's own with a communication engine, or had one."""
+    return _library is not None
+
+
 def engine_of(group: object) -> ProcessGroup | None:
     """Returns the process group that carries a group's CPU tensors; None: the group is not of `smddp`."""
     if isinstance(group, ProcessGroup):
@@ -92,7 +97,7 @@ def engine_of(group: object) -> ProcessGroup | None:
 def _install_kernels() -> None:
     """Replaces torch's kernels of collectives for CPU tensors, dense and sparse, once in a process."""
     global _library
-    if _library is not None:
+    if has_kernels():
         return
     _library = torch.library.Library("c10d", "IMPL")  # type: ignore[no-untyped-call]
     with warnings.catch_warnings():  # torch warns that a kernel is replaced, which is intended

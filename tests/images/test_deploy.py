@@ -606,6 +606,7 @@ def test_a_script_that_is_not_clear_is_an_error(source: Path, words: list[str], 
 VALUES: dict[str, Any] = {
     "script": Path("train.py"),
     "arguments": ["--lr", "1"],
+    "module": "package.train",
     "kind": WorkloadKind.jobset,
     "name": "other",
     "namespace": "ml",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import time
@@ -167,6 +168,40 @@ def test_the_command_of_torchrun(tree: Tree) -> None:
         "--monitor_interval": "0.1",
     }
     assert command[-4:] == ("/usr/bin/python3", "train.py", "--lr", "0.1")
+
+
+@pytest.mark.parametrize(
+    ("given", "added", "missing"),
+    [
+        ("", "--multi_gpu --mixed_precision no", "--use_fsdp"),
+        ("--mixed-precision=bf16", "--mixed-precision=bf16 --multi_gpu", "--mixed_precision"),
+        ("--use_fsdp --config_file 'a b.yaml'", "--use_fsdp", "--multi_gpu --mixed_precision"),
+        ("--use_deepspeed", "--deepspeed_multinode_launcher standard", "--multi_gpu"),
+    ],
+)
+def test_options_of_accelerate_reach_it(tree: Tree, given: str, added: str, missing: str) -> None:
+    """Defaults and the kind of the launch give way to them."""
+    tree.hosts("a", "a", "b")
+    tree.hyperparameters(sagemaker_accelerate_enabled=True, sagemaker_accelerate_options=given)
+    command = planned(tree, machine=MACHINE._replace(gpus=2)).command
+    assert {*shlex.split(given), *added.split()} <= {*command}
+    assert not {*missing.split()} & {*command}
+
+
+def test_an_open_quote_in_the_options_of_accelerate_is_refused(tree: Tree) -> None:
+    tree.hyperparameters(sagemaker_accelerate_enabled=True, sagemaker_accelerate_options="--config_file 'a")
+    with pytest.raises(ContractError, match=r"sagemaker_accelerate_options .* Fix: close the quote"):
+        planned(tree)
+
+
+def test_ranks_of_deepspeed_get_their_number_as_the_first_argument(tree: Tree, run: Run) -> None:
+    tree.script(
+        "import os, sys\nprint('argv', sys.argv[1:] == ['--local_rank=' + os.environ['LOCAL_RANK'], '-a', '$'])\n"
+    )
+    tree.hyperparameters(
+        sagemaker_deepspeed_enabled=True, sagemaker_program="train.py", sagemaker_mpi_num_of_processes_per_host=2, a="$"
+    )
+    assert run().out.count("argv True") == 2
 
 
 def torchrun(tree: Tree, script: str, ranks: int = 2) -> None:

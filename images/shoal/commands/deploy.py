@@ -28,12 +28,13 @@ from shoal.commands.script import (
     Hyperparameters,
     Include,
     ListFiles,
+    Module,
     Script,
     ScriptCommand,
+    choose_code,
     print_source,
     print_source_notes,
     read_options,
-    split_script,
     warn_of_visible_secrets,
 )
 from shoal.console import print_line
@@ -77,6 +78,7 @@ class KubernetesOptions:
     image: Image
     script: Script = None
     arguments: Arguments = None
+    module: Module = None
     kind: Annotated[WorkloadKind, typer.Option(help=_KIND_HELP)] = WorkloadKind.job
     name: Annotated[str | None, typer.Option(help="Name of the job. Default: from --source or the image.")] = None
     namespace: Annotated[str | None, typer.Option(help="Namespace. Default: kubectl's current namespace.")] = None
@@ -148,14 +150,18 @@ class KubernetesOptions:
     def _read_script(self) -> tuple[Path | str | None, str | None]:
         """Returns the source, which is a directory or an address, and the script in it. Raises `UsageError`."""
         is_address = self.source is not None and self.source.startswith("s3://")
-        if self.script is None:
+        if is_address and self.module:
+            return self.source, f"-m {self.module}"
+        if self.script is None and self.module is None:
             return self.source if self.source is None or is_address else Path(self.source), self.entry_point
         if is_address:
             raise UsageError(
                 f"{self.script}: a file of this machine, but --source {self.source} has the code. Fix: --entry-point,"
                 " relative to that address"
             )
-        return split_script(self.script, Path(self.source) if self.source is not None else None, self.entry_point)
+        source = Path(self.source) if self.source is not None else None
+        code = choose_code(self.script, self.module, source, self.entry_point)
+        return code["source"], code["entry_point"]
 
 
 @deploy.command("kubernetes", epilog="More: docs/kubernetes.md", cls=ScriptCommand)

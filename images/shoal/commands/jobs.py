@@ -43,14 +43,15 @@ from shoal.commands.script import (
     Include,
     ListFiles,
     Local,
+    Module,
     RunEngine,
     Script,
     ScriptCommand,
+    choose_code,
     choose_engine,
     print_source,
     print_source_notes,
     read_options,
-    split_script,
     warn_of_visible_secrets,
 )
 from shoal.console import CleanConsole, print_line
@@ -121,6 +122,7 @@ class RunOptions:
     image: OptionalImage = None
     script: Script = None
     arguments: Arguments = None
+    module: Module = None
     source: Annotated[Path | None, typer.Option(help="Directory with the script. Default: the one of SCRIPT.")] = None
     entry_point: Annotated[str | None, typer.Option(help="Script, relative to --source, instead of SCRIPT.")] = None
     hosts: Annotated[str | None, typer.Option("--hosts", "--nnodes", metavar="N|MIN:MAX", help=_HOSTS_HELP)] = None
@@ -130,7 +132,7 @@ class RunOptions:
             "--procs-per-host",
             "--nproc-per-node",
             min=1,
-            help="Ranks per host. MPI starts them, or torchrun if --distribution selects it.",
+            help="Ranks per host. MPI starts them, or the launcher of --distribution or of a command such as torchrun.",
         ),
     ] = None
     channels: Annotated[
@@ -219,8 +221,7 @@ class RunOptions:
             given["engine"] = engine.value
         if self.hosts is not None:
             given |= _parse_hosts(self.hosts)
-        if self.script is not None:
-            given["source"], given["entry_point"] = split_script(self.script, self.source, self.entry_point)
+        given |= choose_code(self.script, self.module, self.source, self.entry_point)
         if hyperparameters := self._read_hyperparameters():
             given["hyperparameters"] = hyperparameters
         return given
@@ -276,6 +277,10 @@ def run_job(options: RunOptions) -> None:
     An image with its own script: shoal run my-image:1 -- --epochs 3
 
     Several hosts: shoal run pytorch code/train.py --hosts 2 --procs-per-host 2
+
+    With a launcher: shoal run pytorch --hosts 2 torchrun --nproc_per_node 2 train.py --epochs 3
+
+    A module: shoal run pytorch -m package.train -- --epochs 3
 
     Survive failures: shoal run pytorch train.py --hosts 2 --max-restarts 3
 
@@ -379,10 +384,10 @@ def _print_warnings(request: JobRequest, options: RunOptions) -> None:
     """Prints notes about the code, and a warning for each visible secret. Raises `UsageError` if there is no script."""
     given = parse_pairs("--hyperparameter", options.hyperparameters)
     warn_of_visible_secrets(options.env, given, options.arguments, _VISIBLE_FIX)
-    if request.source is None:
-        _check_image_has_script(resolve_tag(request.image), request)
-    else:
+    if request.source is not None:
         print_source_notes(request.selection)
+    elif request.entry_point is None:
+        _check_image_has_script(resolve_tag(request.image), request)
 
 
 def _prepare_image(request: JobRequest, build: bool, progress: Console) -> tuple[str, float | None]:
@@ -415,7 +420,7 @@ def _check_image_has_script(tag: str, request: JobRequest) -> None:
 
 
 def _check_local(request: JobRequest) -> None:
-    if request.source is None:
+    if request.source is None and request.entry_point is None:
         raise UsageError("SCRIPT: missing, and without Docker no image names one. Fix: shoal run IMAGE SCRIPT")
     given = {
         "--shm-size": request.shm_size,

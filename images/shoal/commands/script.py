@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 import shlex
 from collections.abc import Callable, Mapping
 from enum import StrEnum
@@ -15,16 +16,22 @@ import typer.core
 
 from shoal.clean_text import print_error
 from shoal.commands.common import parse_pairs, print_columns, print_json
+from shoal.commands.typed_command import find_command, replace_command
 from shoal.console import print_line
 from shoal.errors import UsageError, did_you_mean
+from shoal.jobs import launch_commands
 from shoal.jobs.distribution import parse_distribution
 from shoal.jobs.job import DOCKER, LOCAL, JobSpec
 from shoal.jobs.source_files import Selection, describe_source, list_rows, list_source
 from shoal.jobs.variables import describe_visible_secrets
 
 _SCRIPT_HELP = (
-    "Path of the script, such as code/train.py. Its directory is copied to /opt/ml/code. Default: the script that the"
-    " image names in SAGEMAKER_PROGRAM."
+    "Path of the script, such as code/train.py, or a command such as torchrun with all that follows it. The script's"
+    " directory is copied to /opt/ml/code, and for a command the current directory. Default: the script that the image"
+    " names in SAGEMAKER_PROGRAM."
+)
+_MODULE_HELP = (
+    "Module instead of SCRIPT, as in python -m: of the current directory, which is copied, or installed in the image."
 )
 _FOLLOW_HELP = (
     "Copy the targets of links that leave the source. Default: such links are an error, and others stay links."
@@ -45,6 +52,7 @@ _HYPERPARAMETER_HELP = (
 _LIST_HELP = "Print the files that would be copied, with size, and those that are left out. Starts nothing."
 _ARGUMENTS_HELP = "Arguments for the script, unchanged, after its hyperparameters."
 Script = Annotated[Path | None, typer.Argument(metavar="SCRIPT", help=_SCRIPT_HELP)]
+Module = Annotated[str | None, typer.Option("--module", "-m", metavar="MODULE", help=_MODULE_HELP)]
 Arguments = Annotated[list[str] | None, typer.Argument(metavar="-- ARGUMENT", help=_ARGUMENTS_HELP)]
 FollowLinks = Annotated[bool, typer.Option("--follow-links", help=_FOLLOW_HELP)]
 Include = Annotated[list[str] | None, typer.Option("--include", metavar="PATTERN", help=_INCLUDE_HELP)]
@@ -73,6 +81,7 @@ def choose_engine(engine: RunEngine | None, local: bool) -> RunEngine | None:
     return RunEngine.none if local else engine
 
 
+_MODULE = re.compile(r"[A-Za-z_]\w*(?:\.\w+)*")
 _READERS: Mapping[str, Callable[[Any], Any]] = {
     "arguments": tuple,
     "include": tuple,
@@ -93,8 +102,14 @@ class ScriptCommand(typer.core.TyperCommand):
     """A command with a parameter `arguments`: all words after the first `--`, in order and unchanged."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parses the words before `--`. Raises `UsageError` if one of them may be an argument for the script."""
+        """Parses the words before `--`. Raises `UsageError` if one of them may be an argument for the script.
+
+        A command in place of the script, such as `torchrun`, is replaced by options, the script and its arguments.
+        """
         own = args[: args.index("--")] if "--" in args else args
+        if not ctx.resilient_parsing and (place := find_command(own, self.params)) is not None:
+            own, arguments = replace_command(args[:place], args[place:], self.params)
+            args = [*own, "--", *arguments]
         try:
             rest = super().parse_args(ctx, list(own))
         except Exception as error:  # Typer has its own copy of Click, with no public name for the error below
@@ -159,7 +174,7 @@ def split_script(script: Path, source: Path | None, entry_point: str | None) -> 
         names = [path.name for path in script.parent.iterdir()] if script.parent.is_dir() else []
         raise UsageError(
             f"{script}: no such script.{did_you_mean(script.name, names)} Fix: use the path of a script, such as"
-            " code/train.py"
+            f" code/train.py, or one of the commands {', '.join(launch_commands.list_commands())}"
         )
     if source is None:
         return script.parent, script.name
@@ -167,6 +182,30 @@ def split_script(script: Path, source: Path | None, entry_point: str | None) -> 
     if not place.is_relative_to(source.resolve()):
         raise UsageError(f"{script}: not in --source {source}. Fix: leave out --source, or name a directory above it")
     return source, str(place.relative_to(source.resolve()))
+
+
+def choose_code(
+    script: Path | None, module: str | None, source: Path | None, entry_point: str | None
+) -> dict[str, Any]:
+    """Returns the fields `source` and `entry_point` of a job for SCRIPT or --module; empty without both.
+
+    Raises:
+        UsageError: As `split_script`, or if a module's name is wrong, or a script is named too.
+    """
+    if module is None:
+        if script is None:
+            return {}
+        source, entry_point = split_script(script, source, entry_point)
+        return {"source": source, "entry_point": entry_point}
+    if script is not None or entry_point is not None:
+        raise UsageError(f"-m {module} and {script or entry_point}: both name a script. Fix: leave out one")
+    if not _MODULE.fullmatch(module):
+        raise UsageError(f"-m {module}: not the name of a module. Fix: such as -m package.train, without .py")
+    first = module.partition(".")[0]
+    places = (Path(first), Path(f"{first}.py"), Path("src", first), Path("src", f"{first}.py"))
+    if source is None and any(place.exists() for place in places):
+        source = Path()
+    return {"source": source, "entry_point": f"-m {module}"}
 
 
 def print_source(selection: Selection, as_json: bool = False) -> None:

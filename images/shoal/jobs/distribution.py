@@ -35,10 +35,17 @@ class _Launcher(NamedTuple):
 
 
 @cache
-def _read_launchers() -> dict[str, _Launcher]:
+def read_launcher_table() -> dict[str, Any]:
+    """Returns the toolkit's table of launchers and of the commands that people type for them."""
     # A table that is data: the package of the toolkit may not be imported here.
     path = project.find_shipped().root / "toolkit" / "shoal_toolkit" / "data" / "launchers.json"
-    table = json.loads(path.read_text())["launchers"]
+    table: dict[str, Any] = json.loads(path.read_text())
+    return table
+
+
+@cache
+def _read_launchers() -> dict[str, _Launcher]:
+    table = read_launcher_table()["launchers"]
     return {
         name: _Launcher(entry["key"], options, entry.get("sends_instance_type", False), entry.get("ranks") == "mpirun")
         for entry in table.values()

@@ -143,7 +143,7 @@ class JobRequest(JobSpec):
         """Raises `UsageError` if the job cannot run: a path, size, channel, GPU, secret or distribution is wrong."""
         if self.source is not None and self.entry_point is not None:
             check_source(self.selection)
-        elif self.source is not None or self.entry_point is not None:
+        elif self.source is not None or not (self.entry_point or "-m ").startswith("-m "):
             missing = "--source" if self.source is None else "--entry-point"
             raise UsageError(f"{missing}: missing. Fix: give both, or SCRIPT instead of both")
         for option, place in {"--output": self.output, "--checkpoints": self.checkpoints}.items():

@@ -20,6 +20,7 @@ class Launcher(NamedTuple):
     variables: str = ""
     can_fork: bool = False
     mpi_options: str = ""
+    launch_options: str = ""
     tuned_by: tuple[str, ...] = ()
     has_servers: bool = False
     distribution: Mapping[str, Mapping[str, str]] = {}  # for `shoal` only, as the next
@@ -28,7 +29,7 @@ class Launcher(NamedTuple):
     @property
     def hyperparameters(self) -> tuple[str, ...]:
         """The hyperparameters that select and tune it."""
-        return tuple(filter(None, (self.key, self.mpi_options, *self.tuned_by)))
+        return tuple(filter(None, (self.key, self.mpi_options, self.launch_options, *self.tuned_by)))
 
     @property
     def has_ranks(self) -> bool:

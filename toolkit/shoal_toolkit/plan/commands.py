@@ -7,11 +7,13 @@ first host is the `master`, the others are `worker`s, and every host runs a `ps`
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable, Sequence
 
-from shoal_toolkit.errors import LaunchError
+from shoal_toolkit.errors import ContractError, LaunchError
 from shoal_toolkit.job.launchers import MPI
 from shoal_toolkit.plan import rank_shell
+from shoal_toolkit.plan.arguments import build_script_command
 from shoal_toolkit.plan.launcher import Command, Start
 
 _DATAPARALLEL_PORT = "7592"
@@ -77,27 +79,62 @@ def _build_torchrun(start: Start) -> Command:
     return Command((start.machine.python, "-m", "torch.distributed.run", *words, "--no-python", "--", *program))
 
 
+def _build_deepspeed(start: Start) -> Command:
+    """Starts ranks with torchrun. Each has the first argument --local_rank, as from the command `deepspeed`.
+
+    torchrun replaces the macro. Source: deepspeed/launcher/launch.py of DeepSpeed 0.18.
+    """
+    words = _build_torchrun(start).words
+    program = build_script_command(start.job.script, start.machine.python, [], mpi4py=False)
+    arguments = len(start.script) - len(program)
+    place = len(words) - arguments
+    return Command((*words[:place], "--local_rank=${local_rank}", *words[place:]))
+
+
+_ACCELERATE_KINDS = ("--use_fsdp", "--use_deepspeed", "--use_megatron_lm")
+
+
 def _build_accelerate(start: Start) -> Command:
-    """With --multi_gpu, accelerate starts ranks as torchrun does, also without GPUs. With --cpu, it starts only one."""
+    """With --multi_gpu, accelerate starts ranks as torchrun does, also without GPUs. With --cpu, it starts only one.
+
+    With the user's --use_fsdp and the like, which exclude both, it starts them as torchrun does, too.
+    """
+    given = _split_options(start)
+    names = {word.partition("=")[0].replace("-", "_").replace("__", "--", 1) for word in given}
+    is_kind = not names.isdisjoint(_ACCELERATE_KINDS)
     total = sum(start.ranks.values())
-    options = {
+    options: dict[str, object] = {
         "num_machines": len(start.ranks),
         "machine_rank": list(start.ranks).index(start.current_host),
         "main_process_ip": start.env["MASTER_ADDR"],
         "main_process_port": start.env["MASTER_PORT"],
         "num_processes": total,
-        "mixed_precision": "no",
-        "dynamo_backend": "no",
     }
-    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-    if total > 1:
-        words.append("--multi_gpu")
+    defaults = {} if "--config_file" in names else {"mixed_precision": "no", "dynamo_backend": "no"}
+    options |= {name: value for name, value in defaults.items() if f"--{name}" not in names}
+    if "--use_deepspeed" in names and len(start.ranks) > 1:
+        options["deepspeed_multinode_launcher"] = "standard"  # others would use ssh
+    words = [*given, *(word for name, value in options.items() for word in (f"--{name}", str(value)))]
+    if total > 1 or is_kind:
+        words += [] if is_kind else ["--multi_gpu"]
         program = rank_shell.wrap_for_torchrun(start.script, start.described)
     else:
         words += [] if start.machine.gpus else ["--cpu"]
         program = rank_shell.wrap_for_one_rank(start.script, start.described)
     module = ("-m", "accelerate.commands.launch")
     return Command((start.machine.python, *module, *words, "--no_python", *program))
+
+
+def _split_options(start: Start) -> list[str]:
+    """Returns the user's options for the launcher. Raises ContractError for an open quote."""
+    key = start.launcher.launch_options
+    text = str(start.job.framework.get(key) or "")
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise ContractError(
+            f"hyperparameters.json: {key} is {text!r}: {error}. Fix: close the quote, as in a shell."
+        ) from None
 
 
 def _build_accelerate_variables(start: Start) -> dict[str, str]:
@@ -159,7 +196,12 @@ def _format_config(cluster: dict[str, list[str]], task: str, index: int) -> str:
     return json.dumps({"cluster": cluster, "environment": "cloud", "task": {"index": index, "type": task}})
 
 
-_COMMANDS = {"mpirun": _build_mpirun, "torchrun": _build_torchrun, "accelerate": _build_accelerate}
+_COMMANDS = {
+    "mpirun": _build_mpirun,
+    "torchrun": _build_torchrun,
+    "accelerate": _build_accelerate,
+    "deepspeed": _build_deepspeed,
+}
 _VARIABLES: dict[str, Callable[[Start], dict[str, str]]] = {
     "accelerate": _build_accelerate_variables,
     "dataparallel": _build_dataparallel_variables,

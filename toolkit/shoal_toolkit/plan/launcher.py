@@ -52,7 +52,7 @@ def choose_launcher(job: Job, machine: Machine) -> tuple[Launcher, list[str]]:
     chosen, why = _find_launcher(job, machine)
     tunes: dict[str, list[str]] = {}
     for launcher in LAUNCHERS.values():
-        for key in (*launcher.tuned_by, *filter(None, [launcher.mpi_options])):
+        for key in (*launcher.tuned_by, *filter(None, [launcher.mpi_options, launcher.launch_options])):
             tunes.setdefault(key, []).append(launcher.name)
     without_effect = [
         f"{key} has no effect: it is for {', '.join(sorted(names))}, and the launcher is {chosen.name}"

@@ -212,12 +212,13 @@ _SETTINGS = re.compile(
 """Lines without metrics: a call or a class with arguments, values such as True, warnings, places in code."""
 _PLAIN = re.compile(r"(?:[^=]*[\]|] |[^=]* - |\w++: )?\s*+(?:[A-Za-z_][\w./-]*+=\S++[\s,;|]*+)++")
 """Nothing but `name=value`, after the prefix of a logger."""
-_ROW = re.compile(r"\s*\|\s*(\S(?:[^|]*\S)?)\s*\|\s*(\S+)\s*\|\s*")
-"""A table of names and values, such as Stable-Baselines' `| loss | 0.5 |`."""
+_ROW = re.compile(r"\s*[|│]\s*(\S(?:[^|│]*[^\s|│])?)\s*[|│]\s*([^\s|│]+)\s*[|│]\s*")
+"""A table of names and values, such as Stable-Baselines' `| loss | 0.5 |`, and Lightning's of test results."""
 _CELLS = re.compile(r"\t+| {2,}")
 _COLUMN = re.compile(r"[A-Za-z#][^=|]*")
 _LABEL = re.compile(
-    r"(?:^|[\s(\[|-])(test|val|valid|validation|eval|evaluation|dev)(?: set| subset| dataloader \d+)?\s*(?:[:)\]|]|- )",
+    r"(?:^|[\s(\[|-])(?:(test|val|valid|validation|eval|evaluation|dev)(?: set| subset| dataloader \d+)?\s*(?:[:)\]|]|- )"
+    r"|(val)idate step:)",
     re.IGNORECASE,
 )
 _STEPS = {"#": "step", "E": "epoch"}
@@ -316,15 +317,15 @@ def _find_metrics(text: str) -> tuple[dict[str, float], int]:
     is_strong = any(kind is NameKind.METRIC for _, kind in pairs)
     is_plain = is_strong or _PLAIN.fullmatch(text) is not None or find_x(text, len(text)) is not None
     metrics: dict[str, float] = {}
-    label, first = _find_label(text), len(text)
+    (label, labelled), first = _find_label(text), len(text)
     for pair, kind in pairs:
         if not (_is_metric(pair, kind, is_strong) or (kind is NameKind.OTHER and is_plain and _is_assigned(pair))):
             continue
         name = clean_name(pair.words)
         first = min(first, pair.place)
         if pair.words[0].lower() in PARTS and len(pair.words) > 1:
-            label = pair.words[0].lower()
-        elif label and kind is not NameKind.RATE and "norm" not in name and not _has_part(name):
+            label, labelled = pair.words[0].lower(), pair.place
+        elif pair.place > labelled and kind is not NameKind.RATE and "norm" not in name and not _has_part(name):
             name = f"{label}_{name}"
         metrics.setdefault(name, pair.value)
     return metrics, first
@@ -344,10 +345,10 @@ def _has_part(name: str) -> bool:
     return re.split(r"[_/.@-]", name.lower(), maxsplit=1)[0] in PARTS
 
 
-def _find_label(text: str) -> str:
-    """Returns the part of the data that the line is about, as in `Test: [3/10] Loss 0.3`; empty for training."""
+def _find_label(text: str) -> tuple[str, int]:
+    """Returns the part of the data that the rest of the line is about, as in `Test: [3/10] Loss 0.3`, and its place."""
     found = _LABEL.search(text)
-    return found[1].lower() if found else ""
+    return ((found[1] or found[2]).lower(), found.start()) if found else ("", len(text))
 
 
 def _find_pairs(text: str) -> Iterator[_Pair]:

@@ -159,7 +159,9 @@ def test_wrong_script_is_refused(
         ("code:data", "expected PATH:TARGET"),
         ("code:/data:rx", "expected PATH:TARGET"),
         ("none:/data", "no such file or directory: none"),
-        ("code:/opt/ml/code", "the job has its own /opt/ml. Fix: mount it elsewhere, or use --channel NAME=code"),
+        ("code:/opt/ml/code", "the job has its own /opt/ml/code. Fix: mount it elsewhere, or use --channel NAME=code"),
+        ("code:/opt/ml/output/data", "the job has its own /opt/ml/output"),
+        ("code:/opt/ml", "the job has its own /opt/ml"),
         ("code:/opt", "the job has its own /opt/ml"),
         ("code:/a/../opt/ml", "the job has its own /opt/ml"),
     ],
@@ -169,3 +171,8 @@ def test_wrong_volume_is_refused(here: Path, text: str, words: str) -> None:
         Volume.parse(text).check()
     assert str(refused.value).startswith(f"--volume {text}: ")
     assert words in str(refused.value)
+
+
+def test_a_volume_beside_the_directories_of_the_job(here: Path) -> None:
+    """Many published scripts have their data in `../data`."""
+    Volume.parse("code:/opt/ml/data").check()

@@ -13,6 +13,8 @@ import docker.types
 from shoal.errors import UsageError
 
 _TREE = PurePosixPath("/opt/ml")
+_OWN = ("checkpoints", "code", "input", "model", "output")
+"""The directories of a job in its tree. Scripts may have others there, such as `../data` beside their code."""
 _MODES = {"": False, "rw": False, "ro": True}
 
 
@@ -44,9 +46,10 @@ class Volume:
                 " that exists"
             )
         target = PurePosixPath(self.target)
-        if ".." in target.parts or target.is_relative_to(_TREE) or _TREE.is_relative_to(target):
+        own = next((place for name in _OWN if target.is_relative_to(place := _TREE / name)), _TREE)
+        if ".." in target.parts or own != _TREE or _TREE.is_relative_to(target):
             raise UsageError(
-                f"--volume {self.source}:{self.target}: the job has its own {_TREE}. Fix: mount it elsewhere, or use"
+                f"--volume {self.source}:{self.target}: the job has its own {own}. Fix: mount it elsewhere, or use"
                 f" --channel NAME={self.source} for data"
             )
 

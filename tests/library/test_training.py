@@ -7,12 +7,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.library.conftest import shards_on_the_cpu
+from tests.library.conftest import TORCH, shards_on_the_cpu
+from tests.repeats import in_soak
 
 if TYPE_CHECKING:
     from tests.library.conftest import Mpirun
 
-WRAPPERS = Path(__file__).parent / "ranks" / "wrappers.py"
+RANKS = Path(__file__).parent / "ranks"
+WRAPPERS = RANKS / "wrappers.py"
+CHECKS = {"collectives": 5, "meshes": 4, "models": 10}
 
 
 @pytest.mark.mpi
@@ -49,3 +52,19 @@ def test_every_wrapper_of_shards_trains_as_one_process(mpirun: Mpirun) -> None:
 def test_replicas_of_shards(mpirun: Mpirun) -> None:
     """Needs two ranks for each of the two."""
     mpirun(4, WRAPPERS, "hybrid", "fully_sharded")
+
+
+@pytest.mark.mpi
+@pytest.mark.skipif(TORCH < (2, 13), reason="needs what torch 2.13 has of device meshes")
+@pytest.mark.parametrize(
+    ("ranks", "lists", "compiler"),
+    [
+        (2, "collectives models", "aot_eager"),
+        (4, "collectives meshes", "aot_eager"),
+        in_soak(4, "models", "aot_eager"),
+        in_soak(2, "collectives models", "inductor"),
+    ],
+)
+def test_meshes_shards_and_tensor_parallelism(mpirun: Mpirun, ranks: int, lists: str, compiler: str) -> None:
+    output = mpirun(ranks, RANKS / "meshes.py", *lists.split(), SMDDP_TEST_COMPILER=compiler)
+    assert len(re.findall(r"^equal: ", output, re.MULTILINE)) == sum(CHECKS[name] for name in lists.split())

@@ -234,6 +234,7 @@ READ_ONLY: tuple[int, dict[str, int], str] = (
     "Channels (input/data) are for reading. Fix: write results to SM_OUTPUT_DATA_DIR",
 )
 S3: tuple[int, dict[str, int], str] = (1, {}, "cannot read or write s3:// addresses")
+NO_DRIVER = f"{BEGIN}ImportError: libcuda.so.1: cannot open shared object file: No such file or directory"
 NO_GPU = (1, {"gpus": 0}, "This host has no GPU.")
 TORCH_FULL = "[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598"
 
@@ -329,6 +330,11 @@ TORCH_FULL = "[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 
         ),
         (NO_DEVICES, 1, {"gpus": 0}, "This host has no GPU. To run on CPU with emulated GPUs: shoal run --env"),
         (NO_DEVICE, 1, {"gpus": 2}, "No GPU can be used. Fix: docker run --gpus all"),
+        (NO_DRIVER, 1, {"gpus": 2, "rehearsal": 1}, "A rehearsal emulates GPUs for torch's own operators."),
+        (NO_DRIVER, 1, {"gpus": 0}, "belongs to NVIDIA's driver, which no image contains, and this host has no GPU."),
+        (NO_DRIVER, 1, {"gpus": 2}, "this container has none. Fix: docker run --gpus all"),
+        (f"{BEGIN}AssertionError: libcuda.so cannot found!", 1, {"rehearsal": 1}, "Triton's kernels and CUDA"),
+        (f"{BEGIN}RuntimeError: 0 active drivers ([]). There", 1, {"rehearsal": 1}, "Triton's kernels and CUDA"),
         ("./go.sh: line 2: foo: command not found", 127, {}, "Exit code 127: a program"),
         ("./go.sh: line 2: ./foo: Permission denied", 126, {}, "Exit code 126: a program exists"),
         (FULL, 1, {}, "A file system was full while the script ran"),

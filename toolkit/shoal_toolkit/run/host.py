@@ -269,14 +269,15 @@ class Host(Role):
             self.output.drop()
 
     def collect_facts(self) -> dict[str, int]:
-        """Returns facts about this host that may explain a failure: memory, full disks, and the number of GPUs.
+        """Returns facts about this host that may explain a failure: memory, full disks, GPUs, and whether it is a rehearsal.
 
-        The number of GPUs is 0 until this host has its plan.
+        The last two are 0 until this host has its plan.
         """
         from shoal_toolkit.system.failure_facts import collect_disk_facts, collect_memory_facts
 
-        gpus = int(self.plan.env.get("SM_NUM_GPUS", 0)) if self.has_plan else 0
-        return {**collect_memory_facts(self._oom_kills), **collect_disk_facts(), "gpus": gpus}
+        variables = self.plan.env if self.has_plan else {}
+        devices = {"gpus": int(variables.get("SM_NUM_GPUS", 0)), "rehearsal": int("SHOAL_REHEARSE" in variables)}
+        return {**collect_memory_facts(self._oom_kills), **collect_disk_facts(), **devices}
 
     def _on_signal(self, number: int) -> None:
         """The first signal to this host stops the job, the second one kills it. All hosts may get one at once."""

@@ -104,11 +104,12 @@ def test_frameworks_are_imported_only_under_the_folder_of_that_name() -> None:
 
 
 def test_the_toolkit_needs_the_standard_library_only() -> None:
-    """Except boto3 and pip, which one module each imports when it is called."""
+    """Except boto3 and pip, which modules for programs of their own import when they are called."""
+    extras = {"s3.py": ("boto3", "botocore"), "install.py": ("pip",), "locked.py": ("pip",)}
     allowed = sys.stdlib_module_names | {"shoal_toolkit"}
     for path in modules("toolkit"):
         for name in imports(path):
-            extra = name.split(".")[0] in {"s3.py": ("boto3", "botocore"), "install.py": ("pip",)}.get(path.name, ())
+            extra = name.split(".")[0] in extras.get(path.name, ())
             assert extra or name.split(".")[0] in allowed, f"{path.relative_to(ROOT)} imports {name}"
 
 

@@ -23,6 +23,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from shoal_toolkit.errors import ContractError, did_you_mean
+from shoal_toolkit.files import read_text
 
 S3 = "s3://"
 _ALLOWED = "Fix: name a directory, a .tar.gz archive or one file in this container, or s3://bucket/key."
@@ -33,6 +34,9 @@ STOCK_TOOLKITS = frozenset(
     {"sagemaker_pytorch_container.training:main", "sagemaker_tensorflow_container.training:main"}
 )
 _DOTTED = r"[A-Za-z_]\w*(?:\.\w+)*"
+LOCKS = ("uv.lock", "pylock.toml", "pyproject.toml")
+"""The files beside a script that name its packages, the first one first. A requirements.txt comes before them."""
+_LOCAL = re.compile(r'source = \{ (?:editable|directory|virtual) = "(?![/.]{2}|/)([^"]+)" \}')
 _MAX_LISTED = 20
 _MAX_DEPTH = 3  # of directories in which a script is searched
 
@@ -59,6 +63,8 @@ class Code(NamedTuple):
     fetched: bool = True  # False in `train --explain` if it would have to be fetched
     origin: str = ""  # the address it was fetched from; empty for a directory that is used in place
     note: str = ""  # for the log
+    lock: str = ""  # the file that names the packages, if there is no requirements.txt: one of LOCKS
+    paths: tuple[str, ...] = ()  # directories with local packages of a project that is not installed
 
 
 def locate_code(environ: Mapping[str, str], toolkit: Mapping[str, Any], code_dir: str) -> CodeSource:
@@ -112,7 +118,29 @@ def inspect_code(directory: str) -> Code:
     setup_py = os.path.isfile(os.path.join(directory, "setup.py"))
     # A pyproject.toml that only configures tools makes no package.
     package = setup_py or _has_line(directory, "pyproject.toml", r"\[(project|build-system)\]")
-    return Code(directory, _has_line(directory, "requirements.txt", r"[^\s#]"), setup_py, package)
+    requirements = _has_line(directory, "requirements.txt", r"[^\s#]")
+    lock = "" if requirements else _find_lock(directory)
+    paths = _find_local_packages(directory, lock)
+    return Code(directory, requirements, setup_py, package, lock=lock, paths=paths)
+
+
+def _find_lock(directory: str) -> str:
+    found = next((name for name in LOCKS if os.path.isfile(os.path.join(directory, name))), "")
+    if found == "pyproject.toml":  # one that only configures tools names no packages
+        has_packages = _has_line(directory, found, r"(?:optional-)?dependencies\b.*=|\[dependency-groups\]")
+        return found if has_packages and _has_line(directory, found, r"\[(project|dependency-groups)\]") else ""
+    return found
+
+
+def _find_local_packages(directory: str, lock: str) -> tuple[str, ...]:
+    """Returns the directories with modules of the project and its workspace, which a lock file does not install."""
+    if not lock:
+        return ()
+    roots = dict.fromkeys([".", *_LOCAL.findall(read_text(directory, lock))]) if lock == "uv.lock" else ["."]
+    places = [os.path.join(directory, root) for root in roots]
+    sources = [os.path.join(place, "src") for place in places]
+    found = [src if os.path.isdir(src) else place for src, place in zip(sources, places)]
+    return tuple(os.path.normpath(each) for each in found if os.path.normpath(each) != os.path.normpath(directory))
 
 
 def make_code_directory(code: Code) -> None:
@@ -201,6 +229,10 @@ def describe_entry(code: Code, script: Script, environ: Mapping[str, str]) -> tu
     notes = [code.note] if code.note else []
     if environ.get("SAGEMAKER_TRAINING_MODULE") in STOCK_TOOLKITS:
         notes.append("SAGEMAKER_TRAINING_MODULE names a stock framework toolkit; this toolkit runs the script instead")
+    others = [name for name in LOCKS if os.path.isfile(os.path.join(code.directory, name))]
+    taken = "requirements.txt" if code.requirements else code.lock
+    if unused := [name for name in others if taken and name not in (taken, "pyproject.toml")]:
+        notes.append(f"{taken} names the packages of this job, and {unused[0]} is not read. Fix: remove one of them")
     folder = os.path.dirname(script.name)
     if folder and os.path.isfile(os.path.join(code.directory, folder, "requirements.txt")):
         notes.append(f"{folder}/requirements.txt is not installed. Fix: move it to {code.directory}")

@@ -276,7 +276,7 @@ def _unprefixed_variables(job: Job) -> dict[str, str]:
     """Returns the variables without SM_. SHOAL_RESTART and SHOAL_STOP_GRACE are for scripts with checkpoints."""
     environ = job.environ
     # The code comes first. The launcher's own sys.path is left out: the script may run with another Python.
-    path = [job.code_dir, *filter(None, [environ.get("PYTHONPATH", "")])]
+    path = [job.code_dir, *job.code.paths, *filter(None, [environ.get("PYTHONPATH", "")])]
     return {
         "CURRENT_HOST": job.cluster.current_host,
         "SAGEMAKER_JOB_NAME": _job_name(job),

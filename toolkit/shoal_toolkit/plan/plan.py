@@ -204,7 +204,7 @@ def _allow_oversubscription(start: Start) -> dict[str, str]:
 
 def _plan_setup(job: Job, machine: Machine) -> list[tuple[str, ...]]:
     """Returns the commands before the launch: they install what the code needs, and make output/intermediate."""
-    if not (job.code.requirements or job.code.package or job.toolkit.get("sagemaker_s3_output")):
+    if not (job.code.requirements or job.code.lock or job.code.package or job.toolkit.get("sagemaker_s3_output")):
         return []
     from shoal_toolkit.plan import sidecars
 

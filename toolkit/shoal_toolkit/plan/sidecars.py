@@ -9,15 +9,17 @@ from shoal_toolkit.job.machine import Machine
 
 
 def install_commands(job: Job, machine: Machine) -> list[tuple[str, ...]]:
-    """Returns the command that installs the user's package and requirements.txt on each host; none if not needed.
+    """Returns the command that installs the user's package and its requirements on each host; none if not needed.
 
     requirements.txt is installed for every kind of entry point. The package is installed if a module is named or there
     is a setup.py, but not for shell scripts. (The stock toolkit does the same, but ignores the requirements of shell
-    scripts.)
+    scripts.) A project with a lock file is not installed, but imported in place, unless it has a setup.py.
     """
+    lock = job.code.lock
     package = job.code.setup_py and not job.script.name.endswith(".sh")
-    package = package or (job.code.package and job.script.needs_no_code)
+    package = package or (job.code.package and job.script.needs_no_code and lock in ("", "pyproject.toml"))
     words = [*(["."] if package else []), *(["-r", "requirements.txt"] if job.code.requirements else [])]
+    words += ["--locked", lock] if lock else []
     return [(machine.python, "-m", "shoal_toolkit.sidecars.install", *words)] if words else []
 
 

@@ -11,6 +11,9 @@ This is `pip install` with these additions:
   `tensorflow` would silently put another build over the image's. pip sees empty packages with their names.
 - A package is built in a copy, because pip leaves files in the directory. It may be read-only, or mounted into the
   containers of all hosts.
+- Lock files are installed by uv, checked by their hashes, without packages that the image keeps (sidecars/locked.py).
+  `--locked NAME` names one, and a requirements.txt with hashes is one too. If the same lock was installed before, such
+  as in a layer of the image, nothing is done.
 - The variable CA_REPOSITORY_ARN names an AWS CodeArtifact repository to install from. Its index and token are passed to
   pip in a variable, which other users of the machine can't read.
 """
@@ -27,7 +30,8 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from shoal_toolkit.errors import ContractError, LaunchError, TrainError
-from shoal_toolkit.files import read_table
+from shoal_toolkit.files import read_table, read_text
+from shoal_toolkit.sidecars import locked
 
 if TYPE_CHECKING:
     from pip._vendor.packaging.specifiers import SpecifierSet
@@ -44,24 +48,97 @@ def main(words: Sequence[str]) -> int:
     """
     try:
         environ = {**os.environ, **_codeartifact_index(os.environ)}
+        with tempfile.TemporaryDirectory(prefix="shoal-install-") as directory:
+            lock, rest = _take_lock(words)
+            if lock == locked.PYPROJECT:
+                rest += ["-r", _write_pyproject(directory)]
+            elif lock:
+                if (code := _install_lock(lock, directory, environ)) or not rest:
+                    return code
+                rest.insert(0, "--no-deps")
+            return _run_pip(rest, directory, environ)
     except TrainError as error:
         print(f"ERROR: {error}", file=sys.stderr)
         return error.exit_code
-    with tempfile.TemporaryDirectory(prefix="shoal-install-") as directory:
-        fixed = os.path.join(directory, "image-constraints.txt")
-        installed = read_installed()
-        others = find_other_names(installed)
-        with open(fixed, "w", encoding="utf-8") as file:
-            needs = read_needs(installed, _read_names(words))
-            file.writelines(f"{line}\n" for line in list_constraints(installed, others, needs))
-        _make_empty_packages(directory, others)
-        environ["PYTHONPATH"] = os.pathsep.join(filter(None, (directory, environ.get("PYTHONPATH"))))
-        # For pip only: builds of packages may import modules of their own directory.
-        safe = ["-P"] if environ.pop("PYTHONSAFEPATH", None) and sys.version_info >= (3, 11) else []
-        code = os.path.join(directory, "code")
-        words = [shutil.copytree(os.curdir, code, symlinks=True) if word == "." else word for word in words]
-        pip = [sys.executable, *safe, "-m", "pip"]
-        return subprocess.call([*pip, "install", "--constraint", fixed, *words], env=environ)
+
+
+def _run_pip(words: Sequence[str], directory: str, environ: dict[str, str]) -> int:
+    fixed = os.path.join(directory, "image-constraints.txt")
+    installed = read_installed()
+    others = find_other_names(installed)
+    with open(fixed, "w", encoding="utf-8") as file:
+        needs = read_needs(installed, _read_names(words))
+        file.writelines(f"{line}\n" for line in list_constraints(installed, others, needs))
+    _make_empty_packages(directory, others)
+    environ["PYTHONPATH"] = os.pathsep.join(filter(None, (directory, environ.get("PYTHONPATH"))))
+    # For pip only: builds of packages may import modules of their own directory.
+    safe = ["-P"] if environ.pop("PYTHONSAFEPATH", None) and sys.version_info >= (3, 11) else []
+    code = os.path.join(directory, "code")
+    words = [shutil.copytree(os.curdir, code, symlinks=True) if word == "." else word for word in words]
+    pip = [sys.executable, *safe, "-m", "pip"]
+    return subprocess.call([*pip, "install", "--constraint", fixed, *words], env=environ)
+
+
+def _take_lock(words: Sequence[str]) -> tuple[str, list[str]]:
+    """Returns the lock file among the words, if there is one, and the other words."""
+    rest = list(words)
+    if "--locked" in rest:
+        at = rest.index("--locked")
+        name = rest[at + 1]
+        del rest[at : at + 2]
+        return name, rest
+    if rest[-2:] == ["-r", locked.REQUIREMENTS] and locked.has_hashes(read_text(locked.REQUIREMENTS)):
+        return locked.REQUIREMENTS, rest[:-2]
+    return "", rest
+
+
+def _write_pyproject(directory: str) -> str:
+    """Writes the requirements of pyproject.toml for pip, without those that the image's framework does not meet."""
+    from pip._vendor.packaging.requirements import Requirement
+
+    installed = read_installed()
+    present = {**find_other_names(installed), **installed}
+    path = os.path.join(directory, "pyproject.txt")
+    with open(path, "w", encoding="utf-8") as file:
+        for line in locked.read_pyproject(locked.read_groups(os.environ)):
+            need = Requirement(line)
+            have = present.get(_normalize(need.name), "")
+            if have and _keeps_version(_normalize(need.name), read_table("fixed_packages")):
+                if not need.specifier.contains(have, prereleases=True):
+                    print(f"pyproject.toml asks for {line}, and this image has {have}, which stays", flush=True)
+            else:
+                file.write(f"{line}\n")
+    return path
+
+
+def _install_lock(name: str, directory: str, environ: Mapping[str, str]) -> int:
+    """Installs what a lock file in the current directory pins, and returns the exit code of uv."""
+    from shoal_toolkit.sidecars.uv import provide_uv
+
+    groups = locked.read_groups(environ)
+    digest = locked.compute_digest(name, groups)
+    installed = read_installed()
+    if (notes := locked.read_installed_notes(digest, installed)) is not None:
+        print("\n".join([*notes, f"{name}: its packages are installed already"]), flush=True)
+        return 0
+    uv = provide_uv(directory, environ)
+    options: list[str] = []
+    if name == locked.UV_LOCK:
+        pins = locked.read_uv_lock(uv, groups)
+    elif name == locked.PYLOCK:
+        pins = locked.read_pylock(groups)
+    else:
+        pins, options = locked.parse_requirements(read_text(name))
+    others = find_other_names(installed)
+    replaced = {pin.name for pin in pins if not _keeps_version(pin.name, read_table("fixed_packages"))}
+    choice = locked.choose_pins(name, pins, installed, others, read_needs(installed, replaced))
+    for note in choice.notes:
+        print(note, flush=True)
+    print(f"{name}: {len(choice.pins)} packages to install", flush=True)
+    code = locked.install_pins(uv, choice.pins, options, directory)
+    if not code:
+        locked.write_installed(digest, choice)
+    return code
 
 
 def read_installed() -> dict[str, str]:

@@ -182,6 +182,7 @@ lock: setup ## resolve the requirements of all images to lock files with hashes
 #: dataparallel  collectives and a step on the backend smddp against gloo and MPI
 #: link          all_reduce between two hosts over 1 Gbit/s, smddp against gloo (needs root)
 #: compression  gradient compression at 100 Mbit/s to 10 Gbit/s, and its accuracy (needs root)
+#: large         the accuracy with large global batches, and with little batch normalization
 #: members       what it costs that ranks accept members of the job only, on two hosts (needs root)
 #: tensorflow    the tape and collectives in the TensorFlow image, against MultiWorkerMirroredStrategy
 #: modelparallel partitions, pipelines, calls, memory and throughput against torch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,6 +26,12 @@ def test_every_wrapper_of_replicas_trains_as_one_process(mpirun: Mpirun) -> None
     )
     compared = re.findall(r"as one process: (\w+)", mpirun(2, WRAPPERS, "replicas"))
     assert compared == [*names.split(), "compiled", "sparse_gradients"]
+
+
+@pytest.mark.mpi
+@pytest.mark.skipif(find_spec("pytorch_optimizer") is None, reason="only a checkout has it, and not an image")
+def test_optimizers_for_large_batches_train_as_one_process(mpirun: Mpirun) -> None:
+    assert "large_batch_optimizers" in mpirun(2, WRAPPERS, "large_batch_optimizers")
 
 
 @pytest.mark.mpi

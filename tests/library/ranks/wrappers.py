@@ -222,6 +222,17 @@ def power_sgd() -> None:
     check(model, train(model), tolerance=1e-2)
 
 
+def large_batch_optimizers() -> None:
+    """LAMB and LARS see equal gradients on all ranks, so they need to know nothing of these."""
+    from pytorch_optimizer import LARS, Lamb
+
+    for make in (LARS, Lamb):
+        model, one_process = wrapped(), new_model()
+        train(model, optimizer=make(model.parameters(), lr=0.05))
+        train(one_process, ranks=range(SIZE), optimizer=make(one_process.parameters(), lr=0.05))
+        same(parameters_of(model), one_process.parameters(), 1e-5)
+
+
 def uneven_inputs() -> None:
     """Rank r has r steps less; a rank that has none left takes part with zeros."""
 

@@ -19,6 +19,7 @@ from tests.repeats import SEED, only_in_soak, times
 import shoal_checkpoint as contract
 from shoal_checkpoint.directories import SavedSteps
 from shoal_checkpoint.tensorflow import Checkpoint, CheckpointError
+from shoal_checkpoint.tensorflow.keras_release import keras_release
 
 if TYPE_CHECKING:
     from tests.launching import Alone, TwoRanks
@@ -154,12 +155,18 @@ def test_a_damaged_checkpoint_is_refused(tmp_path: Path, damage: Callable[[Path]
     assert before == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
 
 
+def test_a_checkpoint_of_another_keras_is_refused(tmp_path: Path) -> None:
+    forge(saved_at(tmp_path, 7), keras=5 - keras_release())
+    with pytest.raises(CheckpointError, match=r"it is of Keras \d, and this process has Keras \d\. Fix: "):
+        Checkpoint(tmp_path, model=make())
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
         (
             {"model": lambda: make(5)},
-            r"its model is another one: .*/kernel:0 is float32 \[3, 2\] instead of .*\[3, 5\]",
+            r"its model is another one: .*/kernel.* is float32 \[3, 2\] instead of .*\[3, 5\]",
         ),
         ({"model": lambda: make(2, "SGD")}, "its optimizer is Adam instead of SGD"),
         (
@@ -176,6 +183,7 @@ def test_a_checkpoint_of_something_else_is_refused(
         Checkpoint(tmp_path, **{name: make_it() for name, make_it in given.items()})
 
 
+@pytest.mark.skipif(keras_release() == 3, reason="the states of all layers of Keras 3 are saved")
 def test_layers_whose_random_state_cannot_be_saved_are_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     model = tf.keras.Sequential([tf.keras.layers.Dense(1, input_shape=(3,)), tf.keras.layers.Dropout(0.5, name="drop")])
     Checkpoint(tmp_path, model=model)

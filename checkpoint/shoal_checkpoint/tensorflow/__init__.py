@@ -1,6 +1,6 @@
 """Saves and resumes a TensorFlow or Keras training exactly: the losses equal those without an interruption.
 
-    tf.keras.backend.experimental.enable_tf_random_generator()  # before the model is made: dropout can then be saved
+    tf.keras.backend.experimental.enable_tf_random_generator()  # Keras 2, before the model: dropout can then be saved
     checkpoint = Checkpoint("/opt/ml/checkpoints", every=100, model=model, ranks=sdp)
     for epoch in checkpoint.epochs(10):
         checkpoint.fit(make_dataset(epoch), callbacks=...)  # or a loop over checkpoint.batches(make_dataset(epoch))
@@ -20,6 +20,7 @@ import tensorflow as tf
 from shoal_checkpoint import STOPPED, position, seconds_left
 from shoal_checkpoint.directories import CheckpointError, SavedSteps
 from shoal_checkpoint.tensorflow import storage
+from shoal_checkpoint.tensorflow.keras_release import keras_release, require_tensorflow_backend
 from shoal_checkpoint.tensorflow.random_states import RandomStates
 from shoal_checkpoint.tensorflow.ranks import Ranks, share_samples, weigh_samples
 
@@ -48,8 +49,9 @@ class Checkpoint:
             tf.Variable.
 
     Raises:
-        CheckpointError: If the newest checkpoint cannot be used, or another job writes to the directory. The message
-            names the file, the problem and a fix. Nothing is overwritten. All ranks raise it.
+        CheckpointError: If the newest checkpoint cannot be used, as one of another release of Keras, or another job
+            writes to the directory. The message names the file, the problem and a fix. Nothing is overwritten. All
+            ranks raise it. Also if Keras 3 has another backend than TensorFlow.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class Checkpoint:
         **objects: Any,
     ) -> None:
         position.check_every(every)
+        require_tensorflow_backend()
         self.epoch = 0
         """The current epoch, from 0."""
         self.step = 0
@@ -172,7 +175,7 @@ class Checkpoint:
         Returns:
             The history of the epoch.
         """
-        from shoal_checkpoint.tensorflow.callback import SavingCallback
+        from shoal_checkpoint.tensorflow.callback import LateCallbacks, SavingCallback
 
         unit = self._samples_per_step(batch_size, global_batch)
         if global_batch is not None:
@@ -180,13 +183,17 @@ class Checkpoint:
             dataset = shares.map(weigh_samples)
         metrics = (self._resumed or {}).get("metrics") or []
         rest = self._rest_of(dataset, unit)
-        if self._batches and int(dataset.cardinality()) >= 0:
-            rest = rest.apply(tf.data.experimental.assert_cardinality(int(dataset.cardinality())))
         saving = SavingCallback(self, self._batches, metrics)
+        called: Any = [*callbacks, saving]
         if self._batches:
             saving.make_metrics(self._model, dataset)
+            steps = int(dataset.cardinality())
+            if keras_release() == 3:
+                called = LateCallbacks(self._batches, called, steps, self.epoch + 1, self._model, given.get("verbose"))
+            elif steps >= 0:
+                rest = rest.apply(tf.data.experimental.assert_cardinality(steps))
         epochs = {"initial_epoch": self.epoch, "epochs": self.epoch + 1}
-        return self._model.fit(rest, callbacks=[*callbacks, saving], **epochs, **given)
+        return self._model.fit(rest, callbacks=called, **epochs, **given)
 
     def end_step(self, batches: int) -> None:
         """Notes that a step has ended, after a number of batches of this epoch."""

@@ -7,6 +7,7 @@ from typing import Any
 import tensorflow as tf
 
 from shoal_checkpoint.tensorflow import storage
+from shoal_checkpoint.tensorflow.keras_release import keras_release
 
 
 class SavingCallback(tf.keras.callbacks.Callback):  # type: ignore[misc]
@@ -30,8 +31,8 @@ class SavingCallback(tf.keras.callbacks.Callback):  # type: ignore[misc]
         model.reset_metrics()
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Has `fit` ask this object where it begins. It asks BackupAndRestore in the same way."""
-        if self._skipped:
+        """Has `fit` of Keras 2 ask this object where it begins. It asks BackupAndRestore in the same way."""
+        if self._skipped and keras_release() == 2:
             self.model._training_state = self
 
     def maybe_load_initial_counters_from_ckpt(self, steps_per_epoch: Any, epoch: int, mode: Any) -> tuple[int, int]:
@@ -50,5 +51,24 @@ class SavingCallback(tf.keras.callbacks.Callback):  # type: ignore[misc]
         self._checkpoint.end_step(batch + 1)
 
     def on_train_end(self, logs: Any = None) -> None:
-        if self._skipped:
+        if self._skipped and keras_release() == 2:
             self.model._training_state = None
+
+
+class LateCallbacks(tf.keras.callbacks.CallbackList):  # type: ignore[misc]
+    """The callbacks of an epoch whose first batches are not in the dataset: gives them the numbers of the others.
+
+    `Model.fit` of Keras 3 begins at 0, and takes such a list in place of callbacks.
+    """
+
+    def __init__(self, skipped: int, callbacks: list[Any], steps: int, epochs: int, model: Any, verbose: Any) -> None:
+        self._skipped = skipped
+        shown: dict[str, Any] = {"verbose": "auto" if verbose is None else verbose, "epochs": epochs}
+        shown |= {"steps": steps if steps >= 0 else None, "add_progbar": verbose != 0}
+        super().__init__(callbacks, add_history=True, model=model, **shown)
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        super().on_train_batch_begin(batch + self._skipped, logs)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        super().on_train_batch_end(batch + self._skipped, logs)

@@ -16,6 +16,7 @@ import tensorflow as tf
 
 from shoal_checkpoint.directories import CheckpointError, open_regular
 from shoal_checkpoint.position import check_place
+from shoal_checkpoint.tensorflow.keras_release import keras_release, tensorflow_variable
 
 _TRAINING, _PREFIX = "training.json", "state"
 _MOST_DIFFERENCES = 3
@@ -24,11 +25,16 @@ FORMAT = 1
 
 def layout(objects: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the names and shapes of the model's variables, and the class of each other object."""
-    shapes = [[each.name, each.dtype.name, list(each.shape)] for each in objects["model"].variables]
+    shapes = [
+        [getattr(each, "path", each.name), tf.as_dtype(each.dtype).name, list(each.shape)]
+        for each in objects["model"].variables
+    ]
     return {"model": shapes, **{name: _kind(each) for name, each in objects.items() if name != "model"}}
 
 
 def _kind(value: Any) -> str:
+    if keras_release() == 3:  # it numbers the names
+        return type(value).__name__
     return str(value.get_config().get("name", "")) if hasattr(value, "get_config") else type(value).__name__
 
 
@@ -42,7 +48,7 @@ def variables(objects: Mapping[str, Any]) -> Iterator[list[Any]]:
 
 def _variables_of(value: Any) -> list[Any]:
     found = getattr(value, "variables", [])
-    return list(found() if callable(found) else found)
+    return [tensorflow_variable(each) for each in (found() if callable(found) else found)]
 
 
 def read_metrics(model: Any) -> list[Any]:
@@ -57,13 +63,22 @@ def set_metrics(model: Any, values: list[Any]) -> None:
 
 def write(objects: Mapping[str, Any], training: dict[str, Any], path: Path) -> None:
     """Writes everything into a new directory, and waits until it is on the disk."""
+    build(objects)
     path.mkdir()
-    prefix = tf.train.Checkpoint(**objects).write(str(path / _PREFIX))
+    prefix = tf.train.Checkpoint(**_trackables(objects)).write(str(path / _PREFIX))
     sizes = {file.name: file.stat().st_size for file in path.glob(f"{Path(prefix).name}.*")}
-    (path / _TRAINING).write_text(json.dumps({"format": FORMAT, "sizes": sizes, **training}))
+    (path / _TRAINING).write_text(json.dumps({"format": FORMAT, "keras": keras_release(), "sizes": sizes, **training}))
     for file in path.iterdir():
         with file.open("rb") as opened:
             os.fsync(opened.fileno())
+
+
+def _trackables(objects: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what tf.train.Checkpoint writes: of Keras 3 the variables in their order, as their names are numbered."""
+    if keras_release() == 2:
+        return dict(objects)
+    kinds = tf.keras.layers.Layer, tf.keras.optimizers.Optimizer
+    return {name: _variables_of(each) if isinstance(each, kinds) else each for name, each in objects.items()}
 
 
 def read(objects: Mapping[str, Any], path: Path) -> dict[str, Any]:
@@ -74,8 +89,7 @@ def read(objects: Mapping[str, Any], path: Path) -> dict[str, Any]:
     try:
         with os.fdopen(open_regular(path / _TRAINING), encoding="utf-8") as file:
             training: dict[str, Any] = json.load(file)
-        if training["format"] != FORMAT:
-            raise CheckpointError(f"its format is {training['format']}; this version reads {FORMAT}.")
+        _check_format(training)
         for name, size in training["sizes"].items():
             if (found := (path / name).stat().st_size) < size:
                 raise CheckpointError(f"{name} is truncated: it has {found} bytes, and {size} were written.")
@@ -91,17 +105,25 @@ def read(objects: Mapping[str, Any], path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{_TRAINING} cannot be read: {error}.") from error
     build(objects)
     try:
-        status = tf.train.Checkpoint(**objects).read(str(path / _PREFIX))
+        status = tf.train.Checkpoint(**_trackables(objects)).read(str(path / _PREFIX))
         status.assert_existing_objects_matched()
     except (tf.errors.OpError, AssertionError, ValueError) as error:
         raise CheckpointError(f"TensorFlow cannot read it: {str(error).strip().splitlines()[0]}.") from error
     return training
 
 
+def _check_format(training: Mapping[str, Any]) -> None:
+    if training["format"] != FORMAT:
+        raise CheckpointError(f"its format is {training['format']}; this version reads {FORMAT}.")
+    if (release := training.get("keras", 2)) != keras_release():
+        raise CheckpointError(f"it is of Keras {release}, and this process has Keras {keras_release()}.")
+
+
 def build(objects: Mapping[str, Any]) -> None:
     """Makes the variables of optimizers, which they have only after their first step."""
     for each in objects.values():
-        if isinstance(each, tf.keras.optimizers.Optimizer) and hasattr(each, "build"):
+        is_keras = isinstance(each, tf.keras.optimizers.Optimizer)
+        if is_keras and hasattr(each, "build") and not getattr(each, "built", False):
             each.build(objects["model"].trainable_variables)
 
 

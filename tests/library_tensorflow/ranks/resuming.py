@@ -15,6 +15,7 @@ import tensorflow as tf
 import smdistributed.dataparallel.tensorflow as sdp
 import smdistributed.dataparallel.tensorflow.keras as sdk
 from shoal_checkpoint.tensorflow import Checkpoint
+from smdistributed.core.tensorflow.keras_release import is_keras_3
 
 EPOCHS, SAMPLES, WIDTH, EVERY = 3, 48, 4, 2
 
@@ -22,7 +23,8 @@ EPOCHS, SAMPLES, WIDTH, EVERY = 3, 48, 4, 2
 def main(way: str, checkpoints: str, log: str) -> None:
     sdp.init()
     rank, size = sdp.rank(), sdp.size()
-    tf.keras.backend.experimental.enable_tf_random_generator()
+    if not is_keras_3():
+        tf.keras.backend.experimental.enable_tf_random_generator()
     tf.keras.utils.set_random_seed(rank)
     model = tf.keras.Sequential(
         [

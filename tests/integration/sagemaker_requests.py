@@ -31,6 +31,7 @@ RECORDINGS = Path(__file__).parent / "data" / "sagemaker-requests.json"
 REDIRECT = Path(__file__).with_name("sagemaker_redirect.py")
 ENVIRONMENTS = ROOT / ".cache" / "sagemaker-sdk"
 SDKS = {
+    "boto3": ("boto3==1.44.5",),
     "1": ("sagemaker==1.72.1", "protobuf<4"),
     "2": ("sagemaker==2.257.7",),
     "3": ("sagemaker-train==1.27.0",),
@@ -57,6 +58,9 @@ class Case(NamedTuple):
 
 
 CASES = (
+    Case("boto3", "create_training_job.py", (BUCKET,)),
+    Case("2", "generic_estimator.py"),
+    Case("2", "tensorflow_modelparallel.py"),
     Case("1", "sdk1_dataparallel.py"),
     Case("2", "pytorch_dataparallel.py"),
     Case("2", "pytorch_modelparallel.py"),
@@ -135,6 +139,8 @@ class FakeAws:
         keys = {"aws_access_key_id": "x", "aws_secret_access_key": "x", "region_name": _REGION}
         self._client = functools.partial(boto3.client, endpoint_url=self.endpoint, **keys)
         policy = json.dumps({"Version": "2012-10-17", "Statement": [_TRUST]})
+        where: Any = {"LocationConstraint": _REGION}
+        self._client("s3").create_bucket(Bucket=BUCKET, CreateBucketConfiguration=where)
         self._client("iam").create_role(RoleName="training", AssumeRolePolicyDocument=policy)
 
     def uploads(self) -> dict[str, bytes]:

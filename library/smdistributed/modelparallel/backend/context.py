@@ -20,6 +20,9 @@ from smdistributed.modelparallel.backend.object_exchange import ObjectExchange
 
 GROUPS = {"WORLD": "", "MP_GROUP": "D", "DP_GROUP": "P", "PP_GROUP": "DT", "TP_GROUP": "DP", "RDP_GROUP": "PT"}
 """Groups by the coordinates that their members share: D (reduced data parallel), P (stage), T (tensor parallel)."""
+_LACKS_MPI = (
+    ' In an estimator, `distribution` also needs "mpi": {"enabled": True, "processes_per_host": N}, as in AWS\'s library.'
+)
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,7 @@ class Grid:
         if size % (stages * tensors):
             raise SMPConfigError(
                 f"'partitions' is {stages}, but the job has {size} ranks. Fix: start a multiple of {stages * tensors}."
+                + _LACKS_MPI * (size == 1)
             )
         if size > stages * tensors and not (config.ddp or config.horovod):
             raise SMPConfigError(

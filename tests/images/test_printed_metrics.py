@@ -133,6 +133,15 @@ def test_steps_that_do_not_grow_are_dropped(line: str) -> None:
     assert len(series.times) == len(series.values) == 4 - len(series.marks)
 
 
+def test_a_bar_that_is_drawn_again_adds_no_value() -> None:
+    """Lightning draws a bar with the last value before it has the new one, and an empty one after an epoch."""
+    log = JobLog()
+    for epoch, done, loss in ((0, 1, 9), (0, 2, 9), (0, 2, 8), (0, 0, 8), (1, 0, 8), (1, 1, 8), (1, 1, 7)):
+        log.add("a", f"Epoch {epoch}:  50%|█████     | {done}/2 [00:00<00:00, 44.35it/s, v_num=0, loss={loss}]")
+    series = log.series["loss", "a", None]
+    assert (series.x_name, [*series.xs], [*series.values]) == ("epoch", [0.5, 1, 1.5], [9, 8, 7])
+
+
 def test_a_long_curve_keeps_its_steps() -> None:
     log = JobLog()
     for step in range(5000):

@@ -23,7 +23,7 @@ from typing import IO, NamedTuple
 from shoal.clean_text import cut_line, print_error
 from shoal.errors import UsageError
 from shoal.jobs import running
-from shoal.jobs.printed_metrics import LineReader, X
+from shoal.jobs.printed_metrics import LineReader, X, is_bar
 from shoal.limits import MOST_LOG, MOST_LOG_LINE, open_regular
 
 LOG = "log.jsonl"
@@ -76,10 +76,13 @@ class Series:
     _count: int = 0
     _last_x: float = -math.inf
 
-    def add(self, seconds: float, value: float, x: X | None = None) -> None:
-        """Adds a value, unless it is one of those that are dropped."""
+    def add(self, seconds: float, value: float, x: X | None = None, *, redrawn: bool = False) -> None:
+        """Adds a value, unless it is one of those that are dropped. `redrawn`: it replaces one of the same step."""
         self._check_x(x)
         self.last_time, self.last = seconds, value
+        if redrawn and x and self.xs and self.xs[-1] == x.value and math.isfinite(value):
+            self.times[-1], self.values[-1] = seconds, value
+            return
         if not math.isfinite(value):
             if len(self.marks) < _MAX_MARKS:
                 self.marks.append(Mark(seconds, x.value if x and self.x_name else None, str(value)))
@@ -235,12 +238,13 @@ class JobLog:
         if origin not in self._readers and len(self._readers) >= MAX_SERIES:
             return
         metrics, x = self._readers.setdefault(origin, LineReader()).read(line.text)
+        redrawn = is_bar(line.text)
         if x and len(self.steps) < MAX_SERIES:
             self.steps[(x.name, *origin)] = x.value
         for name, value in metrics.items():
             key = (name, *origin)
             if key in self.series or len(self.series) < MAX_SERIES:
-                self.series.setdefault(key, Series()).add(line.seconds, value, x)
+                self.series.setdefault(key, Series()).add(line.seconds, value, x, redrawn=redrawn)
 
 
 def _list_last(series: Mapping[Key, Series]) -> Iterable[tuple[str, float]]:

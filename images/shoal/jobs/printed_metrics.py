@@ -91,6 +91,11 @@ def classify(words: tuple[str, ...], separator: str = ":") -> NameKind:
     return NameKind.METRIC if around & _COMPANIONS else NameKind.WEAK
 
 
+def is_bar(text: str) -> bool:
+    """Returns whether a line is a bar of tqdm, which is drawn with the last value again before it has the new one."""
+    return _BAR.search(text) is not None
+
+
 def is_setting(name: str) -> bool:
     """Returns whether `name=value` is a setting, a count or a variable of the environment: no metric of any name."""
     parts = _split(name)
@@ -141,6 +146,8 @@ _STEP = re.compile(
     re.IGNORECASE,
 )
 _BAR = re.compile(r"(\d{1,12})/\d+ \[\d+:\d")
+_NEW_BAR = re.compile(r"\| 0/\d+ \[")
+"""A bar of tqdm before its first step: Lightning draws it again, with values of the epoch before."""
 _INDEX = re.compile(r"(?:^|\] )\[(\d{1,12})(?:/\d+)?\]\s|^\s*(\d{1,12})\s*[|:]\s")
 _HEADER = re.compile(r"\W*epoch\W{1,3}(\d{1,9})\s*/\s*\d+\W*", re.IGNORECASE)
 
@@ -259,7 +266,7 @@ class LineReader:
         text = text[:_MOST]
         if self._columns and (row := _read_row(self._columns, text)):
             return row
-        if not has_word(text) and "=" not in text:
+        if (not has_word(text) and "=" not in text) or _NEW_BAR.search(text):
             self._header.look(text)
             return _NOTHING
         metrics, first = _find_metrics(text)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.library.conftest import clean_environment
+from tests.library.conftest import TORCH, clean_environment
 
 import shoal_rehearsal
 from shoal_rehearsal.settings import RehearsalError, RehearsalSettings, read_settings
@@ -25,6 +25,7 @@ RANKS = Path(__file__).parent / "ranks"
 PACKAGES = Path(shoal_rehearsal.__file__).parents[1]
 SCRIPT = RANKS / "rehearsed.py"
 NOTICE = "SHOAL REHEARSAL: this is not a training run"
+needs_dtensor = pytest.mark.skipif(TORCH < (2, 6), reason="torch 2.6 has the public names of DTensor and FSDP2")
 REHEARSE = {"SHOAL_REHEARSE": "1"}
 
 
@@ -92,6 +93,14 @@ def test_mixed_precision_under_mpirun(mpirun: Mpirun, tmp_path: Path, free_port:
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port)}
     mpirun(2, SCRIPT, "--amp", "--backend", "smddp", "--out", tmp_path, **REHEARSE, **where)
     check_training(tmp_path, 2)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("name", ["collectives", pytest.param("sharded", marks=needs_dtensor)])
+def test_tables_of_cases_on_two_ranks(mpirun: Mpirun, free_port: int, name: str) -> None:
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port)}
+    output = mpirun(2, RANKS / f"rehearsed_{name}.py", **REHEARSE, **where)
+    assert f"{name} 0" in output and f"{name} 1" in output
 
 
 def test_what_a_script_sees(start_up: dict[str, str]) -> None:

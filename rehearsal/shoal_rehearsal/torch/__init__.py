@@ -14,7 +14,9 @@ from shoal_rehearsal.settings import prepare_notice
 from shoal_rehearsal.torch import (
     amp,
     cuda,
+    cuda_kernels,
     distributed,
+    distributed_tensor,
     function_mode,
     module_behavior,
     printing,
@@ -29,6 +31,6 @@ if TYPE_CHECKING:
 def emulate_gpus(settings: RehearsalSettings) -> None:
     """Patches torch, in this process and in threads that start later. It cannot be undone. It prepares the notice."""
     prepare_notice(settings, real=torch.cuda.device_count())  # before it is replaced
-    parts = cuda, streams, amp, module_behavior, distributed, printing, tensor_sources, function_mode
-    for part in parts:
+    parts = cuda, cuda_kernels, streams, amp, module_behavior, distributed, distributed_tensor, printing, tensor_sources
+    for part in (*parts, function_mode):
         part.patch(settings.gpus)

@@ -68,6 +68,7 @@ def patch(count: int) -> None:
     _replace(cuda.nvtx, _NVTX)
     if hasattr(torch, "accelerator"):
         _replace(torch.accelerator, _ACCELERATOR)
+    _replace(torch._C, {"_get_accelerator": lambda check=None: torch.device("cuda")})
     _replace(torch.backends.cudnn, _CUDNN)
     _replace(cuda.nccl, {"version": lambda: (2, 21, 5)})
     if hasattr(torch, "get_device_module"):
@@ -171,7 +172,11 @@ def _patch_generator() -> None:
 
     base: Any = torch._C.Generator
 
-    class Generator(base):  # type: ignore[misc]
+    class Kind(type(base)):  # type: ignore[misc]
+        def __instancecheck__(cls, instance: object) -> bool:
+            return isinstance(instance, base)  # of which torch's own generators are, and those that it makes below
+
+    class Generator(base, metaclass=Kind):  # type: ignore[misc]
         def __new__(cls, device: Any = "cpu") -> Any:
             return base.__new__(cls, "cpu" if devices.is_cuda(device) else device)
 

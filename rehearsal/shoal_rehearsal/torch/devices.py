@@ -4,7 +4,7 @@ Each thread has a current device. Counting devices prints the notice.
 
 A placement is a CUDA device, the CPU, or None for unknown. It is unknown if the mode cannot see how the tensor was
 created: in C++, or in another process. An unknown placement is never an error. Placements are in a dictionary: an
-attribute of the tensor would be saved in checkpoints.
+attribute of the tensor would be saved in checkpoints. A wrapper, such as a DTensor, is where its inner tensors are.
 """
 
 from __future__ import annotations
@@ -116,13 +116,13 @@ def index_of(device: DeviceLike = None) -> int:
 
 
 def placement_of(tensor: torch.Tensor) -> Placement:
-    placement: Placement = _placements.get(tensor)
-    return placement
+    placements = (_placements.get(plain) for plain in _plain_tensors(tensor))
+    return next((placement for placement in placements if placement is not None), None)
 
 
 def set_placement(value: object, placement: Placement) -> None:
     """Sets the placement of a tensor, or of the tensors in a list or tuple. None forgets it."""
-    for tensor in tensors_in((value,)):
+    for tensor in _all_plain_tensors(value):
         if placement is None:
             _placements.pop(tensor, None)
         else:
@@ -131,7 +131,7 @@ def set_placement(value: object, placement: Placement) -> None:
 
 def set_unknown_placement(value: object, placement: Placement) -> None:
     if placement is not None:
-        for tensor in tensors_in((value,)):
+        for tensor in _all_plain_tensors(value):
             if tensor not in _placements:
                 _placements[tensor] = placement
 
@@ -151,3 +151,19 @@ def tensors_in(values: Iterable[object]) -> Iterator[torch.Tensor]:
             yield value
         elif isinstance(value, (list, tuple)):
             yield from tensors_in(value)
+
+
+def _all_plain_tensors(value: object) -> Iterator[torch.Tensor]:
+    return (plain for tensor in tensors_in((value,)) for plain in _plain_tensors(tensor))
+
+
+def _plain_tensors(tensor: Any) -> Iterator[torch.Tensor]:
+    """Returns the tensors that hold a tensor's memory: itself, or those inside a wrapper such as a DTensor."""
+    if not hasattr(type(tensor), "__tensor_flatten__"):
+        yield tensor
+        return
+    with torch._C.DisableTorchFunction():
+        names, _ = tensor.__tensor_flatten__()
+        inner = [getattr(tensor, name) for name in names]
+    for each in inner:
+        yield from _plain_tensors(each)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from typing import Any
 
 import torch
@@ -13,10 +14,6 @@ from shoal_rehearsal.torch import devices
 from shoal_rehearsal.torch.devices import common_placement, set_placement
 
 _MARK = "_shoal_without_mode"
-_MOVES = (
-    *("all_gather", "all_gather_into_tensor", "all_gather_single", "_all_gather_base", "all_to_all"),
-    *("all_to_all_single", "broadcast", "gather", "scatter", "send", "recv", "isend", "irecv"),
-)
 
 
 def patch(_: int) -> None:
@@ -35,16 +32,9 @@ def patch(_: int) -> None:
         register(name, _creating_unseen(func), *args, **kwargs)
 
     backends.register_backend = staticmethod(register_unseen)
-    for name in ("init_process_group", "new_group"):
-        _replace(name, _with_gloo)
-    _replace("barrier", _checking_device_ids)
-    _replace("all_reduce", _reducing_as_nccl)
-    for name in ("all_gather_into_tensor", "all_gather_single", "_all_gather_base"):
-        _replace(name, _gathering_as_nccl)
-    for name in ("reduce_scatter_tensor", "reduce_scatter_single", "_reduce_scatter_base"):
-        _replace(name, _scattering_as_nccl)
-    for name in _MOVES:
-        _replace(name, _moving_booleans)
+    for names, wrap in _WRAPPED:
+        for name in names:
+            _replace(name, wrap)
     bucket: Any = torch._C._distributed_c10d.GradBucket
     for name in ("buffer", "gradients"):
         setattr(bucket, name, _placing_with_parameters(getattr(bucket, name)))
@@ -83,8 +73,8 @@ def _replace(name: str, wrap: Any) -> None:
     if original is None:  # a name of another version
         return
     replaced = wrap(original)
-    for module in (dist, dist.distributed_c10d):
-        if getattr(module, name, None) is original:
+    for module_name, module in list(sys.modules.items()):  # torch's modules import names from each other
+        if module_name.startswith("torch.distributed") and vars(module).get(name) is original:
             setattr(module, name, replaced)
 
 
@@ -123,6 +113,16 @@ def _replacement_backend(backend: str) -> str:
     return by_device.get("cpu", "gloo") if found == "nccl" else found
 
 
+def _without_device(function: Any) -> Any:
+    """Wraps `_coalescing_manager`: without a device, it needs no support in the backend, which gloo lacks."""
+
+    @functools.wraps(function)
+    def coalesce(group: Any = None, device: Any = None, async_ops: bool = False) -> Any:
+        return function(group, None, async_ops)
+
+    return coalesce
+
+
 def _checking_device_ids(function: Any) -> Any:
     """Wraps `barrier`: it raises as CUDA does for devices that do not exist, and otherwise ignores them."""
 
@@ -136,19 +136,56 @@ def _checking_device_ids(function: Any) -> Any:
 
 
 def _reducing_as_nccl(function: Any) -> Any:
-    """Wraps `all_reduce`: on gloo it averages, at once even with `async_op`, and sums booleans to their maximum."""
+    """Wraps a reduction: on gloo it averages and scales as NCCL does, and sums booleans to their maximum.
+
+    NCCL multiplies numbers before it sums them. Averages of integers are divided at once, even with `async_op`.
+    """
+    signature = inspect.signature(function)
+    source_name = next(name for name in _SOURCES if name in signature.parameters)
 
     @functools.wraps(function)
-    def all_reduce(tensor: Any, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
-        if tensor.dtype == torch.bool and dist.get_backend(group) == "gloo":
-            tensor, op = _as_bytes(tensor), dist.ReduceOp.MAX if op == dist.ReduceOp.SUM else op
-        if op != dist.ReduceOp.AVG or dist.get_backend(group) != "gloo":
-            return function(tensor, op, group, async_op)
-        function(tensor, dist.ReduceOp.SUM, group)
-        tensor.div_(dist.get_world_size(group))
-        return _Done() if async_op else None
+    def reduce(*args: Any, **kwargs: Any) -> Any:
+        kwargs = signature.bind(*args, **kwargs).arguments
+        op, group, source = kwargs.get("op", dist.ReduceOp.SUM), kwargs.get("group"), kwargs[source_name]
+        sources = [source] if isinstance(source, torch.Tensor) else source
+        if dist.get_backend(group) != "gloo":
+            return function(**kwargs)
+        if sources[0].dtype == torch.bool:
+            kwargs.update({name: _as_bytes(value) for name, value in kwargs.items()})
+            return function(**{**kwargs, "op": dist.ReduceOp.MAX if op == dist.ReduceOp.SUM else op})
+        if (factor := _factor(op, group)) is None:
+            return _with_future(function(**kwargs), kwargs)
+        if not sources[0].is_floating_point():
+            return _averaging_integers(function, kwargs)
+        scaled = [each.detach() * factor for each in sources]
+        if _OUTPUTS.isdisjoint(kwargs):  # it works in place
+            for each, value in zip(sources, scaled):
+                each.detach().copy_(value)
+        else:
+            kwargs[source_name] = scaled[0] if isinstance(source, torch.Tensor) else scaled
+        return _with_future(function(**{**kwargs, "op": dist.ReduceOp.SUM}), kwargs)
 
-    return all_reduce
+    return reduce
+
+
+_SOURCES = ("input_list", "input", "input_tensor", "tensors", "tensor")
+_OUTPUTS = {"output", "output_tensor"}
+
+
+def _factor(op: Any, group: Any) -> float | None:
+    """Returns the number by which NCCL multiplies tensors before it sums them. None: it does not."""
+    if op == dist.ReduceOp.AVG:
+        return 1 / dist.get_world_size(group)
+    return float(op.__getstate__()[1]) if op == dist.ReduceOp.PREMUL_SUM else None
+
+
+def _averaging_integers(function: Any, kwargs: dict[str, Any]) -> Any:
+    work = function(**{**kwargs, "op": dist.ReduceOp.SUM, "async_op": True})
+    work.wait()
+    reduced: Any = kwargs.get("output", kwargs.get("tensor", kwargs.get("tensors")))
+    for tensor in [reduced] if isinstance(reduced, torch.Tensor) else reduced:
+        tensor.div_(dist.get_world_size(kwargs.get("group")), rounding_mode="trunc")
+    return work if kwargs.get("async_op") else None
 
 
 def _gathering_as_nccl(function: Any) -> Any:
@@ -170,7 +207,7 @@ def _gathering_as_nccl(function: Any) -> Any:
 
 
 def _scattering_as_nccl(function: Any) -> Any:
-    """Wraps a reduce-scatter as `_gathering_as_nccl` does. On gloo it averages, at once even with `async_op`."""
+    """Wraps a reduce-scatter as `_gathering_as_nccl` does. In torch 2.0 it ends at once, even with `async_op`."""
 
     @functools.wraps(function)
     def scatter(
@@ -183,12 +220,12 @@ def _scattering_as_nccl(function: Any) -> Any:
         if not _is_flattened(group, output, input):
             return function(output, input, op, group, async_op)
         flat, source = output.view(-1), input.view(-1)
-        if _HAS_SINGLE and op != dist.ReduceOp.AVG:
+        if _HAS_SINGLE:
             return function(flat, source, op, group, async_op)
         total = source.clone()
         dist.all_reduce(total, op, group)
         flat.copy_(total.chunk(dist.get_world_size(group))[dist.get_rank(group)])
-        return _Done() if async_op else None
+        return _completed([flat]) if async_op else None
 
     return scatter
 
@@ -204,12 +241,19 @@ def _is_flattened(group: Any, output: Any, source: Any) -> bool:
     return bool(output.numel() == size * source.numel() or source.numel() == size * output.numel())
 
 
-class _Done:
-    def wait(self, *_: Any) -> bool:
-        return True
+def _with_future(work: Any, kwargs: dict[str, Any]) -> Any:
+    """Returns a handle with `get_future`. Gloo's reduce-scatter has none, so that this one waits for its end."""
+    if type(work) is not torch._C._distributed_c10d.Work or "output" not in kwargs:
+        return work
+    work.wait()
+    return _completed([kwargs["output"]])
 
-    def is_completed(self) -> bool:
-        return True
+
+def _completed(result: Any) -> Any:
+    future: Any = torch.futures.Future()
+    future.set_result(result)
+    implementation: Any = torch._C._distributed_c10d
+    return implementation._create_work_from_future(future)
 
 
 def _creating_unseen(create: Any) -> Any:
@@ -217,16 +261,16 @@ def _creating_unseen(create: Any) -> Any:
 
     @functools.wraps(create)
     def create_without_mode(*args: Any, **kwargs: Any) -> Any:
-        group = _without_mode(create)(*args, **kwargs)
+        group = without_mode(create)(*args, **kwargs)
         for name, method in list(vars(type(group)).items()):
             if inspect.isfunction(method) and not name.startswith("__") and not hasattr(method, _MARK):
-                setattr(type(group), name, _without_mode(method))
+                setattr(type(group), name, without_mode(method))
         return group
 
     return create_without_mode
 
 
-def _without_mode(function: Any) -> Any:
+def without_mode(function: Any) -> Any:
     @functools.wraps(function)
     def without_mode(*args: Any, **kwargs: Any) -> Any:
         with torch._C.DisableTorchFunction():
@@ -234,3 +278,21 @@ def _without_mode(function: Any) -> Any:
 
     setattr(without_mode, _MARK, True)
     return without_mode
+
+
+_MOVES = (
+    *("all_gather", "all_gather_into_tensor", "all_gather_single", "_all_gather_base", "all_to_all"),
+    *("all_to_all_single", "broadcast", "gather", "scatter", "send", "recv", "isend", "irecv"),
+)
+_GATHERS = ("all_gather_into_tensor", "all_gather_single", "_all_gather_base")
+_SCATTERS = ("reduce_scatter_tensor", "reduce_scatter_single", "_reduce_scatter_base")
+_REDUCTIONS = ("all_reduce", "all_reduce_coalesced", "reduce", "reduce_scatter", *_SCATTERS)
+_WRAPPED = (
+    (("init_process_group", "new_group"), _with_gloo),
+    (("barrier",), _checking_device_ids),
+    (("_coalescing_manager",), _without_device),
+    (_GATHERS, _gathering_as_nccl),
+    (_SCATTERS, _scattering_as_nccl),
+    (_REDUCTIONS, _reducing_as_nccl),
+    (_MOVES, _moving_booleans),
+)

@@ -34,6 +34,7 @@ def patch(_: int) -> None:
         _patch_default_device()
     else:  # in torch 2.0, the mode does not see indexing either
         tensor.__getitem__ = _placing_with_arguments(tensor.__getitem__)
+    tensor._make_wrapper_subclass = staticmethod(_wrapping_on_cpu(tensor._make_wrapper_subclass))
     torch.from_numpy = _placing_on_cpu(torch.from_numpy)
     utils: Any = torch.utils
     if hasattr(utils, "swap_tensors"):  # not in torch 2.0
@@ -48,6 +49,17 @@ def _placing_on_cpu(function: Any) -> Any:
         made = function(*args, **kwargs)
         set_placement(made, CPU)
         return made
+
+    return make
+
+
+def _wrapping_on_cpu(function: Any) -> Any:
+    """Wraps the constructor of wrapper subclasses: the wrapper's own device is the CPU, as for inner tensors."""
+
+    @functools.wraps(function)
+    def make(*args: Any, **kwargs: Any) -> Any:
+        cpu = [CPU if devices.is_cuda(arg) else arg for arg in args]
+        return function(*cpu, **{name: CPU if devices.is_cuda(arg) else arg for name, arg in kwargs.items()})
 
     return make
 

@@ -44,6 +44,7 @@ def devices() -> None:
     assert torch.zeros(1, device="cuda").device == CUDA
     assert str(torch.device("cuda")) == "cuda"
     assert torch.cuda.get_device_properties(0).total_memory > 0
+    assert isinstance(torch.Generator("cuda"), torch.Generator) and isinstance(torch.default_generator, torch.Generator)
     assert REAL or torch.cuda.max_memory_allocated() == torch.cuda.memory_allocated(OTHER) == 0
     torch.cuda.empty_cache()
     others: tuple[Any, ...] = (torch.cuda.device(COUNT - 1), torch.cuda.device(str(OTHER)))

@@ -74,4 +74,4 @@ def _kind(field: dict[str, Any]) -> str:
     if field["type"] == "object":
         (inner,) = field.get("patternProperties", {"": field.get("additionalProperties")}).values()
         return f"object: {_kind(inner)}"
-    return {"string": "text", "integer": "number"}[field["type"]]
+    return {"string": "text", "integer": "number", "boolean": "true or false"}[field["type"]]

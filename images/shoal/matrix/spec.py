@@ -28,6 +28,7 @@ Python = Annotated[str, pydantic.Field(pattern=r"^py3\d+$")]
 Cuda = Annotated[str, pydantic.Field(pattern=r"^cu\d{3}$")]
 Variant = Literal["runtime", "devel", "lean"]
 Glob = Annotated[str, pydantic.Field(pattern=r"^[\w*][\w*./+-]*[\w*]$")]
+PathGlob = Annotated[str, pydantic.Field(pattern=r"^/[\w*][\w*?./+-]*$")]
 Package = Annotated[str, pydantic.Field(pattern=r"^[a-z0-9][a-z0-9.+-]+$")]
 
 
@@ -59,6 +60,8 @@ class Release(Needs):
     """pip requirements in addition to buildspec.yml's `everyday`, for this release."""
     systems: Annotated[tuple[Word, ...], pydantic.Field(min_length=1)] | None = None
     """The systems that have wheels of it. A missing list means all systems."""
+    compiler: bool = False
+    """Whether its runtime images have the system's small compiler."""
 
     @pydantic.model_validator(mode="after")
     def _cuda_belongs_to_gpu(self) -> Release:
@@ -75,6 +78,15 @@ class Child(Needs):
     """A glob on tags of earlier images. One child is built on each match. Only runtime variants match."""
 
 
+class Compiler(StrictModel):
+    """A compiler for code that a framework writes while a script runs, such as torch.compile."""
+
+    packages: Annotated[tuple[Package, ...], pydantic.Field(min_length=1)]
+    """Its Debian packages."""
+    without: tuple[PathGlob, ...] = ()
+    """Globs of `dpkg --path-exclude` on paths: files of these packages that images leave out."""
+
+
 class System(StrictModel):
     """A release of Debian that images are based on."""
 
@@ -88,12 +100,18 @@ class System(StrictModel):
     """The version of its package python3. It has no other Python."""
     devel: tuple[Package, ...] = ()
     """The compiler packages of devel variants. If there are none, there is no devel variant."""
+    compiler: Compiler | None = None
+    """The small compiler of runtime images, if their release says `compiler: true`."""
 
-    def variants(self) -> Iterator[tuple[Variant, tuple[Package, ...]]]:
-        """Yields the variants of images, and the Debian packages that each adds."""
-        yield "runtime", ()
+    def variants(self, small: Compiler | None) -> Iterator[tuple[Variant, tuple[Package, ...], tuple[PathGlob, ...]]]:
+        """Yields the variants of images, the Debian packages that each adds, and the files that it leaves out.
+
+        Args:
+            small: The compiler of runtime images.
+        """
+        yield "runtime", small.packages if small else (), small.without if small else ()
         if self.devel:
-            yield "devel", self.devel
+            yield "devel", self.devel, ()
 
 
 class ImageSpec(Release):
@@ -107,6 +125,8 @@ class ImageSpec(Release):
     """`devel` also has compilers, `lean` has no everyday packages; the tag ends with that word."""
     packages: tuple[Package, ...] = ()
     """Debian packages in addition to the ones of every image."""
+    without: tuple[PathGlob, ...] = ()
+    """Globs on paths: files of `packages` that it leaves out."""
     extends: str | None = None
     """The tag of the image of the matrix that it extends."""
 
@@ -164,9 +184,10 @@ class VersionsFile(StrictModel):
             for name, system in self.systems.items():
                 if name not in (release.systems or (name,)):
                     continue
-                variants = [*system.variants(), *([("lean", ())] if needed else ())]
-                for variant, packages in variants:
-                    place = {"os": name, "system": system, "python": system.python}
+                small = system.compiler if release.compiler else None
+                variants = [*system.variants(small), *([("lean", (), ())] if needed else ())]
+                for variant, packages, without in variants:
+                    place = {"os": name, "system": system, "python": system.python, "without": without}
                     place |= {"variant": variant, "packages": packages, "everyday": needed if variant != "lean" else ()}
                     found.append((("releases", number), ImageSpec.model_validate(release.model_dump() | place)))
                     _check_number(found)

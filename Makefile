@@ -27,7 +27,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # One for all checkouts: mypy compares digests. The first run takes half a minute of a core.
 export MYPY_CACHE_DIR ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/shoal-tests/mypy
 
-.PHONY: all-tests bench check-and-test-without-docker help setup setup-all doctor engine known-image image images train test test-fast test-integration conformance faults sagemaker soak tested-images cluster-demo check fix docs docs-serve reference wheels render lock clean
+.PHONY: all-tests bench check-and-test-without-docker help setup setup-all doctor engine known-image image images train test test-fast test-integration conformance faults sagemaker soak tested-images today cluster-demo check fix docs docs-serve reference wheels render lock clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -142,6 +142,9 @@ sagemaker: IMAGE := pytorch-training:2.13.0-cpu-py311-debian12
 sagemaker: setup-all image #: install the SageMaker SDKs, record their requests for examples/sagemaker, and run their local mode
 	@$(BIN)/python tests/integration/sagemaker_requests.py
 	@SHOAL_SAGEMAKER_SDK=1 $(BIN)/pytest tests/toolkit/test_sagemaker_requests.py tests/integration/test_sagemaker_sdks.py --timeout 1800
+
+today: setup-all #: run public scripts, unmodified, from SOURCES=DIRECTORY, in child images: TODAY="--image … --rehearsal-image …"
+	@$(BIN)/python benchmarks/today.py --sources $(or $(SOURCES),$(error SOURCES: name the directory of the sources)) $(TODAY)
 
 soak: setup-all images #: run the random tests for hours, and test the contents of all images; SEED=<number> repeats a run
 	@SHOAL_SOAK=1 $(if $(SEED),SHOAL_SEED=$(SEED)) $(PYTEST) tests -m soak --timeout 3600

@@ -75,3 +75,18 @@ def test_replicas_of_shards(mpirun: Mpirun) -> None:
 def test_meshes_shards_and_tensor_parallelism(mpirun: Mpirun, ranks: int, lists: str, compiler: str) -> None:
     output = mpirun(ranks, RANKS / "meshes.py", *lists.split(), SMDDP_TEST_COMPILER=compiler)
     assert len(re.findall(r"^equal: ", output, re.MULTILINE)) == sum(CHECKS[name] for name in lists.split())
+
+
+@pytest.mark.mpi
+@pytest.mark.skipif(TORCH < (2, 13), reason="needs what torch 2.13 has of device meshes")
+def test_sharded_models_resume_with_another_number_of_ranks(mpirun: Mpirun, tmp_path: Path) -> None:
+    """All kinds of shards, at each step, have the losses of one process, to which they shrink in the end."""
+    losses: dict[str, list[float]] = {}
+    for ranks, begin, end in ((2, 0, 2), (4, 2, 4), (2, 4, 6), (1, 6, 8)):
+        output = mpirun(ranks, RANKS / "sharded_checkpoints.py", tmp_path, begin, end)
+        for kind, found in {match[1]: match[2] for match in re.finditer(r"losses of (\w+): \[(.*)\]", output)}.items():
+            losses[kind] = [*losses.get(kind, []), *map(float, found.split(", "))]
+    assert len(losses) == 7
+    expected = losses.pop("one_process")
+    for kind, found in losses.items():
+        assert found == pytest.approx(expected, rel=1e-5), kind

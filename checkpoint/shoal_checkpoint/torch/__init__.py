@@ -37,7 +37,7 @@ class Checkpoint:
 
     All ranks make it with the same arguments, after everything that it saves. Rank 0 reads and writes the files, so the
     other hosts need not see the directory. Parameters and the optimizer's state must be equal on all ranks, as in
-    DistributedDataParallel.
+    DistributedDataParallel, or sharded over them, as in FSDP or by tensor parallelism.
 
     After SIGTERM it saves and ends the process with exit code 143 (`STOPPED`). This happens before the next batch, or
     at the end of the epoch.
@@ -252,6 +252,7 @@ class Checkpoint:
         now = random_states or self._read_random_states()
         own = {"began": self._began, "now": now, "dicts": parts.read_dicts(self._state)}
         of_ranks = ranks.gather(own)
+        state = parts.read_shared(self._state)
         self._saved_step = self.step
         if ranks.rank() == 0:
             shared = {
@@ -265,7 +266,7 @@ class Checkpoint:
                 },
                 "ranks": of_ranks,
             }
-            tensors = storage.flatten({**parts.read_shared(self._state), "shoal": shared})
+            tensors = storage.flatten({**state, "shoal": shared})
             self._warn_of_objects(tensors)
             self._writer.write(tensors, functools.partial(_write, self._directory, self.step))
 

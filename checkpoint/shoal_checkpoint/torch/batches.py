@@ -131,8 +131,12 @@ class ExactLoader:
         return len(self.loader.dataset) if hasattr(self.loader.dataset, "__len__") else None
 
     def samples_per_batch(self, world_size: int) -> int | None:
-        """Returns the number of samples in a batch of all ranks. None if the loader has batches of its own making."""
-        return None if self.loader.batch_size is None else self.loader.batch_size * world_size
+        """Returns the number of samples in a batch of all ranks. None if the loader has batches of its own making.
+
+        With tensor parallelism, several ranks have the same batch: a DistributedSampler knows how many differ.
+        """
+        replicas = getattr(self.loader.sampler, "num_replicas", world_size)
+        return None if self.loader.batch_size is None else self.loader.batch_size * int(replicas)
 
     def split(self, first: int, global_batch: int) -> Split:
         """Returns this rank's shares of global batches. Raises TypeError if samples cannot be shared."""

@@ -1,6 +1,7 @@
 """The objects to save: models, optimizers and anything else with a state_dict, and plain dicts.
 
-A dict belongs to its rank. Everything else is the same on all ranks, so that the state of rank 0 is for all.
+A dict belongs to its rank. Everything else is the same on all ranks, so that the state of rank 0 is for all. Models
+that are sharded over ranks (`sharded`) give their complete state, and take their shards of it.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 
 from shoal_checkpoint.directories import CheckpointError
+from shoal_checkpoint.torch import sharded
 
 RESERVED = ("shoal", "structure")
 _MOST_DIFFERENCES = 3
@@ -20,7 +22,8 @@ _MOST_DIFFERENCES = 3
 def check(parts: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the objects without the wrappers of data parallelism and torch.compile, so that both load each other's.
 
-    Raises TypeError if one has no state, and ValueError if a name is reserved.
+    Raises TypeError if one has no state, and ValueError if a name is reserved. Raises CheckpointError if a model is
+    sharded in a way that cannot be saved.
     """
     for name, part in parts.items():
         if name in RESERVED:
@@ -31,7 +34,13 @@ def check(parts: Mapping[str, Any]) -> dict[str, Any]:
                 f"{name}={part!r}: its state cannot be saved. Allowed: a dict, or an object with state_dict() and "
                 "load_state_dict(). Fix: give it these methods, or put its values into a dict"
             )
-    return {name: _unwrap(part) for name, part in parts.items()}
+    found = {name: _unwrap(part) for name, part in parts.items()}
+    sharded.check(_sharded(found))
+    return found
+
+
+def _sharded(parts: Mapping[str, Any]) -> dict[str, torch.nn.Module]:
+    return {name: part for name, part in parts.items() if sharded.is_sharded(part)}
 
 
 def _unwrap(part: Any) -> Any:
@@ -46,8 +55,24 @@ def _unwrap(part: Any) -> Any:
 
 
 def read_shared(parts: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the state of each object but dicts. The tensors are those that the training changes."""
-    return {name: part.state_dict() for name, part in parts.items() if not isinstance(part, dict)}
+    """Returns the state of each object but dicts. The tensors are those that the training changes.
+
+    A collective call if a model is sharded. Its state, and its optimizer's, are complete on rank 0 and empty elsewhere.
+    """
+    models, state = _sharded(parts), {}
+    for name, part in parts.items():
+        if isinstance(part, torch.nn.Module):
+            state[name] = sharded.read_model(part) if name in models else _read_module(part)
+        elif isinstance(part, torch.optim.Optimizer) and (model := sharded.owner(part, models)) is not None:
+            state[name] = sharded.read_optimizer(part, model)
+        elif not isinstance(part, dict):
+            state[name] = part.state_dict()
+    return state
+
+
+def _read_module(module: torch.nn.Module) -> dict[str, Any]:
+    """Returns the state without the names of wrappers around inner modules, such as torch.compile's."""
+    return {sharded.clean(name): value for name, value in module.state_dict().items()}
 
 
 def read_dicts(parts: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -73,11 +98,24 @@ def load(parts: Mapping[str, Any], saved: Mapping[str, Any], saved_kinds: Mappin
             raise CheckpointError(f"its {name} is of class {saved_kinds[name]} instead of {kind}.")
     for name, part in parts.items():
         if isinstance(part, torch.nn.Module):
-            _compare(name, part.state_dict(), saved[name])
+            _compare(name, _read_module(part), saved[name])
         elif isinstance(part, torch.optim.Optimizer):
             _compare_groups(name, part.state_dict(), saved[name])
+    models = _sharded(parts)
     for name, state in saved.items():
-        parts[name].load_state_dict(state)
+        _load(parts[name], state, models)
+
+
+def _load(part: Any, state: Any, models: Mapping[str, torch.nn.Module]) -> None:
+    model = sharded.owner(part, models) if isinstance(part, torch.optim.Optimizer) else None
+    if model is not None:
+        sharded.load_optimizer(part, model, state)
+    elif not isinstance(part, torch.nn.Module):
+        part.load_state_dict(state)
+    elif any(part is each for each in models.values()):
+        sharded.load_model(part, state)
+    else:
+        part.load_state_dict({name: state[sharded.clean(name)] for name in part.state_dict()})
 
 
 def load_dicts(parts: Mapping[str, Any], saved: Mapping[str, dict[str, Any]]) -> None:

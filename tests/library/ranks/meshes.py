@@ -85,7 +85,7 @@ def uneven_parts() -> None:
     mine = given(RANK, sum(sizes[RANK]), 3)
     into = [sizes[sender][RANK] for sender in EVERYBODY]
     found = functional.all_to_all_single(mine, into, sizes[RANK], dist.group.WORLD)
-    parts = [given(rank, sum(sizes[rank]), 3).split(sizes[rank])[RANK] for rank in EVERYBODY]
+    parts = [given(rank, sum(sizes[rank]), 3).split(sizes[rank])[RANK] for rank in EVERYBODY]  # type: ignore[no-untyped-call]
     assert torch.equal(found, torch.cat(parts))
     gathered = [torch.empty(rank, 3) for rank in EVERYBODY]  # rank 0 has none
     dist.all_gather(gathered, given(RANK, RANK, 3))
@@ -111,13 +111,13 @@ def coalesced() -> None:
     for is_async in (False, True):
         whole, parts = [torch.empty(SIZE, 4) for _ in range(3)], [torch.empty(1, 4) for _ in range(3)]
         reduced = [given(RANK, 5) for _ in range(3)]
-        with dist._coalescing_manager(async_ops=is_async) as gathering:
+        with dist._coalescing_manager(async_ops=is_async) as gathering:  # type: ignore[attr-defined]
             for at, one in enumerate(whole):
                 dist.all_gather_into_tensor(one, given(RANK, 1, 4) * at)
-        with dist._coalescing_manager(async_ops=is_async) as scattering:
+        with dist._coalescing_manager(async_ops=is_async) as scattering:  # type: ignore[attr-defined]
             for at, one in enumerate(parts):
                 dist.reduce_scatter_tensor(one, given(RANK, SIZE, 4) * at)
-        with dist._coalescing_manager(async_ops=is_async) as reducing:
+        with dist._coalescing_manager(async_ops=is_async) as reducing:  # type: ignore[attr-defined]
             for one in reduced:
                 dist.all_reduce(one)
         for manager in (gathering, scattering, reducing) if is_async else ():
@@ -134,7 +134,7 @@ def compiled_collectives() -> None:
     def step(mine: torch.Tensor, group: Any) -> torch.Tensor:
         whole = functional.all_gather_tensor(mine * 2, 0, group)
         total = functional.all_reduce(whole.sin(), "sum", group)
-        return functional.reduce_scatter_tensor(total + 1, "avg", 0, group) * 3
+        return functional.reduce_scatter_tensor(total + 1, "avg", 0, group) * 3  # type: ignore[no-any-return]
 
     fast = torch.compile(step, fullgraph=True, backend=COMPILER)
     mine = given(RANK, 2 * SIZE, 5)
@@ -180,10 +180,10 @@ def subgroups() -> None:
     group: Any = dist.new_group(list(EVERYBODY), backend="cpu:smddp")
     dist.all_reduce(total := torch.ones(3), group=group)
     assert total.tolist() == [SIZE] * 3
-    mine, groups = dist.new_subgroups(2)
+    mine, groups = dist.new_subgroups(2)  # type: ignore[no-untyped-call]
     dist.all_reduce(total := torch.ones(3), group=mine)
     assert total.tolist() == [2.0] * 3 and len(groups) == SIZE // 2
-    mine, _ = dist.new_subgroups_by_enumeration([[rank] for rank in EVERYBODY])
+    mine, _ = dist.new_subgroups_by_enumeration([[rank] for rank in EVERYBODY])  # type: ignore[no-untyped-call]
     dist.all_reduce(total := torch.ones(3), group=mine)
     assert total.tolist() == [1.0] * 3
 
@@ -195,7 +195,7 @@ def sharded_unevenly() -> None:
         tensor = distribute_tensor(whole, mesh, [Shard(0)])
         assert torch.equal(tensor.full_tensor(), whole)
         close(tensor.redistribute(placements=[Shard(1)]).full_tensor(), whole)
-        close((tensor * 2).sum(0).full_tensor(), 2 * whole.sum(0))
+        close((tensor * 2).sum(0).full_tensor(), 2 * whole.sum(0))  # type: ignore[attr-defined]
 
 
 class Block(nn.Module):
@@ -225,7 +225,7 @@ class Net(nn.Module):
         return self.head(self.norm(hidden))  # type: ignore[no-any-return]
 
 
-def net(device: str = "cpu") -> Net:
+def net(device: str = "cpu") -> Any:
     torch.manual_seed(1)
     with torch.device(device):
         return Net()
@@ -263,7 +263,7 @@ def train(
 
 
 def whole(model: nn.Module) -> dict[str, torch.Tensor]:
-    return states.get_model_state_dict(model, options=states.StateDictOptions(full_state_dict=True))
+    return states.get_model_state_dict(model, options=states.StateDictOptions(full_state_dict=True))  # type: ignore[return-value]
 
 
 def as_one_process(model: nn.Module, losses: list[float], tolerance: float = 2e-5) -> None:
@@ -273,7 +273,7 @@ def as_one_process(model: nn.Module, losses: list[float], tolerance: float = 2e-
         close(found.full_tensor() if isinstance(found, DTensor) else found, alone.state_dict()[name], 10 * tolerance)
 
 
-def shard(model: Net, mesh: DeviceMesh, **options: Any) -> Net:
+def shard(model: Any, mesh: DeviceMesh, **options: Any) -> Any:
     for block in model.blocks:
         fully_shard(block, mesh=mesh, **options)
     fully_shard(model, mesh=mesh, **options)
@@ -316,7 +316,7 @@ def accumulated_and_clipped() -> None:
         for number, half in enumerate((mine, mine.flip(1))):
             if each is model:
                 model.set_requires_gradient_sync(number == 1)
-            (loss_of(each, half) / 2).backward()
+            (loss_of(each, half) / 2).backward()  # type: ignore[no-untyped-call]
         norm = nn.utils.clip_grad_norm_(each.parameters(), 0.3)
         if each is model:
             found = norm.full_tensor() if isinstance(norm, DTensor) else norm
@@ -327,7 +327,7 @@ def accumulated_and_clipped() -> None:
         close(found, alone.state_dict()[name], 1e-4)
 
 
-def as_on_gloo(wrap: Callable[[Net, DeviceMesh], nn.Module], tolerance: float = 1e-6) -> None:
+def as_on_gloo(wrap: Callable[[Any, DeviceMesh], Any], tolerance: float = 1e-6) -> None:
     """Losses and parameters, of a run on `smddp` and one on gloo."""
     runs = []
     for backend in ("smddp", "gloo"):
@@ -344,25 +344,25 @@ def in_bfloat16() -> None:
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduced)
         as_on_gloo(lambda model, mesh, policy=policy: shard(model, mesh, mp_policy=policy), 1e-2)  # type: ignore[misc]
 
-    def under_autocast(model: Net, mesh: DeviceMesh) -> nn.Module:
-        model.forward = torch.autocast("cpu", torch.bfloat16)(model.forward)  # type: ignore[method-assign]
+    def under_autocast(model: Any, mesh: DeviceMesh) -> Any:
+        model.forward = torch.autocast("cpu", torch.bfloat16)(model.forward)
         return shard(model, mesh)
 
     as_on_gloo(under_autocast, 1e-2)
 
 
 def compiled() -> None:
-    def layer_by_layer(model: Net, mesh: DeviceMesh) -> nn.Module:
+    def layer_by_layer(model: Any, mesh: DeviceMesh) -> Any:
         for block in model.blocks:
             block.compile(backend=COMPILER)
         return shard(model, mesh)
 
     as_on_gloo(layer_by_layer)
-    as_on_gloo(lambda model, mesh: torch.compile(shard(model, mesh), backend=COMPILER))  # type: ignore[arg-type,return-value]
+    as_on_gloo(lambda model, mesh: torch.compile(shard(model, mesh), backend=COMPILER))
 
 
 def recomputed() -> None:
-    def wrap(model: Net, mesh: DeviceMesh) -> nn.Module:
+    def wrap(model: Any, mesh: DeviceMesh) -> Any:
         apply_activation_checkpointing(model, check_fn=lambda part: isinstance(part, Block))
         return shard(model, mesh)
 
@@ -370,7 +370,7 @@ def recomputed() -> None:
 
 
 def fsdp1() -> None:
-    def wrap(model: Net, mesh: DeviceMesh) -> nn.Module:
+    def wrap(model: Any, mesh: DeviceMesh) -> Any:
         return FullyShardedDataParallel(
             model,
             mesh.get_group(),
@@ -382,7 +382,7 @@ def fsdp1() -> None:
     as_on_gloo(wrap)
 
 
-def tensor_parallel(model: Net, mesh: DeviceMesh, sequence: bool = False) -> Net:
+def tensor_parallel(model: Any, mesh: DeviceMesh, sequence: bool = False) -> Any:
     """Each block's wide layer by columns, its narrow one by rows; with `sequence`, norms on shards of the length."""
     plan: dict[str, Any] = {"head": ColwiseParallel(output_layouts=Replicate())}
     if sequence:
@@ -424,7 +424,7 @@ def parallel_losses() -> None:
     scores: Any = model(words(0)[:, :-1])
     with loss_parallel():
         loss = nn.functional.cross_entropy(scores.flatten(0, 1), words(0)[:, 1:].flatten())
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
     expected = loss_of(net(), words(0))
     close(loss.full_tensor(), expected)  # type: ignore[attr-defined]
 
@@ -447,11 +447,12 @@ def distributed_checkpoints() -> None:
     names: list[Any] = [tempfile.mkdtemp() if RANK == 0 else None]
     dist.broadcast_object_list(names)
     mesh = mesh_of(SIZE)
-    makes: tuple[Callable[[], nn.Module], ...] = (
+    makes: tuple[Callable[[], Any], ...] = (
         lambda: shard(net(), mesh),
         lambda: tensor_parallel(net(), mesh),
-        lambda: torch.compile(shard(net(), mesh), backend="eager"),  # type: ignore[return-value]
+        lambda: torch.compile(shard(net(), mesh), backend="eager"),
     )
+    checkpoint: Any = checkpoints
     group = dist.new_group(backend="smddp")
     for number, (make, other) in enumerate(zip(makes, (*makes[1:], makes[0]), strict=True)):
         path = f"{names[0]}/{number}"
@@ -459,15 +460,15 @@ def distributed_checkpoints() -> None:
         optimizer = adam(model)
         train(model, optimizer=optimizer, steps=range(2))
         if number % 2:
-            checkpoints.save(both(model, optimizer), checkpoint_id=path)
+            checkpoint.save(both(model, optimizer), checkpoint_id=path)
         else:
-            checkpoints.async_save(both(model, optimizer), checkpoint_id=path, process_group=group).result()
+            checkpoint.async_save(both(model, optimizer), checkpoint_id=path, process_group=group).result()
         dist.barrier()
         expected = train(model, optimizer=optimizer, steps=range(2, 4))
         for made in (make(), other()):
             optimizer = adam(made)
             found = both(made, optimizer)
-            checkpoints.load(found, checkpoint_id=path)
+            checkpoint.load(found, checkpoint_id=path)
             states.set_state_dict(made, optimizer, model_state_dict=found["model"], optim_state_dict=found["optimizer"])
             close(torch.tensor(train(made, optimizer=optimizer, steps=range(2, 4))), torch.tensor(expected), 1e-5)
     dist.barrier()

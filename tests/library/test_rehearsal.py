@@ -120,6 +120,16 @@ def test_without_the_variable_nothing_is_loaded(start_up: dict[str, str]) -> Non
 
 
 @pytest.mark.once
+def test_triton_counts_as_not_installed(start_up: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "triton.py").touch()
+    path = os.pathsep.join([start_up["PYTHONPATH"], str(tmp_path)])
+    code = "import torch, importlib.util as i; print(i.find_spec('triton')); import triton.language"
+    ran = python("-c", code, **{**start_up, **REHEARSE, "PYTHONPATH": path})
+    assert (ran.returncode, ran.stdout) == (1, "None\n"), ran.stderr
+    assert "SHOAL REHEARSAL: Triton kernels are not emulated" in ran.stderr and "Fix: " in ran.stderr
+
+
+@pytest.mark.once
 def test_it_can_be_activated_after_torch_was_imported(alone: Alone) -> None:
     """As tests/warm.py does it."""
     assert alone("-c", "import torch; print(torch.zeros(1).cuda().device)", **REHEARSE) == "cuda:0\n"

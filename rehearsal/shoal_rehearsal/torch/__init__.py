@@ -22,6 +22,7 @@ from shoal_rehearsal.torch import (
     printing,
     streams,
     tensor_sources,
+    triton,
 )
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 def emulate_gpus(settings: RehearsalSettings) -> None:
     """Patches torch, in this process and in threads that start later. It cannot be undone. It prepares the notice."""
     prepare_notice(settings, real=torch.cuda.device_count())  # before it is replaced
-    parts = cuda, cuda_kernels, streams, amp, module_behavior, distributed, distributed_tensor, printing, tensor_sources
-    for part in (*parts, function_mode):
+    parts = triton, cuda, cuda_kernels, streams, amp, module_behavior
+    distribution = distributed, distributed_tensor
+    for part in (*parts, *distribution, printing, tensor_sources, function_mode):
         part.patch(settings.gpus)

@@ -51,6 +51,9 @@ _NEED_ONE_DEVICE = {
 }
 
 
+_WITH_OUT_DTYPE = {getattr(torch, name) for name in ("mm", "bmm", "addmm", "baddbmm")}
+
+
 def require_same_device(func: Any, tensors: Sequence[torch.Tensor]) -> None:
     """Raises RuntimeError, with CUDA's text, if a layer, loss or arithmetic has tensors on different devices.
 
@@ -79,6 +82,8 @@ class EmulationMode(TorchFunctionMode):
         tensors = list(tensors_in((*positional, *named.values())))
         require_same_device(func, tensors)
         requested = _replace_devices(positional, named) or _default_placement(func, tensors, named)
+        if func in _WITH_OUT_DTYPE:
+            _cast_to_out_dtype(positional, named)
         is_to_pin = named.pop("pin_memory", False)  # no CPU allocator pins without a GPU
         result = func(*positional, **named)
         if requested is None:
@@ -97,6 +102,14 @@ def _replace_devices(args: list[Any], kwargs: dict[str, Any]) -> Placement:
     if kwargs.get("device") is not None:
         requested, kwargs["device"] = translate_device(kwargs["device"])
     return requested
+
+
+def _cast_to_out_dtype(args: list[Any], kwargs: dict[str, Any]) -> None:
+    """Replaces the argument `out_dtype`, for which the CPU has no kernel, by inputs in that dtype, in place."""
+    dtype = kwargs.pop("out_dtype", None) or next((arg for arg in args if isinstance(arg, torch.dtype)), None)
+    if dtype is not None:
+        args[:] = [arg.to(dtype) if isinstance(arg, torch.Tensor) else arg for arg in args if arg is not dtype]
+        kwargs.update({name: arg.to(dtype) for name, arg in kwargs.items() if isinstance(arg, torch.Tensor)})
 
 
 def _default_placement(func: Any, tensors: list[torch.Tensor], kwargs: dict[str, Any]) -> Placement:

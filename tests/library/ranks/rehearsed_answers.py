@@ -230,6 +230,11 @@ def mixed_precision() -> None:
         assert layer(x).dtype in (torch.float16, torch.bfloat16), "bfloat16 where the CPU has no float16 (torch 2.0)"
         with torch.autocast("cuda", enabled=False):
             assert layer(x).dtype is torch.float32
+    if hasattr(torch, "accelerator"):  # from about torch 2.6 on, on CUDA
+        half, sums = torch.full((2, 2), 1 + 2**-7, device="cuda").bfloat16(), torch.zeros(2, 2, device="cuda")
+        expected, wide = half.float() @ half.float(), {"out_dtype": torch.float32}
+        for product in (torch.mm(half, half, **wide), torch.addmm(sums, half, half, **wide)):
+            assert product.is_cuda and torch.equal(product, expected)
     with torch.autocast("cuda", dtype=torch.bfloat16):
         assert layer(x).dtype is torch.bfloat16
     scaler = torch.cuda.amp.GradScaler(init_scale=4.0)

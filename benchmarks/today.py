@@ -263,19 +263,18 @@ def read_curves(report: Path) -> list[str]:
 
 def judge(script: Script, results: Mapping[str, Any], mode: str, layout: str) -> str:
     """Return `equal`, `ends 0` (there is nothing to compare with), or what is wrong."""
-    run = results.get(f"{mode} {layout}")
+    run, reference = results.get(f"{mode} {layout}"), results.get(f"reference {_world(layout)}")
     if run is None:
         return "not run"
+    if reference and reference["code"]:
+        return f"not judged: the reference fails: {reference['last'].strip().splitlines()[-1][:120]}"
     if run["code"]:
         lines = [line for line in run["last"].splitlines() if re.search(r"Error|error|failed|Fix:", line)] or ["?"]
         return f"fails ({run['code']}): {lines[-1].strip()[:160]}"
     if script.losses and not run["losses"]:
         return "wrong: prints no loss"
-    reference = results.get(f"reference {_world(layout)}")
     if reference is None or not (script.alike or mode == "plain"):
         return "ends 0"
-    if reference["code"]:
-        return f"not judged: the reference fails: {reference['last'].strip().splitlines()[-1][:120]}"
     return _compare(reference["losses"], run["losses"])
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import pickle
 import random
 import struct
@@ -102,6 +101,7 @@ def write_text(place: Path) -> None:
     for name, part in (("train", lines[:3000]), ("valid", lines[3000:3500]), ("test", lines[3500:])):
         (place / f"{name}.txt").write_text("\n".join(part) + "\n")
     text = "\n".join(lines)
+    (place / "input.txt").write_text(text)
     letters = sorted(set(text))
     codes = np.array([letters.index(letter) for letter in text], dtype=np.uint16)
     codes[:90000].tofile(place / "train.bin")
@@ -215,15 +215,6 @@ def write_configurations(place: Path) -> None:
         (place / name / file).write_text(json.dumps(content))
 
 
-def write_waves(place: Path) -> None:
-    """Write the sine waves of PyTorch's example, as its generator does, but shorter and fewer."""
-    import torch
-
-    place.mkdir(parents=True)
-    steps = np.arange(100) + np.random.default_rng(2).integers(-80, 80, 20).reshape(20, 1)
-    torch.save(np.sin(steps / (20 / math.pi * 2)), place / "traindata.pt")
-
-
 _WRITERS: dict[str, Callable[[Path], None]] = {
     "mnist": write_digits,
     "lightning": write_lightning_digits,
@@ -234,7 +225,6 @@ _WRITERS: dict[str, Callable[[Path], None]] = {
     "stories": write_stories,
     "c4": write_crawl,
     "models": write_models,
-    "waves": write_waves,
 }
 
 

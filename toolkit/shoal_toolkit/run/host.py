@@ -269,7 +269,7 @@ class Host(Role):
             self.output.drop()
 
     def collect_facts(self) -> dict[str, int]:
-        """Returns facts about this host that may explain a failure: memory, full disks, GPUs, and whether it is a rehearsal.
+        """Returns facts about this host that may explain a failure: memory, full disks, GPUs, and a rehearsal.
 
         The last two are 0 until this host has its plan.
         """

@@ -203,7 +203,7 @@ def _start_container(place: Place, script: Script, code: Path) -> list[str]:
     volumes += [f"{place.data / name}:{target}" for target, name in script.data.items()]
     environment = [f"{name}={value}" for name, value in {**script.environment, "OMP_NUM_THREADS": "1"}.items()]
     return [
-        *("docker", "run", "--rm", "--shm-size", "1g", "-w", "/opt/ml/code"),
+        *("docker", "run", "--rm", "--init", "--shm-size", "1g", "-w", "/opt/ml/code"),
         *(word for volume in volumes for word in ("-v", volume)),
         *(word for variable in environment for word in ("-e", variable)),
         place.images["plain"],
@@ -242,7 +242,7 @@ def run_job(place: Place, script: Script, code: Path, mode: str, layout: str) ->
 
 def _run(command: Iterable[object], script: Script, report: Path | None = None) -> Run:
     started = time.monotonic()
-    words = ["timeout", str(LIMIT), *map(str, command)]
+    words = ["timeout", "--kill-after", "30", str(LIMIT), *map(str, command)]
     ended = subprocess.run(words, cwd=ROOT, text=True, errors="replace", capture_output=True)
     text = ended.stdout + ended.stderr
     losses = sorted(re.findall(script.losses, text)) if script.losses else []

@@ -350,6 +350,22 @@ def test_a_downloaded_uv_must_have_its_hash(tree: Tree, environment: Environment
     assert environment.installed() == set()
 
 
+def test_files_for_hosts_without_a_network_are_downloaded(
+    tree: Tree, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_project(tree)
+    pins, _ = locked.parse_requirements(lock_project(tree, "requirements.txt").read_text())
+    pins = [pin for pin in pins if pin.name in NAMES]
+    monkeypatch.setattr(locked, "format_uv", lambda: "")
+    environ = {**os.environ, "PIP_INDEX_URL": f"file://{tree.code}/simple", "PIP_EXTRA_INDEX_URL": ""}
+    assert locked.download_pins(pins, (), str(tmp_path / "to"), environ) == 0
+    assert {path.name.partition("-")[0] for path in (tmp_path / "to").iterdir()} == {"needed", "traced"}
+    wrong = [pins[0]._replace(line="needed==1.0 --hash=sha256:" + "0" * 64)]
+    assert locked.download_pins(wrong, (), str(tmp_path / "other"), environ) == 1
+    with pytest.raises(ContractError, match="needed: without a hash, as from Git"):
+        locked.download_pins([Pin("needed", "", "needed @ git+https://x@01")], (), str(tmp_path), environ)
+
+
 # Reading
 
 

@@ -11,7 +11,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,6 +47,7 @@ cd /debs && rm -rf partial lock && for file in *.deb; do
     echo "SHA256: $(sha256sum "$file" | cut -d' ' -f1)" && echo
 done > {index}
 """
+AddLock = Callable[[Path], None]
 _WHEN_FULL = "Fix: free some, or name a directory on another disk; whole files are not downloaded again"
 
 
@@ -65,11 +66,21 @@ class Bundle:
     """The digest of `SHA256SUMS`, which lists all other files."""
 
 
-def fill_bundle(project: Project, spec: BuildSpec, images: Iterable[ImageSpec], directory: Path, say: Say) -> Bundle:
+def fill_bundle(
+    project: Project,
+    spec: BuildSpec,
+    images: Iterable[ImageSpec],
+    directory: Path,
+    say: Say,
+    locks: Iterable[AddLock] = (),
+) -> Bundle:
     """Downloads all that builds of these images, and of those that they extend, need, and `shoal` itself.
 
     Writes `SHA256SUMS` at the end. Docker gets the base images that it lacks. Existing files of a bundle stay. Each
     file is moved to its place when it is whole, so an interrupt leaves no part.
+
+    Args:
+        locks: Each puts the files of a lock file for a script into a directory `wheels` of the one that it is given.
 
     Raises:
         BuildError: With the words of apt or pip.
@@ -92,6 +103,10 @@ def fill_bundle(project: Project, spec: BuildSpec, images: Iterable[ImageSpec], 
         say(f"wheels: {image.tag}")
         locked = _add_wheels(project, spec, image, directory / WHEELS)
         unlisted = {name: inode for name, inode in unlisted.items() if name not in locked}
+    for add in locks:
+        with _scratch(directory) as scratch:
+            add(scratch)
+            _move(scratch / WHEELS, directory / WHEELS)
     install = INSTALL.format(directory=directory / _HOST)
     say(f"shoal itself, for Python {sys.version_info.major}.{sys.version_info.minor}; there: {install}")
     add_shoal(directory, directory / _HOST)

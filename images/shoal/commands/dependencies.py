@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import shlex
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -17,6 +17,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from shoal import docker_client
 from shoal.builds import bundle, debian_lock
 from shoal.commands.common import (
     BUILD,
@@ -30,9 +31,11 @@ from shoal.commands.common import (
     raise_stale,
 )
 from shoal.console import CleanConsole, print_line, print_lines
-from shoal.errors import BaseImageError, BuildError, DockerError, OutdatedError, SpecError
+from shoal.docker_client.images import find_image
+from shoal.errors import BaseImageError, BuildError, DockerError, ImageError, OutdatedError, SpecError
 from shoal.formats import format_count
 from shoal.image import advisories
+from shoal.jobs import locked_image
 from shoal.matrix import spec
 from shoal.matrix.project import Project
 from shoal.matrix.spec import BuildSpec, ImageSpec
@@ -239,11 +242,24 @@ def _describe(found: Upgrade) -> Iterator[str]:
         yield "✓ nothing newer"
 
 
+_LOCK_HELP = (
+    "Directory of a script with a lock file: its packages are added, for each image, which must be built. Repeatable."
+)
+
+
+def _add_lock(tag: str, source: Path, target: Path, say: Callable[[str], object]) -> None:
+    client = docker_client.connect()
+    if find_image(client, tag) is None:
+        raise ImageError(f"--lock {source}: {tag} is not built. Fix: shoal build {tag}")
+    locked_image.download_lock(client, tag, source, target, say)
+
+
 @app.command("bundle", rich_help_panel=BUILD, epilog="More: docs/offline.md")
 def bundle_images(
     directory: Annotated[Path, typer.Argument(help="Output directory; existing files are kept.")],
     images: Images = None,
     skip: Skip = None,
+    lock_of: Annotated[list[Path] | None, typer.Option("--lock", metavar="SOURCE", help=_LOCK_HELP)] = None,
     as_json: AsJson = False,
 ) -> None:
     """Download base images, packages and wheels for offline builds with `shoal build --bundle`.
@@ -254,7 +270,9 @@ def bundle_images(
     """
     here, matrix = open_project()
     say = functools.partial(print_line, on=progress_console(as_json))
-    made = bundle.fill_bundle(here, matrix, matrix.choose(images or (), skip or ()), directory, say)
+    chosen = matrix.choose(images or (), skip or ())
+    locks = [functools.partial(_add_lock, image.tag, source, say=say) for source in lock_of or () for image in chosen]
+    made = bundle.fill_bundle(here, matrix, chosen, directory, say, locks)
     if as_json:
         print_json(made)
     say(f"✓ {directory}: {made.bytes / 1024**2:,.0f} MiB, digest sha256:{made.digest}")

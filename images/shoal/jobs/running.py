@@ -90,11 +90,18 @@ def _try_lock(descriptor: int, kind: int) -> bool:
     return True
 
 
-def _state_directory() -> Path:
-    """Has a directory of links for each machine: machines may share a home directory. It may be missing."""
+def state_directory() -> Path:
+    """Returns the directory of this user's state, which may be missing. It has one for each machine.
+
+    Machines may share a home directory.
+    """
     base = Path(os.environ.get("XDG_STATE_HOME", ""))
     # As the standard says, a relative path does not count.
-    return (base if base.is_absolute() else Path.home() / ".local" / "state") / "shoal" / "jobs"
+    return (base if base.is_absolute() else Path.home() / ".local" / "state") / "shoal"
+
+
+def _jobs_directory() -> Path:
+    return state_directory() / "jobs"
 
 
 def _link_name(directory: Path, key: str) -> str:
@@ -103,7 +110,7 @@ def _link_name(directory: Path, key: str) -> str:
 
 def _remember(directory: Path, key: str) -> None:
     """Makes a link to a job's directory. Prints a warning if other commands will not take the job for this user's."""
-    links = _state_directory() / socket.gethostname()
+    links = _jobs_directory() / socket.gethostname()
     link = links / _link_name(directory, key)
     fix = f"Fix: {trust.advise_trust(directory)}"
     try:
@@ -123,7 +130,7 @@ def list_directories() -> list[Path]:
     Nothing is read or removed if others can write to the list, or have put a link to other files in its place.
     """
     found: list[Path] = []
-    links = _state_directory() / socket.gethostname()
+    links = _jobs_directory() / socket.gethostname()
     with contextlib.suppress(FileNotFoundError):
         if trust.find_stranger(links):
             return found
@@ -164,7 +171,7 @@ def _find_problem(directory: Path, key: str, named: set[str]) -> str | None:
         for entry in os.scandir(directory):
             if words := trust.describe_stranger(entry.path, entry.stat(follow_symlinks=False)):
                 return words
-    state = _state_directory()
+    state = _jobs_directory()
     links = state.glob(f"*/{_link_name(directory, key)}")
     if any(link.is_symlink() and trust.find_stranger(link.parent) is None for link in links):
         return None

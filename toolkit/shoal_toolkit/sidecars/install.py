@@ -12,7 +12,8 @@ This is `pip install` with these additions:
 - A package is built in a copy, because pip leaves files in the directory. It may be read-only, or mounted into the
   containers of all hosts.
 - Lock files are installed by uv, checked by their hashes, without packages that the image keeps (sidecars/locked.py).
-  `--locked NAME` names one, and a requirements.txt with hashes is one too. If the same lock was installed before, such
+  `--locked NAME` names one, and a requirements.txt with hashes is one too. With `--download DIR`, their files and uv are
+  put there, for hosts without a network. If the same lock was installed before, such
   as in a layer of the image, nothing is done.
 - The variable CA_REPOSITORY_ARN names an AWS CodeArtifact repository to install from. Its index and token are passed to
   pip in a variable, which other users of the machine can't read.
@@ -49,11 +50,13 @@ def main(words: Sequence[str]) -> int:
     try:
         environ = {**os.environ, **_codeartifact_index(os.environ)}
         with tempfile.TemporaryDirectory(prefix="shoal-install-") as directory:
-            lock, rest = _take_lock(words)
+            rest = list(words)
+            target = _take_option(rest, "--download")
+            lock = _take_lock(rest)
             if lock == locked.PYPROJECT:
                 rest += ["-r", _write_pyproject(directory)]
             elif lock:
-                if (code := _install_lock(lock, directory, environ)) or not rest:
+                if (code := _install_lock(lock, directory, environ, target)) or not rest:
                     return code
                 rest.insert(0, "--no-deps")
             return _run_pip(rest, directory, environ)
@@ -79,17 +82,23 @@ def _run_pip(words: Sequence[str], directory: str, environ: dict[str, str]) -> i
     return subprocess.call([*pip, "install", "--constraint", fixed, *words], env=environ)
 
 
-def _take_lock(words: Sequence[str]) -> tuple[str, list[str]]:
-    """Returns the lock file among the words, if there is one, and the other words."""
-    rest = list(words)
-    if "--locked" in rest:
-        at = rest.index("--locked")
-        name = rest[at + 1]
-        del rest[at : at + 2]
-        return name, rest
-    if rest[-2:] == ["-r", locked.REQUIREMENTS] and locked.has_hashes(read_text(locked.REQUIREMENTS)):
-        return locked.REQUIREMENTS, rest[:-2]
-    return "", rest
+def _take_option(words: list[str], name: str) -> str:
+    """Removes an option and its value from the words, and returns the value; empty without the option."""
+    if name not in words:
+        return ""
+    at = words.index(name)
+    value = words[at + 1]
+    del words[at : at + 2]
+    return value
+
+
+def _take_lock(words: list[str]) -> str:
+    """Removes the lock file from the words, and returns its name; empty if there is none."""
+    name = _take_option(words, "--locked")
+    if not name and words[-2:] == ["-r", locked.REQUIREMENTS] and locked.has_hashes(read_text(locked.REQUIREMENTS)):
+        del words[-2:]
+        return locked.REQUIREMENTS
+    return name
 
 
 def _write_pyproject(directory: str) -> str:
@@ -111,14 +120,17 @@ def _write_pyproject(directory: str) -> str:
     return path
 
 
-def _install_lock(name: str, directory: str, environ: Mapping[str, str]) -> int:
-    """Installs what a lock file in the current directory pins, and returns the exit code of uv."""
+def _install_lock(name: str, directory: str, environ: Mapping[str, str], target: str) -> int:
+    """Installs the pins of a lock file in the current directory, or downloads them and uv to `target` if that is named.
+
+    Returns the exit code of uv or pip.
+    """
     from shoal_toolkit.sidecars.uv import provide_uv
 
     groups = locked.read_groups(environ)
     digest = locked.compute_digest(name, groups)
     installed = read_installed()
-    if (notes := locked.read_installed_notes(digest, installed)) is not None:
+    if not target and (notes := locked.read_installed_notes(digest, installed)) is not None:
         print("\n".join([*notes, f"{name}: its packages are installed already"]), flush=True)
         return 0
     uv = provide_uv(directory, environ)
@@ -135,6 +147,8 @@ def _install_lock(name: str, directory: str, environ: Mapping[str, str]) -> int:
     for note in choice.notes:
         print(note, flush=True)
     print(f"{name}: {len(choice.pins)} packages to install", flush=True)
+    if target:
+        return locked.download_pins(choice.pins, options, target, environ)
     code = locked.install_pins(uv, choice.pins, options, directory)
     if not code:
         locked.write_installed(digest, choice)

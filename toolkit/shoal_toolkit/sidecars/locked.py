@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import re
+import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -17,7 +18,7 @@ from typing import Any, NamedTuple
 
 from shoal_toolkit.errors import ContractError, LaunchError, did_you_mean
 from shoal_toolkit.files import read_table, read_text
-from shoal_toolkit.sidecars.uv import Uv
+from shoal_toolkit.sidecars.uv import Uv, format_uv
 
 GROUPS = "SHOAL_DEPENDENCY_GROUPS"  # names of dependency groups and extras, separated by commas
 UV_LOCK, PYLOCK, PYPROJECT, REQUIREMENTS = "uv.lock", "pylock.toml", "pyproject.toml", "requirements.txt"
@@ -358,6 +359,27 @@ def install_pins(uv: Uv, pins: Sequence[Pin], options: Iterable[str], directory:
         if lines and (code := uv.run(*common, *checked, f"--requirements={path}", cwd=directory).returncode):
             return code
     return 0
+
+
+def download_pins(pins: Sequence[Pin], options: Iterable[str], target: str, environ: Mapping[str, str]) -> int:
+    """Downloads the files of pins, and uv, into a directory, each checked by its hash. Returns the exit code of pip.
+
+    Raises:
+        ContractError: If a pin has no hash, such as one of Git.
+    """
+    if bare := [pin.name for pin in pins if "--hash=" not in pin.line]:
+        raise ContractError(
+            f"{', '.join(bare)}: without a hash, as from Git. Fix: lock an archive or a release instead."
+        )
+    os.makedirs(target, exist_ok=True)
+    path = os.path.join(target, "requirements.txt")
+    with open(path, "w", encoding="utf-8") as file:
+        file.writelines(f"{line}\n" for line in [*options, *(pin.line for pin in pins), format_uv()])
+    indexes = [word for place in list_indexes(pins) if "://" in place for word in ("--extra-index-url", place)]
+    words = ["download", "--no-deps", "--require-hashes", "--quiet", f"--dest={target}", f"-r{path}", *indexes]
+    code = subprocess.call([sys.executable, "-m", "pip", *words], env=dict(environ))
+    os.remove(path)
+    return code
 
 
 def _installed_file() -> str:

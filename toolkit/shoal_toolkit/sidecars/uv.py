@@ -88,12 +88,17 @@ def convert_settings(lines: Sequence[str]) -> dict[str, str]:
     return found
 
 
+def format_uv() -> str:
+    """Returns the pinned uv as a line of a requirements.txt, with its hashes."""
+    pinned = read_table("uv")
+    return " ".join([f"uv=={pinned['version']}", *(f"--hash=sha256:{each}" for each in pinned["hashes"])])
+
+
 def _download(directory: str, environ: Mapping[str, str]) -> str:
     pinned = read_table("uv")
     target = Path(directory, "uv")
     target.mkdir()
-    hashes = " ".join(f"--hash=sha256:{each}" for each in pinned["hashes"])
-    (target / "uv.txt").write_text(f"uv=={pinned['version']} {hashes}\n")
+    (target / "uv.txt").write_text(f"{format_uv()}\n")
     options = ["--no-deps", "--require-hashes", "--only-binary=:all:", "--disable-pip-version-check", "--quiet"]
     command = [sys.executable, "-m", "pip", "download", *options, f"--dest={target}", f"-r{target / 'uv.txt'}"]
     done = subprocess.run(command, cwd=directory, env=environ, capture_output=True, text=True, check=False)

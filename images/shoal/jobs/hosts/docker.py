@@ -34,7 +34,7 @@ from shoal.docker_client import archive, containers, images
 from shoal.docker_client.archive import open_stream
 from shoal.docker_client.images import ROOT, Owner, find_owner
 from shoal.errors import ShoalError, UsageError
-from shoal.jobs import checkpoints, gpus, job, results, run, variables
+from shoal.jobs import checkpoints, gpus, job, locked_image, results, run, variables
 from shoal.jobs.hosts.docker_objects import (
     SECRET_PATH,
     container_settings,
@@ -90,6 +90,8 @@ class DockerHosts:
     network: str
     log: JobLog
     """Keeps the lines of all hosts."""
+    image: str = ""
+    """The image with the packages of the job's lock file; empty: the request's."""
     owner: Owner = ROOT
     """The user of the containers, who gets all files that are copied into them."""
     cpus: Mapping[str, str] = field(default_factory=dict)
@@ -142,7 +144,8 @@ class DockerHosts:
                 with contextlib.suppress(docker.errors.NotFound):
                     earlier.remove(force=True, v=True)
             command = self.request.train_command
-            container = containers.create_container(self.client, self.request.image, command, {**settings, **own})
+            image = self.image or self.request.image
+            container = containers.create_container(self.client, image, command, {**settings, **own})
             self.by_name[host] = container
         self.tree.seek(0)
         container.put_archive("/", self.tree)
@@ -336,6 +339,7 @@ def create_hosts(
     with containers.delay_interrupts():
         client.volumes.create(volume_name(identity), labels={containers.JOB_LABEL: identity})
     owner = find_owner(client, request.image, identity)
+    image = locked_image.provide_image(client, request, identity, say)
     with TemporaryFile() as tree:
         with TemporaryDirectory(prefix="shoal-job-") as scratch:
             job.write_tree(Path(scratch), request, name, mode=0o644)  # also for a script that changes its user
@@ -352,6 +356,7 @@ def create_hosts(
             devices=dict(zip(request.host_names, devices)),
             network=str(network.name),
             log=log or JobLog(),
+            image=image,
             owner=owner,
             cpus=job.share_cpus(request, client.info()["NCPU"]) if request.hosts > 1 else {},
         )

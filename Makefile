@@ -187,6 +187,7 @@ lock: setup ## resolve the requirements of all images to lock files with hashes
 #: compression  gradient compression at 100 Mbit/s to 10 Gbit/s, and its accuracy (needs root)
 #: large         the accuracy with large global batches, and with little batch normalization
 #: members       what it costs that ranks accept members of the job only, on two hosts (needs root)
+#: fsdp          a step of FSDP2 with torch.compile on the backend smddp, against gloo
 #: tensorflow    the tape and collectives in the TensorFlow image, against MultiWorkerMirroredStrategy
 #: modelparallel partitions, pipelines, calls, memory and throughput against torch
 #: gpu           CUDA tensors on the backend smddp: NCCL, staging, AMP, overlap; exits 2 without a GPU

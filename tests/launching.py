@@ -168,6 +168,11 @@ def two_ranks(start_ranks: StartRanks) -> TwoRanks:
 
 @pytest.fixture
 def free_port() -> int:
+    return find_port()
+
+
+def find_port() -> int:
+    """A port on which nobody listens now."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port: int = listener.getsockname()[1]

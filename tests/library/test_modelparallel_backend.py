@@ -133,7 +133,11 @@ def test_cluster_keeps_a_replica_together_and_spread_deals_it_out() -> None:
 @pytest.mark.parametrize(
     ("values", "size", "message"),
     [
-        ({"partitions": 2}, 1, 'but the job has 1 ranks. Fix: start a multiple of 2. In an estimator, `distribution` also'),
+        (
+            {"partitions": 2},
+            1,
+            "but the job has 1 ranks. Fix: start a multiple of 2. In an estimator, `distribution` also",
+        ),
         ({"partitions": 4}, 6, "'partitions' is 4, but the job has 6 ranks. Fix: start a multiple of 4"),
         ({"partitions": 2}, 4, "The job has 4 ranks for 2 partitions. Fix: set 'ddp' to true to train 2 replicas"),
     ],

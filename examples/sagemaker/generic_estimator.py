@@ -1,7 +1,7 @@
 """Train the digits with the generic Estimator, which knows only an image: `python generic_estimator.py IMAGE ROLE`.
 
-SageMaker SDK 2: pip install 'sagemaker<3'. INSTANCE_TYPE=local runs the job on this machine. It has no `distribution`, so
-hyperparameters choose the launcher.
+SageMaker SDK 2: pip install 'sagemaker<3'. INSTANCE_TYPE=local runs the job on this machine. The class has no
+`distribution`, so hyperparameters choose the launcher.
 """
 
 import os

@@ -3,9 +3,12 @@
 | request | answer |
 |---|---|
 | `GET /ping` | 200, once the model is loaded |
-| `POST /invocations` | 200 with predictions; 400 for input that cannot be read; 406 and 415 for other types; 429 if too many wait; 500 if the model fails |
+| `POST /invocations` | 200 with predictions, or an error in JSON |
 
-`inference.py` has the functions of AWS's containers. It lies in `SM_MODEL_DIR/code` or in SAGEMAKER_SUBMIT_DIRECTORY, and
+Errors: 400 for input that cannot be read, 413 if it is too long, 406 and 415 for other types, 429 if too many requests
+wait, 500 if the model fails.
+
+`inference.py` has the functions of AWS's containers. It lies in `SM_MODEL_DIR/code` or SAGEMAKER_SUBMIT_DIRECTORY, and
 SAGEMAKER_PROGRAM may name another file. `model_fn(model_dir)` and `predict_fn(data, model)` are required.
 `input_fn(body, content_type)` and `output_fn(prediction, accept)` have defaults for JSON and npy.
 """
@@ -97,13 +100,7 @@ class Model:
 
     async def answer(self, body: bytes, content_type: str, accept: str) -> tuple[bytes, str]:
         """Compute in the thread, in the order of the requests."""
-        self.waiting += 1
-        try:
-            return await asyncio.get_running_loop().run_in_executor(
-                self._thread, self._answer, body, content_type, accept
-            )
-        finally:
-            self.waiting -= 1
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._answer, body, content_type, accept)
 
     def _answer(self, body: bytes, content_type: str, accept: str) -> tuple[bytes, str]:
         written = self.write(self.predict(self.read(body, content_type), self.model), accept)
@@ -122,6 +119,33 @@ def find_script() -> Path:
     return found
 
 
+async def read_body(request: Request) -> bytes:
+    """Return the body, or what there is of one that is too long."""
+    body = b""
+    async for part in request.stream():
+        body += part
+        if len(body) > BODY_BYTES:
+            break
+    return body
+
+
+async def respond(model: Model, request: Request) -> Response:
+    """Answer a request for predictions."""
+    body, given = await read_body(request), request.headers
+    if len(body) > BODY_BYTES:
+        return JSONResponse({"error": f"The body has more than {BODY_BYTES} bytes."}, 413)
+    try:
+        content, kind = await model.answer(body, given.get("content-type", ""), given.get("accept", "*/*"))
+    except BadInputError as error:
+        return JSONResponse({"error": str(error)}, 400)
+    except TypeNotSupportedError as error:
+        return JSONResponse({"error": str(error)}, error.status)
+    except Exception as error:
+        print(f"serve: the model failed: {error!r}", file=sys.stderr, flush=True)
+        return JSONResponse({"error": f"The model failed: {type(error).__name__}: {error}"}, 500)
+    return Response(content, media_type=kind)
+
+
 def application(model: Model) -> Starlette:
     """The HTTP application."""
 
@@ -131,22 +155,11 @@ def application(model: Model) -> Starlette:
     async def invocations(request: Request) -> Response:
         if model.waiting >= WAITING:
             return JSONResponse({"error": f"{WAITING} requests wait already."}, 429, {"Retry-After": "1"})
-        body = b""
-        async for part in request.stream():
-            body += part
-            if len(body) > BODY_BYTES:
-                return JSONResponse({"error": f"The body has more than {BODY_BYTES} bytes."}, 413)
-        given = request.headers
+        model.waiting += 1
         try:
-            content, kind = await model.answer(body, given.get("content-type", ""), given.get("accept", "*/*"))
-        except BadInputError as error:
-            return JSONResponse({"error": str(error)}, 400)
-        except TypeNotSupportedError as error:
-            return JSONResponse({"error": str(error)}, error.status)
-        except Exception as error:
-            print(f"serve: the model failed: {error!r}", file=sys.stderr, flush=True)
-            return JSONResponse({"error": f"The model failed: {type(error).__name__}: {error}"}, 500)
-        return Response(content, media_type=kind)
+            return await respond(model, request)
+        finally:
+            model.waiting -= 1
 
     return Starlette(routes=[Route("/ping", ping), Route("/invocations", invocations, methods=["POST"])])
 

@@ -21,7 +21,7 @@ from smdistributed.modelparallel.backend.object_exchange import ObjectExchange
 GROUPS = {"WORLD": "", "MP_GROUP": "D", "DP_GROUP": "P", "PP_GROUP": "DT", "TP_GROUP": "DP", "RDP_GROUP": "PT"}
 """Groups by the coordinates that their members share: D (reduced data parallel), P (stage), T (tensor parallel)."""
 _LACKS_MPI = (
-    ' In an estimator, `distribution` also needs "mpi": {"enabled": True, "processes_per_host": N}, as in AWS\'s library.'
+    ' In an estimator, `distribution` also needs "mpi": {"enabled": True, "processes_per_host": N}, as for AWS.'
 )
 
 

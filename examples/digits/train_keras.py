@@ -32,7 +32,8 @@ def main() -> None:
     sdp.init()
     rank, world_size = sdp.rank(), sdp.size()
     use_device(sdp.local_rank())
-    tf.keras.backend.experimental.enable_tf_random_generator()  # a checkpoint then has the state of dropout
+    if hasattr(tf.keras.backend, "experimental"):  # Keras 2: a checkpoint then has the state of dropout
+        tf.keras.backend.experimental.enable_tf_random_generator()
     tf.keras.utils.set_random_seed(arguments.seed)
 
     training, test = read_digits(arguments.data_dir)

@@ -27,7 +27,8 @@ def make_net() -> Any:
     layers = tf.keras.layers
     return tf.keras.Sequential(
         [
-            layers.Reshape((8, 8, 1), input_shape=(8, 8)),
+            tf.keras.Input((8, 8)),
+            layers.Reshape((8, 8, 1)),
             layers.Conv2D(16, 3, padding="same", activation="relu"),
             layers.Conv2D(32, 3, padding="same", activation="relu"),
             layers.MaxPooling2D(),
@@ -80,7 +81,7 @@ def save(model: Any, metrics: dict[str, float], arguments: argparse.Namespace) -
 
     The model is a SavedModel in a directory named by a number, as TensorFlow Serving expects it.
     """
-    model.save(arguments.model_dir / "1")
+    model.export(arguments.model_dir / "1")
     save_metrics(metrics, arguments)
 
 

@@ -52,7 +52,7 @@ def main(args: argparse.Namespace) -> None:
     if sdp.rank() == 0:
         _, accuracy = model.evaluate(x_test, y_test, verbose=0)
         print(f"test accuracy {accuracy:.3f}, world size {sdp.size()}")
-        model.save(f"{args.model_dir}/1")  # TensorFlow Serving expects a directory with a number
+        model.export(f"{args.model_dir}/1")  # TensorFlow Serving expects a directory with a number
 
 
 if __name__ == "__main__":

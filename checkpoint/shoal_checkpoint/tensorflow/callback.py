@@ -56,7 +56,7 @@ class SavingCallback(tf.keras.callbacks.Callback):  # type: ignore[misc]
 
 
 class LateCallbacks(tf.keras.callbacks.CallbackList):  # type: ignore[misc]
-    """The callbacks of an epoch whose first batches are not in the dataset: gives them the numbers of the others.
+    """The callbacks of an epoch without its first batches in the dataset: gives them the numbers of the others.
 
     `Model.fit` of Keras 3 begins at 0, and takes such a list in place of callbacks.
     """

@@ -1,4 +1,4 @@
-"""Where the state of a Keras model is, in Keras 2 and in Keras 3."""
+"""The release and backend of Keras, and the variables of Keras 3."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ def keras_release() -> int:
 
 
 def require_tensorflow_backend() -> None:
-    """Raises CheckpointError if Keras computes with another backend: its variables are then none of TensorFlow's."""
+    """Raises CheckpointError if Keras computes with another backend: its variables are then not in TensorFlow."""
     if (backend := tf.keras.backend.backend()) != "tensorflow":
         raise CheckpointError(
-            f"Keras uses the backend {backend!r}, whose variables shoal_checkpoint.tensorflow cannot save. Allowed: "
+            f"Keras uses the backend {backend!r}. shoal_checkpoint.tensorflow cannot save its variables. Allowed: "
             "'tensorflow'. Fix: set KERAS_BACKEND=tensorflow before the first import of Keras. If the backend is "
             "'torch', you can save with shoal_checkpoint.torch in a loop of your own."
         )
@@ -30,7 +30,7 @@ def tensorflow_variable(variable: Any) -> Any:
 
 
 def seed_states(model: Any) -> list[Any]:
-    """Returns the states of the seed generators of Keras 3: the global one, and those of a model's layers."""
+    """Returns the states of the seed generators of Keras 3: of the global one and of a model's layers."""
     from keras.src.random.seed_generator import global_seed_generator
 
     weights = {id(each) for each in model.weights}

@@ -74,7 +74,7 @@ def write(objects: Mapping[str, Any], training: dict[str, Any], path: Path) -> N
 
 
 def _trackables(objects: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what tf.train.Checkpoint writes: of Keras 3 the variables in their order, as their names are numbered."""
+    """Returns the objects for tf.train.Checkpoint: for Keras 3 lists of variables, because their names are numbered."""
     if keras_release() == 2:
         return dict(objects)
     kinds = tf.keras.layers.Layer, tf.keras.optimizers.Optimizer

@@ -15,7 +15,7 @@ def is_keras_3() -> bool:
 
 
 def require_tensorflow_backend() -> None:
-    """Raises SMDDPError if Keras 3 has another backend: its variables are then none of TensorFlow's."""
+    """Raises SMDDPError if Keras 3 has another backend: its variables are then not in TensorFlow."""
     wanted = os.environ.get("KERAS_BACKEND", "tensorflow")
     try:
         backend = tf.keras.backend.backend()
@@ -25,6 +25,6 @@ def require_tensorflow_backend() -> None:
         backend = wanted
     if backend != "tensorflow":
         raise SMDDPError(
-            f"Keras uses the backend {backend!r}, whose tensors smdistributed for TensorFlow cannot send. Allowed: "
+            f"Keras uses the backend {backend!r}. smdistributed for TensorFlow cannot send its tensors. Allowed: "
             "'tensorflow'. Fix: set KERAS_BACKEND=tensorflow before the first import of Keras."
         )

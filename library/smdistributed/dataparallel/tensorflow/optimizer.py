@@ -125,6 +125,7 @@ def DistributedOptimizer(  # noqa: N802 (the published name)
         _refuse_second_wrap(keras_3.reduces(optimizer))
         keras_3.reduce_before_apply(optimizer, combined)
     else:
+        # a LossScaleOptimizer aggregates with its inner one
         _replace_methods(getattr(optimizer, "inner_optimizer", optimizer), combined)
     return optimizer
 
@@ -135,7 +136,7 @@ def _refuse_second_wrap(wrapped: bool) -> None:
 
 
 def _replace_methods(optimizer: Any, combined: Any) -> None:
-    """Gives an optimizer of version 1 or Keras 2 a class that combines. A LossScaleOptimizer uses its inner one's."""
+    """Gives an optimizer of version 1 or Keras 2 a class that combines."""
     kind = type(optimizer)
     _refuse_second_wrap(getattr(optimizer, _MARK, False))
     keras = tf.keras.optimizers

@@ -69,6 +69,25 @@ def test_the_librarys_suite_on_tensorflow(start_host: StartHost, matrix: BuildSp
     assert ended.code == 0, ended.output
 
 
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "only",
+    [
+        ("-k", "keras_3 or fit_trains or training_is_that or refused"),
+        in_soak((), name="all"),
+    ],
+)
+def test_the_librarys_suite_on_keras_3(
+    start_host: StartHost, matrix: BuildSpec, tmp_path: Path, only: tuple[str, ...]
+) -> None:
+    """Data parallel training and checkpoints, with TensorFlow 2.21."""
+    folder = "tests/library_tensorflow"
+    files = [f"{folder}/test_{name}.py" for name in ("keras_3", "dataparallel", "checkpoint")]
+    image = matrix.select("tensorflow-cpu").tag
+    ended = run_tests(start_host, image, tmp_path, f"--confcutdir={folder}", *only, *files)
+    assert ended.code == 0, ended.output
+
+
 @only_in_soak
 def test_the_librarys_soak_on_tensorflow(start_host: StartHost, matrix: BuildSpec, tmp_path: Path) -> None:
     folder = "tests/library_tensorflow"

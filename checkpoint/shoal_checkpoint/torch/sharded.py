@@ -54,7 +54,7 @@ def _has_state_functions() -> bool:
 
 
 def clean(name: str) -> str:
-    """Returns the name of a parameter without wrappers, such as those of torch.compile."""
+    """Returns the name of a parameter without the names of wrappers around modules."""
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name

@@ -1,4 +1,4 @@
-"""The devel variants: what their compilers make runs, and that they are the runtime images but for those."""
+"""The compilers of images: what they make runs, and devel variants are the runtime images but for those."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import docker
 
 from shoal.sources import packages
 
-from ..tested_images import PYTORCH_CPU_DEVEL, PYTORCH_CU117_DEVEL, TENSORFLOW_DEVEL
+from ..tested_images import PYTORCH_CPU, PYTORCH_CPU_DEVEL, PYTORCH_CU117_DEVEL, TENSORFLOW_DEVEL
 from .image_containers import MATRIX
 
 # An operator of PyTorch that is compiled and loaded, from torch's documentation of its stable ABI. To compile all
@@ -91,8 +91,8 @@ def test_a_library_is_linked_to_the_oldest_pytorch(client: docker.DockerClient) 
 
 
 def test_torch_compile_works(client: docker.DockerClient) -> None:
-    """With the default backend, which compiles C++ for the CPU. torch 2.0.1 has none for Python 3.11."""
-    assert printed(client, PYTORCH_CPU_DEVEL, COMPILED) == "9.0"
+    """With the default backend, which compiles C++ for the CPU, and the small compiler of the runtime image."""
+    assert printed(client, PYTORCH_CPU, COMPILED) == "9.0"
 
 
 def test_an_operation_of_tensorflow_is_built(client: docker.DockerClient) -> None:

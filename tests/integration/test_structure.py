@@ -121,8 +121,10 @@ def test_nothing_is_inside_that_should_not_be(
     assert {path for path in more if not any(words in path for words in known)} == set()
 
 
-def test_only_a_devel_image_has_compilers(container: ImageContainer, image: ImageSpec) -> None:
-    assert bool(found(container)["compilers"]) == (image.variant == "devel")
+def test_only_images_with_packages_of_compilers_have_some(container: ImageContainer, image: ImageSpec) -> None:
+    """A child has those of its parent."""
+    of_parent = parent.packages if (parent := MATRIX.parent(image)) else ()
+    assert bool(found(container)["compilers"]) == bool(image.packages or of_parent)
 
 
 def reference(client: docker.DockerClient, system: System) -> str:

@@ -49,6 +49,17 @@ def wide():  # 16 GiB with Adam, and too large for the test to construct
 def small():
     return nn.Sequential(nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 256)), (), {"input": torch.empty(4096, 256)}
 
+def tensor():
+    return nn.Linear(4, 4), torch.ones(3, 4)
+
+def named():
+    return nn.Linear(4, 4), {"input": torch.ones(3, 4)}
+
+def sharded():
+    model = nn.Linear(4, 4)
+    model.weight.device_mesh = "as of a DTensor"
+    return model, torch.ones(3, 4)
+
 def talks():
     print("logged")
     return small()
@@ -116,6 +127,11 @@ def test_what_backward_needs_counts_once(plan: Plan) -> None:
 
 def test_a_batch_may_be_of_a_class_of_the_models_file(plan: Plan) -> None:
     assert recommended(plan("classes"))["partitions"] == 1
+
+
+@pytest.mark.parametrize("name", ["tensor", "named"])
+def test_a_batch_is_a_tensor_or_a_dict(plan: Plan, name: str) -> None:
+    assert recommended(plan(name))["partitions"] == 1
 
 
 def model_of(module: nn.Module, batch: torch.Tensor, **named: torch.Tensor) -> planning.PlannedModel:
@@ -222,7 +238,8 @@ def test_plan_fails_if_nothing_fits(plan: Plan) -> None:
         ("small", ["--mp-parameters", "[]"], "expected a JSON object"),
         ("small", ["--devices", "0"], "expected 1 or more, found 0"),
         ("smal", [], "models.py has no function 'smal'"),
-        ("alone", [], "must return (module, args)"),
+        ("sharded", [], "returns a sharded model: weight is a DTensor"),
+        ("alone", [], "must return (module, batch)"),
         ("asks", [], "cannot run on the meta device"),
         ("breaks", [], "raised OSError on the meta device: no such configuration"),
     ],

@@ -2,10 +2,11 @@
 
     plan FILE.py:NAME [--mp-parameters JSON] [--devices N] [--memory GIB] [--optimizer sgd|momentum|adam] [--json]
 
-NAME is a function without arguments that returns a module and a batch: `(module, args)` or `(module, args, kwargs)`. It
-is called on the meta device, so that the model needs no memory. `partitions`, `microbatches` and `active_microbatches`
-are varied if mp_parameters do not set them. With --json, the result is one document on standard output, and all other
-output, such as prints of the function, goes to standard error.
+NAME is a function without arguments that returns a module and its inputs: `(module, batch)`, `(module, args)` or
+`(module, args, kwargs)`. A batch is a tensor, or a dict of keyword arguments. NAME is called on the meta device, so
+that the model needs no memory. `partitions`, `microbatches` and `active_microbatches` are varied if mp_parameters do
+not set them. With --json, the result is one document on standard output, and all other output, such as prints of the
+function, goes to standard error.
 
 It exits with 0 if a configuration fits, with 1 if none does, and with 2 if the model cannot be planned.
 """
@@ -123,7 +124,9 @@ def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
         "plan", help="Estimate memory and idle time of configurations for a model"
     )
     plan.add_argument(
-        "factory", metavar="FILE.py:NAME", help="A function that returns (module, args) or (module, args, kwargs)"
+        "factory",
+        metavar="FILE.py:NAME",
+        help="A function that returns (module, batch) or (module, args, kwargs)",
     )
     plan.add_argument(
         "--mp-parameters",

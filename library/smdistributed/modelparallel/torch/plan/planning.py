@@ -11,7 +11,7 @@ import dataclasses
 import importlib
 import importlib.util
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +56,8 @@ class PlannedModel:
 def load(factory: str) -> PlannedModel:
     """Constructs a factory's model on the meta device and traces it. A file's directory is put into sys.path.
 
-    `factory`: `FILE.py:NAME` or `MODULE:NAME` of a function that returns `(module, args)` or `(module, args, kwargs)`.
+    `factory`: `FILE.py:NAME` or `MODULE:NAME` of a function that returns `(module, batch)`, `(module, args)` or
+    `(module, args, kwargs)`. A batch is a tensor, or a dict of keyword arguments.
     Raises SMPError if there is none, or the model cannot run on the meta device.
     """
     where, _, name = factory.rpartition(":")
@@ -64,19 +65,13 @@ def load(factory: str) -> PlannedModel:
         raise SMPError(f"{factory!r} names no factory. Fix: give FILE.py:NAME or MODULE:NAME.")
     function = getattr(_module(where), name, None)
     if not callable(function):
-        raise SMPError(f"{where} has no function {name!r}. Fix: name one that returns (module, args).")
+        raise SMPError(f"{where} has no function {name!r}. Fix: name one that returns (module, batch).")
     try:
         with torch.device("meta"):
             made = function()
     except Exception as error:  # the user's code, any reason
         raise SMPError(f"{factory} raised {type(error).__name__} on the meta device: {error}. {_META_FIX}") from error
-    module, args, kwargs = (*made, {})[:3] if isinstance(made, tuple) and len(made) > 1 else (made, (), {})
-    if not (
-        isinstance(module, nn.Module) and isinstance(args, tuple) and isinstance(kwargs, dict) and (args or kwargs)
-    ):
-        raise SMPError(
-            f"{factory} must return (module, args) or (module, args, kwargs). Fix: make args a tuple, kwargs a dict."
-        )
+    module, args, kwargs = _parse_made(factory, made)
     try:
         found = trace(module, args, kwargs)
     except Exception as error:
@@ -85,6 +80,26 @@ def load(factory: str) -> PlannedModel:
             f"({type(error).__name__}: {error}). {_META_FIX}"
         ) from error
     return PlannedModel(module, _batch((*args, *kwargs.values())), found)
+
+
+def _parse_made(factory: str, made: Any) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+    """Returns the module, its arguments and its keyword arguments. A dict alone has keyword arguments."""
+    module, args, kwargs = (*made, {})[:3] if isinstance(made, tuple) and len(made) > 1 else (made, (), {})
+    if isinstance(args, Mapping) and not kwargs:
+        args, kwargs = (), dict(args)
+    args = args if isinstance(args, tuple) else (args,)
+    if not (isinstance(module, nn.Module) and isinstance(kwargs, dict) and (args or kwargs)):
+        raise SMPError(
+            f"{factory} must return (module, batch), (module, args) or (module, args, kwargs). Fix: make the batch a "
+            "tensor or a dict of keyword arguments, args a tuple and kwargs a dict."
+        )
+    sharded = [name for name, parameter in module.named_parameters() if hasattr(parameter, "device_mesh")]
+    if sharded:
+        raise SMPError(
+            f"{factory} returns a sharded model: {sharded[0]} is a DTensor. Estimates are for models that model "
+            "parallelism splits. Fix: return the model before fully_shard or parallelize_module."
+        )
+    return module, args, kwargs
 
 
 def plan(model: PlannedModel, config: Config, optimizer: str = "adam", replicas: int = 1) -> EstimatedPlan:

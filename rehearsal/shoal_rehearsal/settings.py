@@ -89,13 +89,17 @@ def prepare_notice(settings: RehearsalSettings, real: int) -> None:
     )
 
 
-def print_notice() -> None:
+def print_notice() -> bool:
     """Prints the notice on stderr, once, if it was prepared. torchrun's own process prints nothing.
+
+    Returns whether it did, in a rank that a launcher started.
 
     It sets SHOAL_REHEARSE_TOLD in os.environ, so that processes that this one starts do not repeat it.
     """
     if not _launched and "torch.distributed.launcher.api" in sys.modules:
-        return  # torchrun itself, which looks for GPUs and is not a rank
+        return False  # torchrun itself, which looks for GPUs and is not a rank
+    printed = bool(_unprinted)
     while _unprinted:
         os.environ[NOTICE_PRINTED] = "1"
         print(_unprinted.pop(), file=sys.stderr, flush=True)
+    return printed and _launched

@@ -120,6 +120,15 @@ def test_without_the_variable_nothing_is_loaded(start_up: dict[str, str]) -> Non
 
 
 @pytest.mark.once
+@pytest.mark.parametrize(("code", "reported"), [("torch.cuda.device_count()", 1), ("torch.zeros(1).cuda()", 0)])
+def test_a_rank_that_uses_no_gpu_says_so(start_up: dict[str, str], code: str, reported: int) -> None:
+    """Many examples exit with 0 if a host has too few."""
+    ran = python("-c", f"import torch; {code}", RANK="0", **start_up, **REHEARSE)
+    assert ran.returncode == 0
+    assert ran.stderr.count("counted the GPUs of this host and used none") == reported, ran.stderr
+
+
+@pytest.mark.once
 def test_triton_counts_as_not_installed(start_up: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / "triton.py").touch()
     path = os.pathsep.join([start_up["PYTHONPATH"], str(tmp_path)])

@@ -9,6 +9,8 @@ attribute of the tensor would be saved in checkpoints. A wrapper, such as a DTen
 
 from __future__ import annotations
 
+import atexit
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Optional, Protocol, Union, runtime_checkable
@@ -16,7 +18,7 @@ from typing import Any, Optional, Protocol, Union, runtime_checkable
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from shoal_rehearsal.settings import print_notice
+from shoal_rehearsal.settings import GPUS, print_notice
 
 CPU = torch.device("cpu")
 # The device that tensors of unknown placement report, so that tensors created "on their device" have unknown placement
@@ -27,6 +29,7 @@ DeviceLike = Union[torch.device, "DeviceContext", str, int, None]
 Placement = Optional[torch.device]
 _Error: type[RuntimeError] = getattr(torch, "AcceleratorError", RuntimeError)  # CUDA's errors, by version
 _count = 0
+_is_used = False
 _queued: list[Callable[[], object]] = []
 _placements: Any = WeakTensorKeyDictionary()
 
@@ -49,9 +52,22 @@ def set_count(count: int) -> None:
 
 
 def count() -> int:
-    """Returns the number of emulated devices, and prints the notice when first called."""
-    print_notice()
+    """Returns the number of emulated devices, and prints the notice when first called.
+
+    The rank that prints it also says at its end if it has used no device: many examples exit if there are too few.
+    """
+    if print_notice():
+        atexit.register(_report_unused)
     return _count
+
+
+def _report_unused() -> None:
+    if not _is_used:
+        print(
+            f"SHOAL REHEARSAL: the script counted the GPUs of this host and used none. Emulated GPUs per host: "
+            f"{_count}. Fix: if it needs more, set {GPUS} higher, or start more ranks per host.",
+            file=sys.stderr,
+        )
 
 
 def queue(calls: Iterable[Callable[[], object]]) -> None:
@@ -80,7 +96,9 @@ def make_current(ordinal: int) -> int:
 
 def require_ordinal(ordinal: int) -> int:
     """Returns an ordinal. Raises as torch does for CUDA's error 101 if there is no such device."""
+    global _is_used
     if 0 <= ordinal < count():
+        _is_used = True
         return ordinal
     raise _Error(
         f"CUDA error: invalid device ordinal\nThis is a rehearsal: cuda:{ordinal} is requested, and this host has "

@@ -129,12 +129,16 @@ def test_a_rank_that_uses_no_gpu_says_so(start_up: dict[str, str], code: str, re
 
 
 @pytest.mark.once
-def test_triton_counts_as_not_installed(start_up: dict[str, str], tmp_path: Path) -> None:
+def test_triton_and_compilers_are_not_emulated(start_up: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / "triton.py").touch()
     path = os.pathsep.join([start_up["PYTHONPATH"], str(tmp_path)])
-    code = "import torch, importlib.util as i; print(i.find_spec('triton')); import triton.language"
+    code = (
+        "import torch, importlib.util as i; assert torch.compile(max) is max; print(i.find_spec('triton'));"
+        "import triton.language"
+    )
     ran = python("-c", code, **{**start_up, **REHEARSE, "PYTHONPATH": path})
     assert (ran.returncode, ran.stdout) == (1, "None\n"), ran.stderr
+    assert "SHOAL REHEARSAL: torch.compile compiles nothing" in ran.stderr
     assert "SHOAL REHEARSAL: Triton kernels are not emulated" in ran.stderr and "Fix: " in ran.stderr
 
 

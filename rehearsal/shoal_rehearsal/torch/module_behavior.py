@@ -8,6 +8,8 @@ CUDA.
 from __future__ import annotations
 
 import functools
+import os
+import sys
 from typing import Any
 
 import torch
@@ -25,10 +27,17 @@ def patch(_: int) -> None:
     if hasattr(torch, "compile"):
         torch.compile = _compile_nothing
     if hasattr(nn.Module, "compile"):
-        nn.Module.compile = lambda self, *args, **kwargs: None  # type: ignore[method-assign]
+        nn.Module.compile = lambda self, *args, **kwargs: _report_uncompiled()  # type: ignore[method-assign]
+
+
+@functools.cache
+def _report_uncompiled() -> None:
+    if not int(os.environ.get("RANK") or os.environ.get("OMPI_COMM_WORLD_RANK") or 0):
+        print("SHOAL REHEARSAL: torch.compile compiles nothing; models run as written.", file=sys.stderr)
 
 
 def _compile_nothing(model: Any = None, **_: Any) -> Any:
+    _report_uncompiled()
     return (lambda decorated: decorated) if model is None else model
 
 

@@ -73,14 +73,14 @@ CASES: dict[str, tuple[Callable[..., Result], list[float]]] = {
     "average of integers": (reduce(OP.AVG, torch.int64), [1, 4]),
     "booleans": (reduce(OP.SUM, torch.bool), [True, True]),
     "reduce": (reduce_to_first, [1.5, 4.5]),
-    "reduce_scatter": (scatter_list, [1.5]),
     "reduce_scatter_tensor": (scatter_tensor(OP.SUM), [3]),
     "reduce_scatter_tensor, average": (scatter_tensor(OP.AVG), [1.5]),
     "all_gather_into_tensor": (gather_tensor, [1, 2]),
     "all_to_all_single": (exchange, [1, 2]),
     "broadcast": (broadcast, [7]),
 }
-if hasattr(dist, "_coalescing_manager"):  # torch 2.1, from which on gloo sums bfloat16
+if hasattr(dist, "_coalescing_manager"):  # torch 2.1, from which on gloo sums bfloat16 and scatters lists
+    CASES["reduce_scatter"] = (scatter_list, [1.5])
     CASES["average of bfloat16"] = (reduce(OP.AVG, torch.bfloat16), [1.5, 4.5])
 if hasattr(OP, "PREMUL_SUM") and hasattr(dist, "_make_nccl_premul_sum"):
     CASES["factor"] = (reduce(dist._make_nccl_premul_sum(0.25)), [0.75, 2.25])

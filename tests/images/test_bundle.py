@@ -185,6 +185,22 @@ def test_a_file_that_only_looks_like_one_of_a_bundle_is_refused(
     assert (path in bundled.read_sums(directory)) == again
 
 
+def test_files_of_a_scripts_lock_are_listed(
+    project: Project, matrix: BuildSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def add(directory: Path) -> None:
+        (directory / "wheels").mkdir()
+        (directory / "wheels" / "needed-1.0-py3-none-any.whl").write_text("x")
+
+    monkeypatch.setattr(docker_client, "connect", lambda: None)
+    monkeypatch.setattr(bundle, "_add_system", lambda *_: "debian:bookworm-slim")
+    monkeypatch.setattr(bundle, "_add_wheels", lambda *_: set())
+    monkeypatch.setattr(bundle, "add_shoal", lambda *_: None)
+    for _ in range(2):  # the second time, they are there
+        bundle.fill_bundle(project, matrix, [matrix.select(PYTORCH_CPU)], tmp_path / "b", print, [add])
+        assert "wheels/needed-1.0-py3-none-any.whl" in bundled.read_sums(tmp_path / "b")
+
+
 @pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
 def test_a_list_that_is_no_file_is_not_waited_for(tmp_path: Path, make: Callable[[Path], object]) -> None:
     make(tmp_path / "SHA256SUMS")

@@ -10,7 +10,7 @@ import tarfile
 import time
 from pathlib import Path
 
-import boto3
+import boto3  # type: ignore[import-untyped]
 
 image, role, bucket = sys.argv[1:]
 name = f"digits-{time.strftime('%Y%m%d-%H%M%S')}"

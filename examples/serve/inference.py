@@ -21,7 +21,7 @@ class Net(nn.Module):
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """Images (n, 1, 8, 8) from 0 to 1, to scores (n, 10)."""
         x = functional.max_pool2d(functional.relu(self.conv2(functional.relu(self.conv1(images)))), 2)
-        return self.scores(functional.relu(self.hidden(x.flatten(1))))  # type: ignore[no-any-return]
+        return self.scores(functional.relu(self.hidden(x.flatten(1))))
 
 
 def model_fn(model_dir: str) -> nn.Module:
@@ -34,4 +34,4 @@ def model_fn(model_dir: str) -> nn.Module:
 def predict_fn(data: np.ndarray[Any, Any], model: nn.Module) -> list[int]:
     """Images of 8 × 8 numbers from 0 to 1, to digits."""
     with torch.inference_mode():
-        return model(torch.from_numpy(data).float().reshape(-1, 1, 8, 8)).argmax(1).tolist()  # type: ignore[no-any-return]
+        return model(torch.from_numpy(data).float().reshape(-1, 1, 8, 8)).argmax(1).tolist()

@@ -5,10 +5,10 @@
 | `GET /ping` | 200, once the model is loaded |
 | `POST /invocations` | 200 with predictions, or an error in JSON |
 
-Errors: 400 for input that cannot be read, 413 if it is too long, 406 and 415 for other types, 429 if too many requests
-wait, 500 if the model fails.
+Input that cannot be read gets 400, and 413 if it is too long. Other types get 406 or 415. If too many requests wait,
+the next one gets 429. If the model fails, the answer is 500.
 
-`inference.py` has the functions of AWS's containers. It lies in `SM_MODEL_DIR/code` or SAGEMAKER_SUBMIT_DIRECTORY, and
+`inference.py` has the functions of AWS's containers. It is in `SM_MODEL_DIR/code` or SAGEMAKER_SUBMIT_DIRECTORY, and
 SAGEMAKER_PROGRAM may name another file. `model_fn(model_dir)` and `predict_fn(data, model)` are required.
 `input_fn(body, content_type)` and `output_fn(prediction, accept)` have defaults for JSON and npy.
 """
@@ -36,7 +36,7 @@ from starlette.routing import Route
 JSON, NPY = "application/json", "application/x-npy"
 MODEL_DIR = os.environ.get("SM_MODEL_DIR", "/opt/ml/model")
 WAITING = int(os.environ.get("SERVE_WAITING", "64"))
-"""So many requests wait at most; more get 429. One is computed at a time: a model has the processor to itself."""
+"""At most this number of requests waits; more get 429. One is computed at a time, as it may use all processors."""
 BODY_BYTES = int(os.environ.get("SERVE_BODY_BYTES", str(6 << 20)))
 """The largest body. SageMaker's endpoints send at most 6 MB."""
 DRAIN_SECONDS = 25  # SageMaker kills a container 30 s after SIGTERM
@@ -64,7 +64,7 @@ def read_input(body: bytes, content_type: str) -> np.ndarray[Any, Any]:
     except (ValueError, EOFError) as error:
         raise BadInputError(f"The body is no {kind}: {error}") from None
     if not np.issubdtype(found.dtype, np.number):
-        raise BadInputError("The body is no array of numbers. Send rows of the same length, such as [[0.5, 1.0]].")
+        raise BadInputError("The body is not an array of numbers. Send rows of the same length, such as [[0.5, 1.0]].")
     return found
 
 

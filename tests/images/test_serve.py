@@ -76,7 +76,7 @@ def test_answers_and_refusals(tmp_path: Path) -> None:
         for body, headers, status, said in (
             (b"[[1, 2], [3]]", {}, 400, "is no application/json"),
             (b"{", {}, 400, "is no application/json"),
-            (b'{"a": 1}', {}, 400, "no array of numbers"),
+            (b'{"a": 1}', {}, 400, "not an array of numbers"),
             (b"\x80\x04", {"Content_Type": "application/x-npy"}, 400, "is no application/x-npy"),
             (b"1,2", {"Content_Type": "text/csv"}, 415, "'text/csv' is not supported"),
             (rows, {"Accept": "image/png"}, 406, "'image/png' is not supported"),

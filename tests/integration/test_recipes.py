@@ -5,9 +5,14 @@ What this machine needs to reach packages is in the images that the recipes begi
 
 from __future__ import annotations
 
+import json
 import re
+import runpy
 import shutil
 import tarfile
+import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +20,7 @@ from tempfile import TemporaryFile
 
 import docker
 import pytest
+import torch
 from docker.utils import exclude_paths
 
 from shoal import docker_client
@@ -29,7 +35,7 @@ from .conftest import ROOT, StartHost, write_tree
 
 pytestmark = pytest.mark.xdist_group("recipes")
 
-OWN_BASE, REQUIREMENTS = (ROOT / "examples" / name for name in ("own-base", "requirements"))
+OWN_BASE, REQUIREMENTS, SERVE = (ROOT / "examples" / name for name in ("own-base", "requirements", "serve"))
 TWO_RANKS = {"sagemaker_mpi_enabled": True, "sagemaker_mpi_num_of_processes_per_host": 2}
 MACHINE = """\
 COPY machine /run/machine
@@ -152,6 +158,43 @@ def between(pytorch: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 def baked(between: str) -> Iterator[str]:
     with built(f"requirements-by-test-{CLONE}:latest", REQUIREMENTS, BASE=between) as image:
         yield image
+
+
+@pytest.fixture
+def serving(between: str) -> Iterator[str]:
+    with built(f"serve-by-test-{CLONE}:latest", SERVE, IMAGE=between) as image:
+        yield image
+
+
+def test_an_image_serves_the_digits(client: docker.DockerClient, serving: str, tmp_path: Path) -> None:
+    """With the answers of the model in this process."""
+    names = runpy.run_path(str(SERVE / "inference.py"))
+    network = names["Net"]()
+    torch.save(network.state_dict(), tmp_path / "model.pt")
+    images = torch.rand(5, 8, 8)
+    volumes = {str(tmp_path): {"bind": "/opt/ml/model", "mode": "ro"}}
+    server = client.containers.run(serving, "serve", detach=True, volumes=volumes, ports={"8080/tcp": ("127.0.0.1", 0)})
+    try:
+        server.reload()
+        port = int((server.ports["8080/tcp"] or [])[0]["HostPort"])
+        assert ask(port, json.dumps(images.tolist()).encode()) == names["predict_fn"](images.numpy(), network.eval())
+        server.stop(timeout=20)
+        assert server.wait()["StatusCode"] in (0, 143), server.logs()
+    finally:
+        server.remove(force=True)
+
+
+def ask(port: int, body: bytes) -> list[int]:
+    """The server's answer, which begins to listen within a minute."""
+    request = urllib.request.Request(f"http://127.0.0.1:{port}/invocations", body, {"Content-Type": "application/json"})
+    for _ in range(600):
+        try:
+            with urllib.request.urlopen(request, timeout=30) as answer:
+                found: list[int] = json.loads(answer.read())
+                return found
+        except (urllib.error.URLError, ConnectionError):
+            time.sleep(0.1)
+    raise TimeoutError
 
 
 def test_the_recipes_name_what_our_images_have(matrix: BuildSpec, pytorch: str) -> None:

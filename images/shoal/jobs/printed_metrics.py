@@ -224,7 +224,8 @@ _ROW = re.compile(r"\s*[|│]\s*(\S(?:[^|│]*[^\s|│])?)\s*[|│]\s*([^\s|│]
 _CELLS = re.compile(r"\t+| {2,}")
 _COLUMN = re.compile(r"[A-Za-z#][^=|]*")
 _LABEL = re.compile(
-    r"(?:^|[\s(\[|-])(?:(test|val|valid|validation|eval|evaluation|dev)(?: set| subset| dataloader \d+)?\s*(?:[:)\]|]|- )"
+    r"(?:^|[\s(\[|-])(?:(test|val|valid|validation|eval|evaluation|dev)(?: set| subset| dataloader \d+)?"
+    r"\s*(?:[:)\]|]|- )"
     r"|(val)idate step:)",
     re.IGNORECASE,
 )

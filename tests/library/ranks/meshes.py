@@ -58,7 +58,8 @@ def close(found: Any, expected: Any, tolerance: float = 1e-6) -> None:
 
 
 def functional_collectives() -> None:
-    for group, dtype in itertools.product((dist.group.WORLD, list(EVERYBODY), mesh_of(SIZE)), DTYPES):
+    groups: tuple[Any, ...] = (dist.group.WORLD, list(EVERYBODY), mesh_of(SIZE))
+    for group, dtype in itertools.product(groups, DTYPES):
         mine, all_of = given(RANK, 2 * SIZE, 6, dtype=dtype), stacked(2 * SIZE, 6, dtype=dtype).float()
         low = 1e-6 if dtype == torch.float32 else 2e-2
         for dimension in (0, 1):
@@ -84,7 +85,8 @@ def uneven_parts() -> None:
     sizes = [[(sender + 1) * (sender < SIZE - 1 or receiver > 0) for receiver in EVERYBODY] for sender in EVERYBODY]
     mine = given(RANK, sum(sizes[RANK]), 3)
     into = [sizes[sender][RANK] for sender in EVERYBODY]
-    found = functional.all_to_all_single(mine, into, sizes[RANK], dist.group.WORLD)
+    world: Any = dist.group.WORLD
+    found = functional.all_to_all_single(mine, into, sizes[RANK], world)
     parts = [given(rank, sum(sizes[rank]), 3).split(sizes[rank])[RANK] for rank in EVERYBODY]  # type: ignore[no-untyped-call]
     assert torch.equal(found, torch.cat(parts))
     gathered = [torch.empty(rank, 3) for rank in EVERYBODY]  # rank 0 has none

@@ -12,9 +12,9 @@ This is `pip install` with these additions:
 - A package is built in a copy, because pip leaves files in the directory. It may be read-only, or mounted into the
   containers of all hosts.
 - Lock files are installed by uv, checked by their hashes, without packages that the image keeps (sidecars/locked.py).
-  `--locked NAME` names one, and a requirements.txt with hashes is one too. With `--download DIR`, their files and uv are
-  put there, for hosts without a network. If the same lock was installed before, such
-  as in a layer of the image, nothing is done.
+  `--locked NAME` names one, and a requirements.txt with hashes is one too. With `--download DIR`, their files and uv go
+  there, for hosts without a network. If the same lock was installed before, such as in a layer of the image, nothing
+  is done.
 - The variable CA_REPOSITORY_ARN names an AWS CodeArtifact repository to install from. Its index and token are passed to
   pip in a variable, which other users of the machine can't read.
 """

@@ -1,4 +1,4 @@
-"""The recipes of docs/recipes.md: a base of one's own, and a requirements.txt alone; `FROM` is in test_extend.
+"""The recipes of docs/recipes.md, and of examples/serve. `FROM` is in test_extend.
 
 What this machine needs to reach packages is in the images that the recipes begin with, as that page says.
 """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.multiprocessing.reductions
@@ -116,11 +116,14 @@ def _patch_default_device() -> None:
 
 
 def _patch_checkpoints() -> None:
-    """Lets torch load storages of CUDA tensors, and activation checkpointing ignore emulated devices.
+    """Lets `torch.save` and `torch.load` keep emulated devices, and activation checkpointing ignore them.
 
     It compares saved tensors, seen without the mode, with recomputed ones, seen with it: their devices would differ.
     """
-    torch.serialization.register_package(_BEFORE_TORCHS_OWN, lambda storage: None, _restore)
+    torch.serialization.register_package(_BEFORE_TORCHS_OWN, _location_of, _restore)
+    tensor, utils = cast(Any, torch.Tensor), cast(Any, torch._utils)
+    tensor._reduce_ex_internal = _marking_storages(tensor._reduce_ex_internal)
+    utils._rebuild_tensor = _placing_by_storage(utils._rebuild_tensor)
     checks: dict[str, Callable[[torch.Tensor], Any]] = getattr(checkpoint, "_allowed_determinism_checks_to_fns", {})
     for name, found in checks.items():
         checks[name] = _without_devices(found)
@@ -135,9 +138,43 @@ def _without_devices(function: Callable[[torch.Tensor], Any]) -> Callable[[torch
     return describe
 
 
+def _marking_storages(reduce: Any) -> Any:
+    """Wraps the method with which a tensor is pickled: its storage knows the emulated device then."""
+
+    @functools.wraps(reduce)
+    def reduce_ex(self: torch.Tensor, protocol: int) -> Any:
+        reduced = reduce(self, protocol)
+        for part in reduced[1]:
+            if isinstance(part, torch.storage.TypedStorage):
+                part._untyped_storage._emulated = placement_of(self)  # type: ignore[attr-defined]
+        return reduced
+
+    return reduce_ex
+
+
+def _placing_by_storage(rebuild: Any) -> Any:
+    """Wraps the function that makes a tensor of a loaded storage."""
+
+    @functools.wraps(rebuild)
+    def rebuild_tensor(storage: Any, *args: Any) -> torch.Tensor:
+        tensor: torch.Tensor = rebuild(storage, *args)
+        emulated = getattr(storage._untyped_storage, "_emulated", None)
+        if emulated is not None:
+            set_placement(tensor, emulated)
+        return tensor
+
+    return rebuild_tensor
+
+
+def _location_of(storage: Any) -> str | None:
+    """Returns the name that `torch.save` writes for a storage on an emulated GPU; None leaves it to torch."""
+    placement = getattr(storage, "_emulated", None)
+    return str(placement) if placement is not None and devices.is_cuda(placement) else None
+
+
 def _restore(storage: Any, location: str) -> Any:
     """Returns the storage if its location is CUDA; None leaves it to torch. Raises RuntimeError for no such device."""
     if not devices.is_cuda(location):
         return None
-    devices.resolve(location)
+    storage._emulated = devices.resolve(location)
     return storage

@@ -193,12 +193,28 @@ def defaults() -> None:
     assert not torch.ones(1).is_cuda
 
 
-def checkpoints_bear_no_trace() -> None:
+def checkpoints_keep_devices() -> None:
     model = nn.Linear(2, 2)
     before = saved(model.state_dict())
-    assert REAL or saved(model.cuda().state_dict()) == before
     restored = torch.load(io.BytesIO(before), map_location=OTHER)
-    assert torch.equal(restored["bias"].cpu(), model.bias.detach().cpu())
+    assert torch.equal(restored["bias"].cpu(), model.bias.detach().cpu()) and restored["bias"].device == OTHER
+    values = {
+        "there": torch.ones(3, device=OTHER),
+        "part": nn.Parameter(torch.ones(3, device=CUDA)[1:]),
+        "here": torch.ones(1),
+    }
+    for new in (True, False):
+        packed = io.BytesIO()
+        torch.save(values, packed, _use_new_zipfile_serialization=new)
+        for place, expected in (
+            (None, [OTHER, CUDA, torch.device("cpu")]),
+            ("cpu", [torch.device("cpu")] * 3),
+            (CUDA, [CUDA] * 3),
+            ({str(OTHER): "cpu"}, [torch.device("cpu"), CUDA, torch.device("cpu")]),
+        ):
+            packed.seek(0)
+            found = torch.load(packed, map_location=place)
+            assert [value.device for value in found.values()] == expected, (new, place)
 
 
 def legacy_types() -> None:
@@ -265,7 +281,7 @@ CHECKS = (
     printed,
     threads,
     defaults,
-    checkpoints_bear_no_trace,
+    checkpoints_keep_devices,
     legacy_types,
     streams_and_events,
     mixed_precision,

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,6 +39,17 @@ def test_the_script_gets_its_arguments_and_variables(tree: Tree, run: Run) -> No
     assert not {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"} & {*environ}
     assert {name for name in environ if name.startswith("SHOAL_")} == {"SHOAL_JOB", "SHOAL_RESTART", "SHOAL_STOP_GRACE"}
     assert "s3cret" not in done.out + done.err
+
+
+@pytest.mark.parametrize("launcher", [{}, pytest.param({"sagemaker_mpi_enabled": True}, marks=pytest.mark.mpi)])
+def test_a_script_of_the_image_by_its_absolute_path(tree: Tree, run: Run, tmp_path: Path, launcher: Any) -> None:
+    """As AWS's guide has it in an own container: entry_point="/opt/ml/code/train.py"."""
+    script = tmp_path / "image" / "train.py"
+    script.parent.mkdir()
+    script.write_text("import os; print('ran in', os.getcwd())")
+    tree.hyperparameters(**launcher)
+    done = run(SAGEMAKER_PROGRAM=str(script))
+    assert (done.code, f"ran in {tree.code}" in done.out) == (0, True), done.err
 
 
 def test_a_successful_script_leaves_success_and_a_report(tree: Tree, run: Run) -> None:

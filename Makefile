@@ -186,6 +186,7 @@ lock: setup ## resolve the requirements of all images to lock files with hashes
 #: link          all_reduce between two hosts over 1 Gbit/s, smddp against gloo (needs root)
 #: compression  gradient compression at 100 Mbit/s to 10 Gbit/s, and its accuracy (needs root)
 #: large         the accuracy with large global batches, and with little batch normalization
+#: serve         examples/serve against a bare application on the same server
 #: members       what it costs that ranks accept members of the job only, on two hosts (needs root)
 #: fsdp          a step of FSDP2 with torch.compile on the backend smddp, against gloo
 #: tensorflow    the tape and collectives in the TensorFlow image, against MultiWorkerMirroredStrategy

@@ -42,7 +42,20 @@ _FOREIGN = (
     *("kubectl", "srun", "sbatch", "sinfo", "squeue", "scancel", "sky", "docker-compose", "horovodrun", "pip-audit"),
     "kubernetes-validate",
     *("cat", "cd", "chgrp", "chmod", "echo", "export", "git", "ls", "mkdir", "openssl", "rm", "sha256sum", "umask"),
-    *(".", "source", "set", "cp", "jq", "sleep", "nvidia-smi", "smddprun", "smddpmprun", "smddpsinglenode"),
+    *(
+        ".",
+        "source",
+        "set",
+        "cp",
+        "curl",
+        "tar",
+        "jq",
+        "sleep",
+        "nvidia-smi",
+        "smddprun",
+        "smddpmprun",
+        "smddpsinglenode",
+    ),
 )
 _OPERATORS = frozenset(";&|()\n")
 _ASSIGNMENT = re.compile(r"(?P<name>[A-Za-z_]\w*)=.*", re.DOTALL)

@@ -124,6 +124,12 @@ def test_the_manifest_as_json(
     assert json.loads((tmp_path / "other.json").read_text())["wrong"] is None
 
 
+DEVEL = [
+    {"name": name, "version": "1", "architecture": "amd64", "source": name}
+    for name in ("g++", "libpython3-dev", "make", "ninja-build", "python3-dev")
+]
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -135,6 +141,8 @@ def test_the_manifest_as_json(
             {"distributions": [{**FACTS["distributions"][1], "version": "2.1.0"}, FACTS["distributions"][2]]},
             ["version is 2.1.0, not 2.0.1"],
         ),
+        ({"packages": DEVEL}, ["variant is devel, not runtime"]),
+        ({"packages": DEVEL[:2]}, []),  # as the small compiler of later releases
     ],
 )
 def test_wrong_tags_are_reported(matrix: BuildSpec, changes: dict[str, Any], words: list[str]) -> None:

@@ -70,7 +70,7 @@ def check_tag(facts: ImageFacts, image: ImageSpec) -> list[str]:
         "cuda": cuda,
         "os": facts.system.get("ID", "") + facts.system.get("VERSION_ID", ""),
         # A lean image lacks only packages that anybody can install.
-        "variant": "devel" if facts.commands.get("c++") else "lean" if image.variant == "lean" else "runtime",
+        "variant": "devel" if _has_all(facts, image.system.devel) else "lean" if image.variant == "lean" else "runtime",
     }
     expected: dict[str, str | None] = {axis: getattr(image, axis) for axis in actual}
     return [
@@ -78,6 +78,11 @@ def check_tag(facts: ImageFacts, image: ImageSpec) -> list[str]:
         for axis in actual
         if actual[axis] != expected[axis]
     ]
+
+
+def _has_all(facts: ImageFacts, packages: Iterable[str]) -> bool:
+    """Whether the image has these Debian packages, at least one. Runtime images may have a small compiler."""
+    return bool(wanted := set(packages)) and wanted <= {package.name for package in facts.packages}
 
 
 def _find_framework(facts: ImageFacts, framework: str) -> str | None:

@@ -125,7 +125,7 @@ def test_the_manifest_as_json(
 
 
 DEVEL = [
-    {"name": name, "version": "1", "architecture": "amd64", "source": name}
+    {"name": name, "version": "1", "architecture": "amd64", "source": name, "licence": ""}
     for name in ("g++", "libpython3-dev", "make", "ninja-build", "python3-dev")
 ]
 

@@ -34,6 +34,8 @@ def patch(_: int) -> None:
 
 
 def _patch_imported() -> None:
+    if f"{_PACKAGE}._random" not in sys.modules:  # in torch 2.0, the package has other modules only
+        return
     random, dispatch, schema = (sys.modules[f"{_PACKAGE}.{name}"] for name in ("_random", "_dispatch", "_op_schema"))
     tracker: Any = vars(random)["OffsetBasedRNGTracker"]
     tracker.__init__ = _initialize_tracker

@@ -80,7 +80,8 @@ def check_methods() -> None:
     for method in METHODS:
         last = losses_with(method)[-1]
         assert plain[-1] - 0.02 < last < plain[0] - 0.8 * (plain[0] - plain[-1]), (method, last, plain[-1])
-        print(f"trains with {method}")
+        if RANK == 0:
+            print(f"trains with {method}", flush=True)
 
 
 def check_that_it_is_switched_off() -> None:

@@ -101,7 +101,7 @@ def write_text(place: Path) -> None:
     for name, part in (("train", lines[:3000]), ("valid", lines[3000:3500]), ("test", lines[3500:])):
         (place / f"{name}.txt").write_text("\n".join(part) + "\n")
     text = "\n".join(lines)
-    (place / "input.txt").write_text(text)
+    (place / "input.txt").write_text(f"{text}\nO God, O God!\n")  # minGPT continues these words
     letters = sorted(set(text))
     codes = np.array([letters.index(letter) for letter in text], dtype=np.uint16)
     codes[:90000].tofile(place / "train.bin")

@@ -21,7 +21,7 @@ from shoal_toolkit.job import code, contract
 from shoal_toolkit.plan import sidecars
 from shoal_toolkit.result import setup_failure
 from shoal_toolkit.sidecars import locked
-from shoal_toolkit.sidecars.locked import Pin
+from shoal_toolkit.sidecars.locked import Locked
 from shoal_toolkit.sidecars.uv import convert_settings
 
 from .conftest import Finished, Tree
@@ -213,8 +213,8 @@ def test_versions_that_the_image_needs_stay() -> None:
         "same": ("1.0", "1.0"),
         "mpi4py": ("4.0", "3.1"),
     }
-    pins = [Pin(name, wanted, f"{name}=={wanted}") for name, (_, wanted) in table.items()]
-    pins += [Pin(name, "1.0", "") for name in ("nvidia-cublas-cu12", "nvidia-ml-py", "torch-nightly", "torchvision")]
+    pins = [Locked(name, wanted, f"{name}=={wanted}") for name, (_, wanted) in table.items()]
+    pins += [Locked(name, "1.0", "") for name in ("nvidia-cublas-cu12", "nvidia-ml-py", "torch-nightly", "torchvision")]
     installed = {name: have for name, (have, _) in table.items()}
     found = locked.choose_pins("uv.lock", pins, installed, {"torch-nightly": "2.0+cpu"}, {"numpy": "<3,>=2"})
     assert [pin.name for pin in found.pins] == ["rich", "nvidia-ml-py", "torchvision"]
@@ -224,14 +224,14 @@ def test_versions_that_the_image_needs_stay() -> None:
         "uv.lock has torch-nightly 1.0, and this image 2.0+cpu, which stays",
         "1 packages in uv.lock belong to its framework and CUDA, and are left out",
     ]
-    other = [Pin("torch", "1.0", ""), Pin("torchvision", "1.0", "")]
+    other = [Locked("torch", "1.0", ""), Locked("torchvision", "1.0", "")]
     found = locked.choose_pins("uv.lock", other, installed, {}, {})
     assert found.pins == []
     assert found.notes[1] == "uv.lock has torchvision 1.0, which is left out: this image has another torch"
 
 
 def test_without_a_framework_all_is_installed() -> None:
-    pins = [Pin(name, "1.0", "") for name in ("torch", "nvidia-cublas-cu12", "torchvision")]
+    pins = [Locked(name, "1.0", "") for name in ("torch", "nvidia-cublas-cu12", "torchvision")]
     assert locked.choose_pins("uv.lock", pins, {"rich": "1"}, {}, {}) == locked.Choice(pins, [])
 
 
@@ -363,7 +363,7 @@ def test_files_for_hosts_without_a_network_are_downloaded(
     wrong = [pins[0]._replace(line="needed==1.0 --hash=sha256:" + "0" * 64)]
     assert locked.download_pins(wrong, (), str(tmp_path / "other"), environ) == 1
     with pytest.raises(ContractError, match="needed: without a hash, as from Git"):
-        locked.download_pins([Pin("needed", "", "needed @ git+https://x@01")], (), str(tmp_path), environ)
+        locked.download_pins([Locked("needed", "", "needed @ git+https://x@01")], (), str(tmp_path), environ)
 
 
 # Reading

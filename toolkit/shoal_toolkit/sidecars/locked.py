@@ -27,7 +27,7 @@ _MEMBER = re.compile(r"""(['"])(\S+?)\1 (not )?in (?:dependency_groups|extras)""
 _PYPI = "https://pypi.org/simple"
 
 
-class Pin(NamedTuple):
+class Locked(NamedTuple):
     """A package that a lock file names."""
 
     name: str  # normalized
@@ -39,7 +39,7 @@ class Pin(NamedTuple):
 class Choice(NamedTuple):
     """The pins to install, and sentences about the others."""
 
-    pins: list[Pin]
+    pins: list[Locked]
     notes: list[str]
 
 
@@ -76,7 +76,7 @@ def join_lines(text: str) -> list[str]:
     return [" ".join(line.split()) for line in lines if line.strip()]
 
 
-def parse_requirements(text: str) -> tuple[list[Pin], list[str]]:
+def parse_requirements(text: str) -> tuple[list[Locked], list[str]]:
     """Returns the pins in a requirements.txt that apply here, and the lines with options, such as --index-url."""
     pins, options = [], []
     for line in join_lines(text):
@@ -88,11 +88,11 @@ def parse_requirements(text: str) -> tuple[list[Pin], list[str]]:
             raise ContractError(f"{REQUIREMENTS}: {line.partition(' --hash')[0]!r} is not pinned. Fix: lock it again.")
         marker = line.partition(" --hash")[0].partition(" ;" if found["url"] else ";")[2]
         if _applies(marker):
-            pins.append(Pin(normalize(found["name"]), found["version"] or "", line))
+            pins.append(Locked(normalize(found["name"]), found["version"] or "", line))
     return pins, options
 
 
-def read_uv_lock(uv: Uv, groups: Sequence[str]) -> list[Pin]:
+def read_uv_lock(uv: Uv, groups: Sequence[str]) -> list[Locked]:
     """Returns the pins of uv.lock in the current directory, without the development group and local packages.
 
     Raises:
@@ -116,7 +116,7 @@ def read_uv_lock(uv: Uv, groups: Sequence[str]) -> list[Pin]:
     return [pin._replace(place=registries.get((pin.name, pin.version), "")) for pin in pins]
 
 
-def read_pylock(groups: Sequence[str]) -> list[Pin]:
+def read_pylock(groups: Sequence[str]) -> list[Locked]:
     """Returns the pins of pylock.toml (PEP 751) in the current directory. Raises ContractError."""
     lock = read_toml(PYLOCK)
     if str(lock.get("lock-version", "")).partition(".")[0] != "1":
@@ -137,17 +137,19 @@ def read_pylock(groups: Sequence[str]) -> list[Pin]:
     ]
 
 
-def _convert_package(package: Mapping[str, Any]) -> Pin:
+def _convert_package(package: Mapping[str, Any]) -> Locked:
     name, version, index = normalize(str(package["name"])), str(package.get("version", "")), package.get("index", "")
     if vcs := package.get("vcs"):
         address = f"{vcs['type']}+{vcs['url']}@{vcs['commit-id']}"
-        return Pin(name, "", f"{name} @ {address}" + (f"#subdirectory={s}" if (s := vcs.get("subdirectory")) else ""))
+        return Locked(
+            name, "", f"{name} @ {address}" + (f"#subdirectory={s}" if (s := vcs.get("subdirectory")) else "")
+        )
     if archive := package.get("archive"):
-        return Pin(name, "", f"{name} @ {archive['url']} {_format_hashes([archive])}")
+        return Locked(name, "", f"{name} @ {archive['url']} {_format_hashes([archive])}")
     files = [*package.get("wheels", ()), *filter(None, [package.get("sdist")])]
     if not index and files and "path" in files[0]:
         index = os.path.dirname(files[0]["path"]) or os.curdir
-    return Pin(name, version, f"{name}=={version} {_format_hashes(files)}", str(index))
+    return Locked(name, version, f"{name}=={version} {_format_hashes(files)}", str(index))
 
 
 def _format_hashes(files: Iterable[Mapping[str, Any]]) -> str:
@@ -252,7 +254,11 @@ def _fill_in_groups(marker: str, groups: Iterable[str]) -> str:
 
 
 def choose_pins(
-    path: str, pins: Iterable[Pin], installed: Mapping[str, str], others: Mapping[str, str], needs: Mapping[str, str]
+    path: str,
+    pins: Iterable[Locked],
+    installed: Mapping[str, str],
+    others: Mapping[str, str],
+    needs: Mapping[str, str],
 ) -> Choice:
     """Returns the pins to install beside the image's framework, and sentences about the versions that the image keeps.
 
@@ -263,9 +269,9 @@ def choose_pins(
         needs: The versions of packages that the image's other packages need.
     """
     pins = list(pins)
-    image = _Image(read_table("fixed_packages"), {**others, **installed}, frozenset(others), needs)
+    image = _ImagePackages(read_table("fixed_packages"), {**others, **installed}, frozenset(others), needs)
     locked = {pin.name: pin.version for pin in pins}
-    chosen: list[Pin] = []
+    chosen: list[Locked] = []
     notes: list[str] = []
     of_framework = 0
     for pin in pins:
@@ -280,7 +286,7 @@ def choose_pins(
     return Choice(chosen, notes)
 
 
-class _Image(NamedTuple):
+class _ImagePackages(NamedTuple):
     """The image's packages, and which of them stay."""
 
     table: Mapping[str, Any]
@@ -288,17 +294,17 @@ class _Image(NamedTuple):
     others: frozenset[str]
     needs: Mapping[str, str]
 
-    def has(self, pin: Pin) -> bool:
+    def has(self, pin: Locked) -> bool:
         """Returns whether the image has the package, or keeps its own version of it."""
         have = self.present.get(pin.name)
         return have is not None and (pin.name in self.others or have == pin.version or self._keeps(pin.name))
 
-    def belongs_to_framework(self, pin: Pin) -> bool:
+    def belongs_to_framework(self, pin: Locked) -> bool:
         """Returns whether a framework of a lock needs the package, and the image has a framework without it."""
         is_known = any(fnmatchcase(pin.name, pattern) for pattern in self.table["with_framework"])
         return is_known and pin.name not in self.present and not {"torch", "tensorflow"}.isdisjoint(self.present)
 
-    def find_reason(self, pin: Pin, locked: Mapping[str, str]) -> str:
+    def find_reason(self, pin: Locked, locked: Mapping[str, str]) -> str:
         """Returns why the image's version stays, or the package is left out; empty if neither, or both are equal."""
         from pip._vendor.packaging.specifiers import SpecifierSet
 
@@ -317,7 +323,7 @@ class _Image(NamedTuple):
         return any(fnmatchcase(name, pattern) for pattern in self.table["version"])
 
 
-def _describe(pin: Pin) -> str:
+def _describe(pin: Locked) -> str:
     return f"{pin.name} {pin.version}" if pin.version else f"{pin.name} from an address"
 
 
@@ -326,7 +332,7 @@ def _same(version: str, have: str) -> bool:
     return version.partition("+")[0] == have.partition("+")[0]
 
 
-def list_indexes(pins: Iterable[Pin]) -> list[str]:
+def list_indexes(pins: Iterable[Locked]) -> list[str]:
     """Returns the addresses of indexes other than PyPI, and the absolute paths of directories, that the pins need."""
     found = dict.fromkeys(pin.place for pin in pins if pin.place and pin.place.rstrip("/") != _PYPI)
     return [each if "://" in each else os.path.abspath(each) for each in found]
@@ -335,7 +341,7 @@ def list_indexes(pins: Iterable[Pin]) -> list[str]:
 # Installing
 
 
-def install_pins(uv: Uv, pins: Sequence[Pin], options: Iterable[str], directory: str) -> int:
+def install_pins(uv: Uv, pins: Sequence[Locked], options: Iterable[str], directory: str) -> int:
     """Installs pins, each file checked by its hash, and returns the exit code of uv.
 
     Pins without a hash are of Git, where the commit is checked, or of a local directory. Bytecode is compiled: all
@@ -361,7 +367,7 @@ def install_pins(uv: Uv, pins: Sequence[Pin], options: Iterable[str], directory:
     return 0
 
 
-def download_pins(pins: Sequence[Pin], options: Iterable[str], target: str, environ: Mapping[str, str]) -> int:
+def download_pins(pins: Sequence[Locked], options: Iterable[str], target: str, environ: Mapping[str, str]) -> int:
     """Downloads the files of pins, and uv, into a directory, each checked by its hash. Returns the exit code of pip.
 
     Raises:

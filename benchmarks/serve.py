@@ -72,7 +72,7 @@ def main(arguments: list[str]) -> int:
 
 
 def find_port() -> int:
-    """A port on which nobody listens now."""
+    """Return a free port."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         return int(probe.getsockname()[1])
 

@@ -172,7 +172,7 @@ def free_port() -> int:
 
 
 def find_port() -> int:
-    """A port on which nobody listens now."""
+    """Return a free port."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port: int = listener.getsockname()[1]

@@ -49,23 +49,27 @@ _Hook = Callable[[Any], "_Future[torch.Tensor]"]
 
 
 def compress_gradients(
-    model: DistributedDataParallel, method: str, rank: int = 4, density: float = 0.01, measure: bool = True
+    model: DistributedDataParallel,
+    method: str,
+    rank: int | None = None,
+    density: float | None = None,
+    measure: bool = True,
 ) -> None:
     """Compresses a model's gradients from the next step on. Call it on all ranks, once, before the first step.
 
     Args:
         model: Its process group is one of the backend smddp for "int8", any for the others.
         method: One of METHODS.
-        rank: Of the matrices into which "low_rank" factors a gradient.
-        density: Share of a bucket's elements that "top_k" sends, above 0 and up to 1.
+        rank: Of the matrices into which "low_rank" factors a gradient; 4 if it is None.
+        density: Share of a bucket's elements that "top_k" sends, above 0 and up to 1; 0.01 if it is None.
         measure: Whether the first 16 steps are compared. If False, compression stays on.
 
     Raises:
-        SMDDPError: Unknown method, a value out of range, or a group that lacks the method.
+        SMDDPError: Unknown method, a value out of range or for another method, or a group that lacks the method.
     """
     hook = _hook_of(method, model.process_group, rank, density)
     without = _without_network(method, model.process_group)
-    if without and measure:
+    if without:
         _say(model.process_group, f"{method} is off: {without}")
         return
     compression = _Compression(method, hook, model.process_group, measure)
@@ -134,14 +138,18 @@ def _without_network(method: str, group: Any) -> str:
     return "all ranks share the memory of one host" if shared else ""
 
 
-def _hook_of(method: str, group: Any, rank: int, density: float) -> _Hook:
+def _hook_of(method: str, group: Any, rank: int | None, density: float | None) -> _Hook:
     if method not in METHODS:
         raise SMDDPError(f"Gradient compression {method!r} does not exist. Fix: use one of {', '.join(METHODS)}.")
+    for name, value, owner in (("rank", rank, "low_rank"), ("density", density, "top_k")):
+        if value is not None and method != owner:
+            raise SMDDPError(f"Gradient compression {method} has no {name}. Fix: leave it out, or use {owner}.")
     if method == "int8":
         return _Int8(group).reduce
     if method == "top_k":
-        return _TopK(group, density).reduce
+        return _TopK(group, 0.01 if density is None else density).reduce
     if method == "low_rank":
+        rank = 4 if rank is None else rank
         if rank < 1:
             raise SMDDPError(f"Gradient compression low_rank: rank is {rank}. Fix: 1 or more.")
         state = PowerSGDState(group, matrix_approximation_rank=rank, start_powerSGD_iter=2)

@@ -22,21 +22,17 @@ from shoal_toolkit.hosts.connect import WorkerSearch
 from shoal_toolkit.hosts.wire import Channel, look_up_host
 from shoal_toolkit.system.loop import Loop
 
+from ..launching import find_port
+
 HOSTS = ["localhost", "127.0.0.1"]  # two names of this machine
 HELLO, WELCOME, REFUSED, START = b"H", b"W", b"R", b"S"
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def meet(loop: Loop, ours: str, theirs: str, agents_hosts: list[str] = HOSTS) -> list[str]:
     """Let an agent and a first host meet; returns what happened, the two channels closed."""
     happened: list[str] = []
     channels: list[Channel] = []
-    port = free_port()
+    port = find_port()
 
     def welcomed(channel: Channel) -> None:
         channels.append(channel)
@@ -117,7 +113,7 @@ def visit(
         channel.on_message = lambda message: passed_on.append(messages.encode_message(message)[0])
         channels.append(channel)
 
-    port = free_port()
+    port = find_port()
     agent = Agent(loop, port, "s3cret", HOSTS, HOSTS[1], welcomed)
     visitor = Visitor(loop, port, secret, source, role, forged)
     loop.run_until(lambda: bool(visitor.lost) or (WELCOME in visitor.received and bool(passed_on)))
@@ -146,7 +142,7 @@ def test_who_comes_from_another_address_is_not_even_greeted(loop: Loop) -> None:
 
 
 def test_who_comes_again_from_another_address_is_refused_without_a_look_up(loop: Loop) -> None:
-    port, channels = free_port(), list[Channel]()
+    port, channels = find_port(), list[Channel]()
     agent = Agent(loop, port, "s3cret", HOSTS, HOSTS[1], channels.append)
     visitors = []
     for _ in range(2):
@@ -284,7 +280,7 @@ class Meeting:
     """A worker and its first host, which connects on request."""
 
     def __init__(self, loop: Loop, secret: str = "s3cret", port: int = 0) -> None:
-        self.port = port or free_port()
+        self.port = port or find_port()
         self.met: list[str] = []
         self._loop = loop
         self._opened: list[Any] = []

@@ -18,8 +18,9 @@ from shoal_toolkit.hosts.messages import ProtocolError
 from shoal_toolkit.hosts.wire import Channel
 from shoal_toolkit.system.loop import Loop
 
+from ..launching import find_port
 from ..repeats import SEED, times
-from .test_wire import HOSTS, free_port
+from .test_wire import HOSTS
 
 DEEP = b"[" * 2000
 NONCE, PROOF = "0" * 32, "0" * 64
@@ -183,7 +184,7 @@ class Doors:
         self.loop = loop
         self.met: list[str] = []
         self.channels: list[Channel] = []
-        self.agents_port, self.worker = free_port(), socket.create_server(("127.0.0.1", 0))
+        self.agents_port, self.worker = find_port(), socket.create_server(("127.0.0.1", 0))
         self.worker.setblocking(False)
         self.agent = Agent(loop, self.agents_port, "s3cret", HOSTS, HOSTS[1], self._came)
         self.search = self._search(self.worker.getsockname()[1])

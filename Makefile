@@ -184,7 +184,7 @@ lock: setup ## resolve the requirements of all images to lock files with hashes
 #: everyday      which imports and commands of published scripts the default images lack
 #: dataparallel  collectives and a step on the backend smddp against gloo and MPI
 #: link          all_reduce between two hosts over 1 Gbit/s, smddp against gloo (needs root)
-#: compression  gradient compression at 100 Mbit/s to 10 Gbit/s, and its accuracy (needs root)
+#: compression  gradient compression at 100 Mbit/s to 10 Gbit/s, and its accuracy (needs root); TENSORFLOW=PYTHON: in TensorFlow
 #: large         the accuracy with large global batches, and with little batch normalization
 #: serve         examples/serve against a bare application on the same server
 #: members       what it costs that ranks accept members of the job only, on two hosts (needs root)
@@ -219,6 +219,7 @@ bench-tensorflow: FRAMEWORK = tensorflow
 bench-tensorflow: MODULE = tensorflow_image
 bench-launch bench-tensorflow bench-images: OPTIONS = --image $(IMAGE)
 bench-images: OPTIONS += $(if $(QUICK),--quick) $(if $(MATRIX),--matrix)
+bench-compression: OPTIONS = $(if $(TENSORFLOW),--tensorflow $(TENSORFLOW))
 bench-house: OPTIONS = $(if $(SINCE),--since $(SINCE))
 bench-launch bench-tensorflow bench-images bench-faults: image
 $(patsubst %,bench-%,$(filter-out start,$(BENCHMARKS))): bench-%: setup-all

@@ -10,20 +10,33 @@ round the ways take turns; the slowest rank counts. The figures are medians of t
 - `int8-bytes`: bytes on the wire in a step of int8, against float32.
 - `accuracy-gpt-METHOD`: the last loss of a GPT, against no compression. `accuracy-digits-METHOD`: wrong answers in
   percent. Both are means over 5 seeds. The bound is the rival's mean and two of its standard errors.
+
+`--tensorflow PYTHON` measures TensorFlow instead, with a Python that has it, scikit-learn and our library. The model
+has three layers of 1,024; the hosts use MPI:
+
+- `tf-int8-RATE`: `Compression.int8` against no compression, and against `fp16` and `bf16`; `tf-int8-bytes`;
+- `accuracy-tf-digits-METHOD`: as above, with `Model.fit` and `DistributedOptimizer`.
 """
 
 from __future__ import annotations
 
+import json
+import os
+import shlex
 import signal
+import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from statistics import mean, stdev
+from typing import Any
 
-from hosts import missing, two_hosts
-from link import run
+from hosts import INTERFACE, Host, missing, two_hosts
+from link import PORT, run
 from report import Figure, finish, make_parser, print_machine
 
 RANKS = Path(__file__).with_name("compression_ranks.py")
+TENSORFLOW_RANKS = RANKS.with_name("compression_tensorflow_ranks.py")
 GOALS = {"100mbit": 1 / 3, "1gbit": 1.0, "10gbit": 1.0}
 """Of the time of int8, in that without compression. Equal means: no slower, but for noise of 5 %."""
 NOISE = 1.05
@@ -32,12 +45,19 @@ METHODS = ("fp16", "bf16", "int8", "low_rank", "top_k")
 
 def main(arguments: list[str]) -> int:
     """Measure, and print the figures."""
-    options = make_parser(__doc__, 5).parse_args(arguments)
+    parser = make_parser(__doc__, 5)
+    parser.add_argument("--tensorflow", type=Path, metavar="PYTHON", help="measure TensorFlow, with this Python")
+    options = parser.parse_args(arguments)
     problem = missing("tc")
     if problem:
         sys.exit(f"compression.py needs {problem}. Nothing was measured.")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     print_machine()
+    return finish(in_tensorflow(options) if options.tensorflow else in_torch(options))
+
+
+def in_torch(options: Any) -> list[Figure]:
+    """The figures of PyTorch."""
     figures = []
     for rate, ceiling in GOALS.items():
         with two_hosts(rate) as hosts:
@@ -51,7 +71,52 @@ def main(arguments: list[str]) -> int:
             )
     with two_hosts("10gbit") as hosts:
         figures += accuracy(run(hosts, 1, RANKS, "accuracy", 5))
-    return finish(figures)
+    return figures
+
+
+def in_tensorflow(options: Any) -> list[Figure]:
+    """The figures of TensorFlow."""
+    figures = []
+    for rate in GOALS:
+        with two_hosts(rate) as hosts:
+            found = run_with_mpi(hosts, options.tensorflow, "speed", options.rounds)
+        ms = {name: 1000 * seconds for name, seconds in found["seconds"].items()}
+        print(rate, *(f"{name} {value:.0f}" for name, value in ms.items()), "ms", flush=True)
+        rivals = (
+            ("", "none", GOALS[rate] if rate == "100mbit" else NOISE),
+            ("-fp16", "fp16", None),
+            ("-bf16", "bf16", None),
+        )
+        figures += [
+            Figure(f"tf-int8-{rate}{end}", ms["int8"], "ms", rival=ms[rival], rival_name=rival, ceiling=goal)
+            for end, rival, goal in rivals
+        ]
+        if rate == "100mbit":
+            sent = found["bytes"]
+            figures.append(
+                Figure("tf-int8-bytes", sent["int8"], "bytes", rival=sent["none"], rival_name="float32", ceiling=0.27)
+            )
+    with two_hosts("10gbit") as hosts:
+        found = run_with_mpi(hosts, options.tensorflow, "accuracy", 5)
+    return [*figures, *accuracy({"tf-digits": found["digits"]})]
+
+
+def run_with_mpi(hosts: tuple[Host, Host], python: Path, *words: object) -> dict[str, Any]:
+    """Runs a rank of TensorFlow on each host, by mpirun on the first. Each host has a name of its own."""
+    with tempfile.TemporaryDirectory() as directory:
+        out, agent = Path(directory, "measured.json"), Path(directory, "agent")
+        named = f'unshare --uts sh -c \'hostname "$0"; exec sh -c "$*"\' {hosts[1].namespace}'
+        agent.write_text(f'#!/bin/sh\nshift\nexec {shlex.join(hosts[1].command())} {named} "$@"\n')
+        agent.chmod(0o755)
+        options = {"plm": "ssh", "plm_ssh_agent": agent, "oob_tcp_if_include": INTERFACE}
+        mca = [word for name, value in options.items() for word in ("--prtemca", name, str(value))]
+        btl = ["--mca", "btl", "tcp,self", "--mca", "btl_tcp_if_include", INTERFACE]
+        where = ["--host", ",".join(f"{host.address}:1" for host in hosts), "-np", "2"]
+        ranks = [*where, python, TENSORFLOW_RANKS, out, *words]
+        command = [python.with_name("mpirun"), "--allow-run-as-root", "--bind-to", "none", *mca, *btl, *ranks]
+        variables = {"TF_CPP_MIN_LOG_LEVEL": "3", "OMP_NUM_THREADS": "1", "MASTER_ADDR": hosts[0].address}
+        subprocess.run(hosts[0].command(*command), check=True, env={**os.environ, **variables, "MASTER_PORT": PORT})
+        return dict(json.loads(out.read_text()))
 
 
 def speed(rate: str, ceiling: float, seconds: dict[str, float]) -> list[Figure]:
@@ -78,8 +143,8 @@ def accuracy(found: dict[str, dict[str, list[float]]]) -> list[Figure]:
     for data, by_method in found.items():
         plain = by_method["none"]
         bound = mean(plain) + 2 * stdev(plain) / len(plain) ** 0.5
-        unit = "%" if data == "digits" else "nats"
-        for method in METHODS:
+        unit = "%" if "digits" in data else "nats"
+        for method in [name for name in METHODS if name in by_method]:
             name = f"accuracy-{data}-{method}"
             ours = by_method[method]
             figures.append(

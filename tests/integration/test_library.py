@@ -73,7 +73,7 @@ def test_the_librarys_suite_on_tensorflow(start_host: StartHost, matrix: BuildSp
 @pytest.mark.parametrize(
     "only",
     [
-        ("-k", "keras_3 or fit_trains or training_is_that or refused"),
+        ("-k", "keras_3 or fit_trains or training_is_that or compressed or refused"),
         in_soak((), name="all"),
     ],
 )

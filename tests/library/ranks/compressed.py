@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import smdistributed.dataparallel.torch.torch_smddp  # noqa: F401 (registers the backend)
+from smdistributed.core.compression import COMPARED_STEPS, WARM_STEPS
 from smdistributed.core.exceptions import SMDDPError
 from smdistributed.core.torch.per_device import engine_of
-from smdistributed.dataparallel.torch import compression
 from smdistributed.dataparallel.torch.compression import METHODS, compress_gradients
 
 dist.init_process_group("smddp")
@@ -90,7 +90,7 @@ def check_that_it_is_switched_off() -> None:
     compress_gradients(model, "top_k", density=1)
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        for _ in range(2 * (compression.WARM_STEPS + compression.COMPARED_STEPS) + 1):
+        for _ in range(2 * (WARM_STEPS + COMPARED_STEPS) + 1):
             model(torch.ones(4, 512)).sum().backward()
     said = [str(warning.message) for warning in seen if "top_k is off" in str(warning.message)]
     assert len(said) == (RANK == 0), said

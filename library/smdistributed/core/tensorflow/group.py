@@ -5,6 +5,7 @@ Also chooses the GPU of a rank, and hides the others from TensorFlow.
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -21,6 +22,7 @@ from smdistributed.core.launch import Launch
 from smdistributed.core.mpi import mpi_network
 from smdistributed.core.store import JobStore, open_store
 from smdistributed.core.tensorflow import operations
+from smdistributed.core.tensorflow.int8 import Int8Gradients, find_int8
 from smdistributed.core.tensorflow.operations import PendingOperation
 
 DIRECT_BYTES = 256 << 10  # shorter tensors are copied together: another collective would cost more than the copy
@@ -56,20 +58,40 @@ class Group:
         ]
         details = {"bytes": sum(pair.result.bytes for pair in pairs), "tensors": operation.count}
         with timeline.span("communication", kind, details):
-            for batch in batch_tensors(pairs):
-                self._run_batch(kind, operation, batch)
+            for part, batch in enumerate(batch_tensors(pairs)):
+                self._run_batch(kind, operation, batch, part)
 
-    def _run_batch(self, kind: str, operation: PendingOperation, batch: list[TensorPair]) -> None:
+    def _run_batch(self, kind: str, operation: PendingOperation, batch: list[TensorPair], part: int) -> None:
         given, result = batch[0] if len(batch) == 1 else self._pack(batch)
         if kind == "all_reduce":
-            source = given if given.address != result.address else None
-            self._engine.all_reduce(result, operation.name.decode(), source=source)
+            self._all_reduce(given, result, operation.name.decode(), part)
         else:
             if self._rank == operation.rank and given.address != result.address:
                 result.copy_from(given)
             self._engine.broadcast(result, operation.rank)
         if len(batch) > 1:
             self._unpack(batch)
+
+    def _all_reduce(self, given: Flat, result: Flat, reduction: str, part: int) -> None:
+        op, int8, bucket = find_int8(reduction)
+        if int8 and bucket == part == 0 and int8.trial.is_measuring:
+            self._begin_step(int8)
+        is_apart = given.address != result.address
+        if int8 and int8.trial.compresses():
+            if is_apart:
+                result.copy_from(given)
+            self._engine.all_reduce_int8(result, op, int8.lost(bucket, part, result.count))
+        else:
+            self._engine.all_reduce(result, op, source=given if is_apart else None)
+
+    def _begin_step(self, int8: Int8Gradients) -> None:
+        """Ends the trial after its last step; the slowest rank counts, so all ranks decide the same."""
+        medians = int8.trial.begin_step()
+        if medians:
+            slowest = (ctypes.c_double * 2)(*medians)
+            self._engine.all_reduce(Flat(ctypes.addressof(slowest), 2, "float64", slowest), "max")
+            without, compressed = slowest
+            int8.trial.decide(without, compressed, self._rank)
 
     def _pack(self, pairs: Iterable[TensorPair]) -> TensorPair:
         """Copies tensors of one dtype, at most PACK_BYTES in all, into the scratch memory, and returns them as one."""

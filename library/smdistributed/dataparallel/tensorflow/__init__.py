@@ -9,7 +9,6 @@ import smdistributed.core.tensorflow  # noqa: F401 (says what to do where it is 
 from smdistributed.dataparallel.reduce_op import ReduceOp
 from smdistributed.dataparallel.tensorflow.collectives import (
     BroadcastGlobalVariablesHook,
-    Compression,
     allreduce,
     broadcast,
     broadcast_global_variables,
@@ -17,6 +16,7 @@ from smdistributed.dataparallel.tensorflow.collectives import (
     oob_allreduce,
     overlap,
 )
+from smdistributed.dataparallel.tensorflow.compression import Compression
 from smdistributed.dataparallel.tensorflow.gathering import allgather, alltoall, barrier, broadcast_object, join
 from smdistributed.dataparallel.tensorflow.job import (
     init,

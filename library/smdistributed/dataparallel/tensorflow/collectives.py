@@ -5,6 +5,7 @@ Also the reductions and broadcasts in buckets on which tapes, optimizers and oth
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -13,40 +14,11 @@ import tensorflow as tf
 
 from smdistributed.core.options import only_known, warn_without_effect
 from smdistributed.core.tensorflow import operations
+from smdistributed.core.tensorflow.int8 import Int8Gradients
 from smdistributed.dataparallel.exceptions import SMDDPError
 from smdistributed.dataparallel.reduce_op import ReduceOp
+from smdistributed.dataparallel.tensorflow.compression import Compression, is_int8
 from smdistributed.dataparallel.tensorflow.job import require_size
-
-
-class _None:
-    @staticmethod
-    def compress(tensor: Any) -> tuple[Any, Any]:
-        return tensor, None
-
-    @staticmethod
-    def decompress(tensor: Any, dtype: Any) -> Any:
-        return tensor
-
-
-class _Fp16:
-    """Sends float32 and float64 as float16: numbers below 6e-8 become 0, those above 65,504 infinite."""
-
-    @staticmethod
-    def compress(tensor: Any) -> tuple[Any, Any]:
-        wide = tensor.dtype in (tf.float32, tf.float64)
-        return (tf.cast(tensor, tf.float16), tensor.dtype) if wide else (tensor, None)
-
-    @staticmethod
-    def decompress(tensor: Any, dtype: Any) -> Any:
-        return tensor if dtype is None else tf.cast(tensor, dtype)
-
-
-class Compression:
-    """Values of `compression`. `compress` returns a tensor, and the context that `decompress` needs."""
-
-    none = _None
-    fp16 = _Fp16
-
 
 BUCKET_MB = 25
 _OPS = {ReduceOp.AVERAGE: "avg", ReduceOp.SUM: "sum", ReduceOp.MIN: "min", ReduceOp.MAX: "max"}
@@ -68,7 +40,7 @@ def allreduce(
     Args:
         tensor: Any shape and any number dtype; tf.IndexedSlices become dense, None stays None.
         param_index, num_params: No effect, and a warning: AWS's library chooses buckets by them. Here it does not.
-        compression: A member of `Compression`.
+        compression: A member of `Compression` but int8, which is for gradients of variables.
         op: A `ReduceOp`, or its name; AVERAGE by default.
         grad: In place of `tensor`, as published scripts call it.
         average: True for AVERAGE and False for SUM, in place of `op`.
@@ -78,7 +50,7 @@ def allreduce(
         A dense tensor of the same shape and dtype, equal on all ranks.
 
     Raises:
-        SMDDPError: Before `init`, for an unknown `op`, for `op` together with `average`, and if the ranks call
+        SMDDPError: Before `init`, for int8, an unknown `op`, `op` together with `average`, and if the ranks call
             different collectives. Inside a `tf.function` the last is tf.errors.InternalError with the same text.
         TypeError: For an unknown argument.
     """
@@ -97,7 +69,7 @@ def oob_allreduce(tensor: Any, compression: Any = Compression.none, op: ReduceOp
 
     Args:
         tensor: A tensor or number, or a nested list, tuple or dict of them; any shapes and number dtypes.
-        compression: A member of `Compression`.
+        compression: As in `allreduce`.
         op: A `ReduceOp`, or its name.
 
     Returns:
@@ -167,7 +139,11 @@ def overlap(tensor: Any) -> Any:
 
 
 def reduce_tensors(
-    tensors: Sequence[Any], compression: Any, op: ReduceOp | str, bucket_bytes: int = BUCKET_MB << 20
+    tensors: Sequence[Any],
+    compression: Any,
+    op: ReduceOp | str,
+    bucket_bytes: int = BUCKET_MB << 20,
+    int8: Int8Gradients | None = None,
 ) -> list[Any]:
     """Reduces tensors over the ranks, in buckets of one dtype. The last tensors come first, as gradients do.
 
@@ -175,6 +151,7 @@ def reduce_tensors(
         tensors: Any shapes and number dtypes; None stays None, tf.IndexedSlices become dense.
         compression, op: As in `allreduce`.
         bucket_bytes: The most bytes of a bucket.
+        int8: The state of int8, which needs it.
 
     Returns:
         A tensor for each one, equal on all ranks.
@@ -182,6 +159,11 @@ def reduce_tensors(
     Raises:
         SMDDPError: As `allreduce`.
     """
+    if is_int8(compression) and int8 is None:
+        raise SMDDPError(
+            "Compression.int8 keeps the rounding errors of a model's gradients for its next step. A tensor has no next "
+            "step. Fix: pass it to DistributedGradientTape or DistributedOptimizer; here, pass fp16, bf16 or none."
+        )
     reduction = _OPS[parse_reduce_op(op)]
     require_size()
     results: list[Any] = [None] * len(tensors)
@@ -190,9 +172,12 @@ def reduce_tensors(
         for index in reversed(range(len(tensors)))
         if tensors[index] is not None
     }
+    numbers = itertools.count()
     for bucket in _buckets({index: tensor for index, (tensor, _) in compressed.items()}, bucket_bytes):
-        reduced = _run_collective(operations.all_reduce, [compressed[index][0] for index in bucket], reduction)
-        for index, tensor in zip(bucket, reduced):
+        sent = [compressed[index][0] for index in bucket]
+        in_int8 = int8 if sent[0].dtype == tf.float32 else None
+        name = in_int8.name_reduction(reduction, next(numbers)) if in_int8 else reduction
+        for index, tensor in zip(bucket, _run_collective(operations.all_reduce, sent, name)):
             results[index] = compression.decompress(tensor, compressed[index][1])
     return results
 

@@ -10,7 +10,8 @@ from tensorflow.python.saved_model.save_context import in_save_context
 from smdistributed.core.tensorflow.keras_release import is_keras_3
 from smdistributed.dataparallel.exceptions import SMDDPError
 from smdistributed.dataparallel.reduce_op import ReduceOp
-from smdistributed.dataparallel.tensorflow.collectives import Compression, reduce_tensors
+from smdistributed.dataparallel.tensorflow.collectives import reduce_tensors
+from smdistributed.dataparallel.tensorflow.compression import Compression
 
 
 @tf.keras.utils.register_keras_serializable("smdistributed")

@@ -11,7 +11,9 @@ from smdistributed.core.tensorflow.keras_release import is_keras_3
 from smdistributed.dataparallel.exceptions import SMDDPError
 from smdistributed.dataparallel.reduce_op import ReduceOp
 from smdistributed.dataparallel.tensorflow import keras_3
-from smdistributed.dataparallel.tensorflow.collectives import BUCKET_MB, Compression, parse_reduce_op, reduce_tensors
+from smdistributed.dataparallel.tensorflow.collectives import BUCKET_MB, parse_reduce_op
+from smdistributed.dataparallel.tensorflow.compression import Compression
+from smdistributed.dataparallel.tensorflow.gradients import GradientReduction, find_reduction
 
 
 class DistributedGradientTape(tf.GradientTape):  # type: ignore[misc]
@@ -45,8 +47,8 @@ class DistributedGradientTape(tf.GradientTape):  # type: ignore[misc]
     def gradient(self, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
         """Returns reduced gradients. None stays None; tf.IndexedSlices become dense."""
         found = self._wrapped.gradient(target, sources, *args, **kwargs)
-        flat = tf.nest.flatten(found)
-        return tf.nest.pack_sequence_as(found, reduce_tensors(flat, self._compression, self._op))
+        reduce = find_reduction(tf.nest.flatten(sources), self._compression, self._op)
+        return tf.nest.pack_sequence_as(found, reduce(tf.nest.flatten(found)))
 
     def __enter__(self) -> DistributedGradientTape:
         self._wrapped.__enter__()
@@ -116,11 +118,7 @@ def DistributedOptimizer(  # noqa: N802 (the published name)
         )
     if name is not None or use_locking:
         warn_without_effect("DistributedOptimizer(name=, use_locking=)", "the optimizer keeps its own")
-    reduction = parse_reduce_op(op)
-
-    def combined(gradients: list[Any]) -> list[Any]:
-        return reduce_tensors(gradients, compression, reduction, bucket_cap_mb << 20)
-
+    combined = GradientReduction(compression, op, bucket_cap_mb << 20)
     if is_keras_3() and isinstance(optimizer, tf.keras.optimizers.Optimizer):
         _refuse_second_wrap(keras_3.reduces(optimizer))
         keras_3.reduce_before_apply(optimizer, combined)

@@ -18,11 +18,7 @@ Deep Gradient Compression (Lin et al., 2018) and PowerSGD (Vogels et al., 2019) 
 
 from __future__ import annotations
 
-import logging
-import time
-import warnings
 from collections.abc import Callable
-from statistics import median
 from typing import Any
 
 import torch
@@ -32,6 +28,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from smdistributed.core.compression import CompressionTrial, reason_without_network, warn_that_it_is_off
 from smdistributed.core.exceptions import SMDDPError
 from smdistributed.core.torch.devices import device_of
 from smdistributed.core.torch.per_device import engine_of
@@ -39,10 +36,6 @@ from smdistributed.core.torch.per_device import engine_of
 __all__ = ["compress_gradients"]
 
 METHODS: tuple[str, ...] = ("fp16", "bf16", "int8", "low_rank", "top_k")
-WARM_STEPS, COMPARED_STEPS = 3, 5
-"""Of each kind, without and with compression. torch builds its buckets again in the first."""
-
-_log = logging.getLogger(__name__)
 _Future = torch.futures.Future
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
 _Hook = Callable[[Any], "_Future[torch.Tensor]"]
@@ -68,74 +61,37 @@ def compress_gradients(
         SMDDPError: Unknown method, a value out of range or for another method, or a group that lacks the method.
     """
     hook = _hook_of(method, model.process_group, rank, density)
-    without = _without_network(method, model.process_group)
+    engine = engine_of(model.process_group) if method == "int8" else None
+    without = reason_without_network(engine.engine) if engine else ""
     if without:
-        _say(model.process_group, f"{method} is off: {without}")
+        warn_that_it_is_off(f"{method} is off: {without}", dist.get_rank(model.process_group))
         return
-    compression = _Compression(method, hook, model.process_group, measure)
+    compression = _Compression(hook, model.process_group, CompressionTrial(method, measure))
     model.register_comm_hook(None, lambda _, bucket: compression.reduce(bucket))
 
 
 class _Compression:
-    """Reduces buckets with or without compression: it takes turns while it measures, and then decides."""
+    """Reduces buckets with or without compression, as its trial says."""
 
-    def __init__(self, method: str, hook: _Hook, group: Any, measure: bool) -> None:
-        self._method, self._hook, self._group = method, hook, group
-        self._is_on: bool | None = None if measure else True
-        self._step = -1
-        self._began = 0.0
-        self._times: dict[bool, list[float]] = {False: [], True: []}
+    def __init__(self, hook: _Hook, group: Any, trial: CompressionTrial) -> None:
+        self._hook, self._group, self._trial = hook, group, trial
 
     def reduce(self, bucket: GradBucket) -> _Future[torch.Tensor]:
         """Returns a future of the bucket's average over all ranks."""
-        if bucket.index() == 0 and self._is_on is None:
+        if bucket.index() == 0 and self._trial.is_measuring:
             self._begin_step()
-        return self._hook(bucket) if self._compresses() else default_hooks.allreduce_hook(self._group, bucket)
-
-    def _compresses(self) -> bool:
-        """Whether this step is compressed: the steps to warm up are apart, those to compare take turns."""
-        if self._is_on is not None:
-            return self._is_on
-        if self._step < 2 * WARM_STEPS:
-            return self._step >= WARM_STEPS
-        return bool(self._step % 2)
+        return self._hook(bucket) if self._trial.compresses() else default_hooks.allreduce_hook(self._group, bucket)
 
     def _begin_step(self) -> None:
-        """Notes how long the last step took, between their first buckets. Decides at the end."""
+        """Ends the trial after its last step; the slowest rank counts, so all ranks decide the same."""
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        now = time.perf_counter()
-        if self._step >= 2 * WARM_STEPS:
-            self._times[self._compresses()].append(now - self._began)
-        self._step += 1
-        self._began = now
-        if self._step == 2 * (WARM_STEPS + COMPARED_STEPS):
-            self._decide()
-
-    def _decide(self) -> None:
-        """Compares the medians; the slowest rank counts, so all ranks decide the same."""
-        medians = [median(self._times[False]), median(self._times[True])]
-        slowest = torch.tensor(medians, dtype=torch.float64, device=device_of(self._group))
-        dist.all_reduce(slowest, dist.ReduceOp.MAX, self._group)
-        without, compressed = slowest.tolist()
-        self._is_on = compressed < without
-        times = f"a step takes {compressed:.4g} s with it and {without:.4g} s without"
-        if self._is_on:
-            _log.info("Gradient compression %s is on: %s.", self._method, times)
-        else:
-            _say(self._group, f"{self._method} is off from now on: {times}")
-
-
-def _say(group: Any, text: str) -> None:
-    if dist.get_rank(group) == 0:
-        warnings.warn(f"Gradient compression {text}.", stacklevel=3)
-
-
-def _without_network(method: str, group: Any) -> str:
-    """Says why int8 has nothing to do: without a network between hosts, nothing is compressed."""
-    engine = engine_of(group)
-    shared = method == "int8" and engine is not None and engine.engine.startswith("shm:")
-    return "all ranks share the memory of one host" if shared else ""
+        medians = self._trial.begin_step()
+        if medians:
+            slowest = torch.tensor(medians, dtype=torch.float64, device=device_of(self._group))
+            dist.all_reduce(slowest, dist.ReduceOp.MAX, self._group)
+            without, compressed = slowest.tolist()
+            self._trial.decide(without, compressed, dist.get_rank(self._group))
 
 
 def _hook_of(method: str, group: Any, rank: int | None, density: float | None) -> _Hook:

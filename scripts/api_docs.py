@@ -1,4 +1,6 @@
-"""Writes docs/api/dataparallel.md from the library's signatures and docstrings. `--check` writes nothing.
+"""Writes the pages of docs/api from the library's signatures and docstrings. `--check` writes nothing.
+
+docs/api/dataparallel.md imports the modules. The other pages read the source (reference_pages/api.py).
 
 The file docs/api/variables.toml describes environment variables. It is an error if a variable is in the code and not in
 that table, or in the table and not in the code. It is also an error if a public name has no docstring.
@@ -10,20 +12,23 @@ import argparse
 import ast
 import importlib
 import inspect
-import json
 import re
 import sys
 import textwrap
 from collections.abc import Iterator
-from enum import Enum
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import tomllib
+from reference_pages import api
+from reference_pages.docstring_text import prose
+from reference_pages.signatures import show_definition, show_literal
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE, VARIABLES = ROOT / "docs" / "api" / "dataparallel.md", ROOT / "docs" / "api" / "variables.toml"
+DIRECTORY = ROOT / "docs" / "api"
+VARIABLES = DIRECTORY / "variables.toml"
 PACKAGE = "smdistributed.dataparallel"
 MODULES = (
     PACKAGE,
@@ -39,13 +44,10 @@ MODULES = (
 NAMES = {"smdistributed.core.launch": ["LaunchError"]}
 """The public names of modules that document only some of them."""
 SOURCES = ("core", "dataparallel")
-LINE = 100
 
 _VARIABLE = re.compile(
     r"(SMDDP|SMDATAPARALLEL|OMPI|PMIX|MASTER)_[A-Z_]+|(LOCAL_)?(RANK|WORLD_SIZE)"  # as a whole string
 )
-_PARAMETERS = re.compile(r"^(\w+(?:, \w+)*): ")
-_ENTRY = re.compile(r"^(\*{0,2}[\w.]+(?:, \*{0,2}[\w.]+)*)(?: \([^)]*\))?: ", re.MULTILINE)
 _HEAD = """# smdistributed.dataparallel: Python API
 
 `make docs` writes this page from the docstrings. To begin, see [the examples](../../examples/README.md). "AWS developer
@@ -72,7 +74,7 @@ def _module(name: str) -> Iterator[str]:
     module = importlib.import_module(name)
     yield f"## {name}"
     if name not in NAMES:
-        yield _prose(_docstring(module, name))
+        yield prose(_docstring(module, name))
     for public in NAMES.get(name) or _public(module):
         yield from _named(module, public)
 
@@ -97,50 +99,17 @@ def _named(module: ModuleType, name: str) -> Iterator[str]:
     if home != module.__name__ and home in MODULES:
         yield f"### {name}\n\nThe same as `{home}.{name}`."
     elif not callable(value):
-        yield f"### {name}\n\n```python\n{name} = {_literal(value)}\n```"
+        yield f"### {name}\n\n```python\n{name} = {show_literal(value)}\n```"
     else:
         yield f"### {name}\n\n```python\n{_signature(value)}\n```"
-        yield _prose(_docstring(value, f"{module.__name__}.{name}"))
+        yield prose(_docstring(value, f"{module.__name__}.{name}"))
 
 
 def _signature(value: Any) -> str:
     """The signature from the source. Evaluated annotations would differ between versions of the framework."""
     node = ast.parse(textwrap.dedent(inspect.getsource(value))).body[0]
-    if isinstance(node, ast.FunctionDef):
-        return _shown("def ", node)
-    assert isinstance(node, ast.ClassDef)
-    if issubclass(value, Enum):
-        members = [f"{each.name} = {_literal(each.value)}" for each in value]
-        return "\n    ".join([f"class {node.name}(Enum):", *members])
-    bases = ", ".join(map(ast.unparse, node.bases))
-    initial = next((each for each in node.body if isinstance(each, ast.FunctionDef) and each.name == "__init__"), None)
-    if initial is None:
-        fields = [ast.unparse(each) for each in node.body if isinstance(each, ast.AnnAssign)]
-        return "\n    ".join([f"class {node.name}{bases and f'({bases})'}{':' if fields else ''}", *fields])
-    initial.name, initial.returns, initial.args.args = node.name, None, initial.args.args[1:]
-    return _shown("class ", initial)
-
-
-def _literal(value: object) -> str:
-    return json.dumps(value) if isinstance(value, str) else repr(value)
-
-
-def _shown(word: str, function: ast.FunctionDef) -> str:
-    """One line. If that is too long: a line for each parameter."""
-    returns = f" -> {ast.unparse(function.returns)}" if function.returns else ""
-    given = function.args
-    assert not given.kwonlyargs, f"{function.name}: say how to show arguments that are given by keyword only"
-    every = (*given.posonlyargs, *given.args)
-    defaults = [None] * (len(every) - len(given.defaults)) + [*given.defaults]
-    parameters = [
-        f"{ast.unparse(each)} = {ast.unparse(default)}" if default else ast.unparse(each)
-        for each, default in zip(every, defaults)
-    ]
-    parameters += [star + ast.unparse(rest) for star, rest in (("*", given.vararg), ("**", given.kwarg)) if rest]
-    line = f"{word}{function.name}({', '.join(parameters)}){returns}"
-    if len(line) <= LINE:
-        return line
-    return "\n".join([f"{word}{function.name}(", *(f"    {each}," for each in parameters), f"){returns}"])
+    assert isinstance(node, (ast.ClassDef, ast.FunctionDef))
+    return show_definition(node)
 
 
 def _docstring(value: Any, name: str) -> str:
@@ -150,47 +119,6 @@ def _docstring(value: Any, name: str) -> str:
             f"{name} has no docstring: describe shapes, dtypes, units, errors and the source of the behaviour."
         )
     return inspect.cleandoc(text)
-
-
-def _prose(text: str) -> str:
-    """A docstring as Markdown: its sections become lists."""
-    head, *sections = re.split(r"^(?=(?:Args|Attributes|Returns|Yields|Raises|Examples?):$)", text, flags=re.MULTILINE)
-    return "\n\n".join(part for part in (_paragraphs(head.rstrip()), *map(_section, sections)) if part)
-
-
-def _section(text: str) -> str:
-    """A section such as `Args:` with its indented body, as Markdown."""
-    heading, _, body = text.partition("\n")
-    body, name = textwrap.dedent(body).strip(), heading.rstrip(":")
-    if name.startswith("Example"):
-        return f"{heading}\n\n```python\n{body}\n```"
-    if name in ("Args", "Attributes", "Raises") and _ENTRY.match(body):
-        items = re.split(r"\n(?=\S)", body)
-        return f"{heading}\n\n" + "\n".join(
-            _ENTRY.sub(_item, re.sub(r"\n\s*", "\n  ", each), count=1) for each in items
-        )
-    return f"{heading} {' '.join(body.split())}" if "\n\n" not in body else f"{heading}\n\n{body}"
-
-
-def _item(entry: re.Match[str]) -> str:
-    return f"- {', '.join(f'`{name}`' for name in entry[1].split(', '))}: "
-
-
-def _paragraphs(text: str) -> str:
-    """Text before the sections. Lines that begin with parameters become a list."""
-    lines: list[str] = []
-    in_list = False
-    for line in text.splitlines():
-        found = _PARAMETERS.match(line)
-        if found and (in_list or not lines[-1:] or not lines[-1]):
-            names = ", ".join(f"`{name}`" for name in found[1].split(", "))
-            line, in_list = f"- {names}: {line[found.end() :]}", True
-        elif in_list and line.startswith(" "):
-            line = f"  {line.strip()}"
-        else:
-            in_list = False
-        lines.append(line)
-    return "\n".join(lines)
 
 
 def _variables() -> Iterator[str]:
@@ -217,13 +145,18 @@ def _named_in_code() -> set[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if the page is stale")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a page is stale")
     check = parser.parse_args().check
-    text = page()
-    if not check:
-        PAGE.write_text(text)
-    elif not PAGE.exists() or PAGE.read_text() != text:
-        sys.exit(f"{PAGE.relative_to(ROOT)} is stale. Fix: run `make docs` and commit the page.")
+    pages = {"dataparallel.md": page, **{name: partial(api.write, name) for name in api.PAGES}}
+    stale = []
+    for name, write in pages.items():
+        path, text = DIRECTORY / name, write()
+        if not check:
+            path.write_text(text)
+        elif not path.exists() or path.read_text() != text:
+            stale.append(str(path.relative_to(ROOT)))
+    if stale:
+        sys.exit(f"{', '.join(stale)}: stale. Fix: run `make reference` and commit the pages.")
 
 
 if __name__ == "__main__":

@@ -12,23 +12,33 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import tomllib
+
 from reference_pages.markdown import code, page, table
 
 LIBRARY = Path(__file__).resolve().parents[2] / "library"
-WORKS, NO_EFFECT, UNSUPPORTED = "works", "no effect", "not supported"
+VERSIONS = LIBRARY.parent / "docs" / "reference" / "interface-versions.toml"
+WORKS, NO_EFFECT, UNSUPPORTED, MISSING = "works", "no effect", "not supported", "missing"
+OURS = "–"
+_DATA_TORCH = "[Python API](../api/dataparallel.md)"
+_DATA_TENSORFLOW = "[signatures](../api/dataparallel-tensorflow.md), [data parallel in TensorFlow](../tensorflow.md)"
+_MODEL_TORCH = "[signatures](../api/modelparallel.md), [model parallel in PyTorch](../modelparallel.md)"
+_MODEL_TENSORFLOW = (
+    "[signatures](../api/modelparallel-tensorflow.md), [model parallel in TensorFlow](../modelparallel-tensorflow.md)"
+)
 PACKAGES = {
-    "smdistributed.dataparallel.torch": "[Python API](../api/dataparallel.md)",
-    "smdistributed.dataparallel.torch.distributed": "[Python API](../api/dataparallel.md)",
-    "smdistributed.dataparallel.torch.parallel": "[Python API](../api/dataparallel.md)",
-    "smdistributed.dataparallel.tensorflow": "[data parallel in TensorFlow](../tensorflow.md)",
-    "smdistributed.modelparallel.torch": "[model parallel in PyTorch](../modelparallel.md)",
-    "smdistributed.modelparallel.torch.amp": "[model parallel in PyTorch](../modelparallel.md)",
-    "smdistributed.modelparallel.torch.nn": "[model parallel in PyTorch](../modelparallel.md)",
-    "smdistributed.modelparallel.torch.optimizers": "[model parallel in PyTorch](../modelparallel.md)",
-    "smdistributed.modelparallel.torch.utils": "[model parallel in PyTorch](../modelparallel.md)",
-    "smdistributed.modelparallel.tensorflow": "[model parallel in TensorFlow](../modelparallel-tensorflow.md)",
+    "smdistributed.dataparallel.torch": _DATA_TORCH,
+    "smdistributed.dataparallel.torch.distributed": _DATA_TORCH,
+    "smdistributed.dataparallel.torch.parallel": _DATA_TORCH,
+    "smdistributed.dataparallel.tensorflow": _DATA_TENSORFLOW,
+    "smdistributed.modelparallel.torch": _MODEL_TORCH,
+    "smdistributed.modelparallel.torch.amp": _MODEL_TORCH,
+    "smdistributed.modelparallel.torch.nn": _MODEL_TORCH,
+    "smdistributed.modelparallel.torch.optimizers": _MODEL_TORCH,
+    "smdistributed.modelparallel.torch.utils": _MODEL_TORCH,
+    "smdistributed.modelparallel.tensorflow": _MODEL_TENSORFLOW,
 }
-"""The packages, and the page that explains each."""
+"""The packages, and the pages that explain each."""
 _HEAD = f"""# Names of `smdistributed`
 
 `make reference` writes this page from the source. Each table lists the public names of a package:
@@ -36,6 +46,13 @@ _HEAD = f"""# Names of `smdistributed`
 - **{WORKS}**: as published by AWS. The linked page describes exceptions.
 - **{NO_EFFECT}**: you can call it, and it warns.
 - **{UNSUPPORTED}**: you can import it. If you use it, you get an error with an alternative.
+- **{MISSING}**: AWS has the name, and you cannot import it.
+
+The column "AWS" has the first version of AWS's interface that documents the name:
+
+- `guide`: only AWS's guide has it, without a version.
+- `scripts`: only scripts that AWS published have it.
+- no number ({OURS}): it is Horovod's or ours.
 
 [Release notes](releases.md): the version of the library, and AWS's versions with these names."""
 _NO_NAMES = ("*", "annotations", "core")
@@ -59,24 +76,33 @@ def list_states(package: str) -> list[tuple[str, str]]:
     Args:
         package: A key of `PACKAGES`.
     """
-    return [(name, _explain(package, name)[0]) for name in _list_names(package)]
+    return [(name, explain(package, name)[0]) for name in list_names(package)]
 
 
 def _describe(package: str, link: str) -> Iterator[str]:
     yield f"## {package}"
-    yield f"{_first_line(_read(package))} More: {link}."
-    rows = ((code(name), *_explain(package, name)) for name in _list_names(package))
-    yield table(("name", "here", "task"), rows)
+    yield f"{_first_line(read(package))} More: {link}."
+    versions, listed = read_versions(package), list_names(package)
+    rows = [(code(name), versions.get(name, OURS), *explain(package, name)) for name in listed]
+    absent = [name for name in versions if name not in listed and "." not in name]
+    rows += [(code(name), versions[name], MISSING, "") for name in absent]
+    yield table(("name", "AWS", "here", "task"), rows)
 
 
-def _explain(package: str, name: str) -> tuple[str, str]:
+def read_versions(package: str) -> dict[str, str]:
+    """Returns AWS's version of each name of a package, and of methods as `Class.method`."""
+    by_version: dict[str, str] = tomllib.loads(VERSIONS.read_text()).get(package, {})
+    return {name: version for version, names in by_version.items() for name in names.split()}
+
+
+def explain(package: str, name: str) -> tuple[str, str]:
     """Returns whether a name works, and the first line of its docstring."""
     if package.endswith(".nn") and name in _refused_modules():
         return UNSUPPORTED, "A tensor-parallel module."
-    module, node = _find(package, name)
+    module, node = find(package, name)
     if module.endswith(".unsupported"):
         return UNSUPPORTED, _first_line(node) or "For tensor parallelism."
-    return _state(node), _first_line(node) or _constant(package, name, node)
+    return state_of(node), _first_line(node) or _constant(package, name, node)
 
 
 def _constant(package: str, name: str, node: ast.AST) -> str:
@@ -94,7 +120,7 @@ def _constant(package: str, name: str, node: ast.AST) -> str:
     raise SystemExit(f"{package}.{name} has no docstring. Fix: write one, for docs/reference/python.md.")
 
 
-def _state(node: ast.AST) -> str:
+def state_of(node: ast.AST) -> str:
     """Finds functions that only raise an error, and functions that warn and return their argument."""
     if isinstance(node, ast.Module):
         return "module"
@@ -118,7 +144,7 @@ def _first_line(node: ast.AST) -> str:
 
 
 @functools.cache
-def _read(module: str) -> ast.Module:
+def read(module: str) -> ast.Module:
     path = LIBRARY / module.replace(".", "/")
     return ast.parse((path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text())
 
@@ -128,9 +154,9 @@ def _is_module(name: str) -> bool:
     return path.is_dir() or path.with_suffix(".py").is_file()
 
 
-def _list_names(package: str) -> list[str]:
+def list_names(package: str) -> list[str]:
     """Returns the names in `__all__`; without it, the names that a module imports (a package) or defines."""
-    tree = _read(package)
+    tree = read(package)
     listed = [name for node in tree.body for name in _listed_in(node, package)]
     if package.endswith(".nn"):
         listed += _refused_modules()
@@ -151,7 +177,7 @@ def _listed_in(node: ast.stmt, package: str) -> list[str]:
     if not isinstance(target, ast.Name) or target.id != "__all__":
         return []
     if isinstance(node.value, ast.Attribute):
-        return _list_names(".".join(_imports(package)[ast.unparse(node.value.value)]))
+        return list_names(".".join(_imports(package)[ast.unparse(node.value.value)]))
     assert isinstance(node.value, ast.List)
     return [str(each.value) for each in node.value.elts if isinstance(each, ast.Constant)]
 
@@ -160,21 +186,26 @@ def _listed_in(node: ast.stmt, package: str) -> list[str]:
 def _imports(module: str) -> dict[str, tuple[str, str]]:
     """Returns the names that a module imports from the library: the module and the name there."""
     found = {}
-    for node in _read(module).body:
+    for node in read(module).body:
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("smdistributed"):
-            names = _list_names(str(node.module)) if node.names[0].name == "*" else []
+            names = list_names(str(node.module)) if node.names[0].name == "*" else []
             found.update({name: (str(node.module), name) for name in names})
             found.update({each.asname or each.name: (str(node.module), each.name) for each in node.names})
     return found
 
 
-def _find(module: str, name: str) -> Definition:
+def defines(module: str, name: str) -> bool:
+    """Whether a module of the library defines a class or function, or imports it from another one."""
+    return name in _imports(module) or any(getattr(node, "name", "") == name for node in read(module).body)
+
+
+def find(module: str, name: str) -> Definition:
     """Follows imports to the definition of a name."""
     if name in _imports(module):
         source, original = _imports(module)[name]
         inner = f"{source}.{original}"
-        return Definition(inner, _read(inner)) if _is_module(inner) else _find(source, original)
-    for node in _read(module).body:
+        return Definition(inner, read(inner)) if _is_module(inner) else find(source, original)
+    for node in read(module).body:
         names = [node.name] if isinstance(node, (ast.ClassDef, ast.FunctionDef)) else []
         if isinstance(node, ast.Assign):
             names = [each.id for target in node.targets for each in ast.walk(target) if isinstance(each, ast.Name)]
@@ -186,6 +217,6 @@ def _find(module: str, name: str) -> Definition:
 @functools.cache
 def _refused_modules() -> tuple[str, ...]:
     """Returns the names of modules that `smp.nn` refuses."""
-    node = _find("smdistributed.modelparallel.torch.script.unsupported", "MODULES").node
+    node = find("smdistributed.modelparallel.torch.script.unsupported", "MODULES").node
     assert isinstance(node, ast.Assign)
     return tuple(ast.literal_eval(node.value))

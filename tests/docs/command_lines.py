@@ -364,7 +364,7 @@ def check_imported_names(source: str) -> None:
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in packages:
             package = packages[node.value.id]
-            if node.attr not in names._list_names(package):
+            if node.attr not in names.list_names(package):
                 raise ValueError(f"{package} has no name {node.attr}")
 
 

@@ -87,7 +87,7 @@ def test_shoal_and_train_agree_on_exit_codes() -> None:
 )
 def test_the_state_of_a_name_follows_from_its_source(package: str, name: str, state: str) -> None:
     names: Any = importlib.import_module("reference_pages.names")
-    assert names._explain(package, name)[0] == state
+    assert names.explain(package, name)[0] == state
 
 
 @pytest.mark.parametrize(

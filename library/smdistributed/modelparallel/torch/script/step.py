@@ -106,11 +106,11 @@ def step(
         detach_outputs: Whether returned tensors have no graph. On other stages than the first they never have one.
 
     Returns:
-        A function that returns the merged results on all ranks: StepOutput in place of tensors, lists of the
-        microbatches' values in place of other values. It raises MicrobatchError if an axis does not divide by the
+        A function that returns the merged results on all ranks. StepOutput takes the place of tensors, and lists of the
+        microbatches' values the place of other values. It raises MicrobatchError if an axis does not divide by the
         number of microbatches (with `uneven_microbatches`: is smaller). It raises StepUsageError inside another step or
-        without a model. If a stage fails, it raises its error there and SMPRuntimeError on the other stages, in this
-        step and every later one.
+        without a model. If a stage fails, it raises its error there. Other stages raise SMPRuntimeError, in this step
+        and every later one.
     """
     options = (tuple(non_split_inputs), dict(input_split_axes or {}), detach_outputs)
     if function is None:

@@ -17,11 +17,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryFile
+from typing import Any
 
 import docker
+import numpy as np
 import pytest
 import torch
+from docker.models.containers import Container
 from docker.utils import exclude_paths
+from sklearn.datasets import load_wine
 
 from shoal import docker_client
 from shoal.builds import base_image, progress
@@ -30,7 +34,7 @@ from shoal.matrix.spec import BuildSpec
 from shoal.network.settings import read_network_settings
 
 from ..repeats import only_in_soak
-from ..tested_images import CLONE, PYTORCH_CPU
+from ..tested_images import CLONE, PYTORCH_CPU, TENSORFLOW_CPU
 from .conftest import ROOT, StartHost, write_tree
 
 pytestmark = pytest.mark.xdist_group("recipes")
@@ -166,31 +170,63 @@ def serving(between: str) -> Iterator[str]:
         yield image
 
 
+@pytest.fixture
+def serving_keras(tmp_path: Path) -> Iterator[str]:
+    directory = write_context(tmp_path, BETWEEN)
+    with (
+        built(f"between-keras-by-test-{CLONE}:latest", directory, BASE=TENSORFLOW_CPU) as between,
+        built(f"serve-keras-by-test-{CLONE}:latest", SERVE, IMAGE=between) as image,
+    ):
+        yield image
+
+
 def test_an_image_serves_the_digits(client: docker.DockerClient, serving: str, tmp_path: Path) -> None:
     """With the answers of the model in this process."""
     names = runpy.run_path(str(SERVE / "inference.py"))
     network = names["Net"]()
     torch.save(network.state_dict(), tmp_path / "model.pt")
     images = torch.rand(5, 8, 8)
-    volumes = {str(tmp_path): {"bind": "/opt/ml/model", "mode": "ro"}}
-    server = client.containers.run(serving, "serve", detach=True, volumes=volumes, ports={"8080/tcp": ("127.0.0.1", 0)})
-    try:
-        server.reload()
-        port = int((server.ports["8080/tcp"] or [])[0]["HostPort"])
+    with server(client, serving, tmp_path) as (container, port):
         assert ask(port, json.dumps(images.tolist()).encode()) == names["predict_fn"](images.numpy(), network.eval())
-        server.stop(timeout=20)
-        assert server.wait()["StatusCode"] in (0, 143), server.logs()
+        container.stop(timeout=20)
+        assert container.wait()["StatusCode"] in (0, 143), container.logs()
+
+
+def test_an_image_trains_with_keras_and_serves_the_model(
+    client: docker.DockerClient, start_host: StartHost, serving_keras: str, tmp_path: Path
+) -> None:
+    tree = write_tree(tmp_path / "ml", (ROOT / "examples" / "keras" / "train.py").read_text())
+    ended = start_host(serving_keras, tree=tree).wait()
+    assert ended.code == 0, ended.output
+    wines, classes = load_wine(return_X_y=True)
+    with server(client, serving_keras, tree / "model", SAGEMAKER_PROGRAM="inference_keras.py") as (_, port):
+        answers = np.asarray(ask(port, json.dumps(wines[::5].tolist()).encode()))
+    assert answers.shape == (36, 3)
+    assert (answers.argmax(1) == classes[::5]).mean() > 0.9  # wines that it was not trained with
+
+
+@contextmanager
+def server(client: docker.DockerClient, image: str, model: Path, **environment: str) -> Iterator[tuple[Container, int]]:
+    """A container that serves a model, and its port on this machine."""
+    volumes = {str(model): {"bind": "/opt/ml/model", "mode": "ro"}}
+    ports = {"8080/tcp": ("127.0.0.1", 0)}
+    container = client.containers.run(
+        image, "serve", detach=True, volumes=volumes, ports=ports, environment=environment
+    )
+    try:
+        container.reload()
+        yield container, int((container.ports["8080/tcp"] or [])[0]["HostPort"])
     finally:
-        server.remove(force=True)
+        container.remove(force=True)
 
 
-def ask(port: int, body: bytes) -> list[int]:
-    """The server's answer, which begins to listen within a minute."""
+def ask(port: int, body: bytes) -> list[Any]:
+    """The answer of a server that begins to listen within five minutes: TensorFlow is slow to import."""
     request = urllib.request.Request(f"http://127.0.0.1:{port}/invocations", body, {"Content-Type": "application/json"})
-    for _ in range(600):
+    for _ in range(3000):
         try:
             with urllib.request.urlopen(request, timeout=30) as answer:
-                found: list[int] = json.loads(answer.read())
+                found: list[Any] = json.loads(answer.read())
                 return found
         except (urllib.error.URLError, ConnectionError):
             time.sleep(0.1)

@@ -54,6 +54,8 @@ def test_defaults_follow_from_other_values() -> None:
         ({"partitions": 2, "placement_strategy": "DPX"}, "'placement_strategy' is 'DPX'. Allowed: 'cluster'"),
         ({"partitions": 2, "ddp": 1}, "'ddp' is 1. Allowed: true or false."),
         ({"partitions": 2, "pipeline_parallel_degree": 3}, "they mean the same"),
+        ({"partitions": 1, "sdp_gradient_clipping": -1}, "'sdp_gradient_clipping' is -1. Allowed: 0, for none, or"),
+        ({"partitions": 1, "sdp_reduce_bucket_size": 0.5}, "'sdp_reduce_bucket_size' is 0.5. Allowed: an integer."),
     ],
 )
 def test_values_that_are_not_allowed_name_the_key(values: dict[str, Any], message: str) -> None:
@@ -65,13 +67,18 @@ def test_values_that_are_not_allowed_name_the_key(values: dict[str, Any], messag
     ("key", "value", "instead"),
     [
         ("tensor_parallel_degree", 2, "use_distributed_transformer=0"),
-        ("sharded_data_parallel_degree", 2, "shard_optimizer_state"),
         ("offload_activations", True, "smp.set_activation_checkpointing"),
     ],
 )
 def test_what_is_not_implemented_is_an_error_with_a_fix(key: str, value: object, instead: str) -> None:
     with pytest.raises(SMPUnsupportedError, match=f"'{key}' is {value}: .* Fix: leave it out.*{instead}"):
         check({"partitions": 2, key: value})
+
+
+@pytest.mark.parametrize(("key", "value"), [("partitions", 2), ("shard_optimizer_state", True)])
+def test_what_excludes_sharded_data_parallelism_is_an_error(key: str, value: object) -> None:
+    with pytest.raises(SMPUnsupportedError, match=f"is {value}, and 'sharded_data_parallel_degree' is above 1.*Fix: "):
+        check({"partitions": 1, "sharded_data_parallel_degree": 2, key: value})
 
 
 @pytest.mark.parametrize(
@@ -98,8 +105,10 @@ def test_unknown_keys_are_errors_with_a_guess(key: str, hint: str) -> None:
         ("static_mode", False, True, "AWS has not published"),
         ("fork", False, True, "AWS has not published"),
         ("checkpoint_attentions", False, True, "tensor-parallel modules"),
-        ("sdp_hierarchical_allgather", True, False, "sharded data parallelism"),
-        ("sdp_reduce_bucket_size", 500_000_000, 1, "sharded data parallelism"),
+        ("sdp_hierarchical_allgather", True, False, "the backend of the process group decides"),
+        ("sdp_param_persistence_threshold", 1_000_000, 1, "splits parameters of any size"),
+        ("sdp_reduce_bucket_size", 5e8, 1, "it is for 'sharded_data_parallel_degree' above 1"),
+        ("sdp_gradient_clipping", 1, 0.5, "it is for 'sharded_data_parallel_degree' above 1"),
     ],
 )
 def test_published_keys_without_effect_warn_once_and_not_with_their_default(
@@ -139,6 +148,11 @@ def test_cluster_keeps_a_replica_together_and_spread_deals_it_out() -> None:
             "but the job has 1 ranks. Fix: start a multiple of 2. In an estimator, `distribution` also",
         ),
         ({"partitions": 4}, 6, "'partitions' is 4, but the job has 6 ranks. Fix: start a multiple of 4"),
+        (
+            {"partitions": 1, "ddp": True, "sharded_data_parallel_degree": 4},
+            6,
+            "'sharded_data_parallel_degree' is 4, but the job has 6 replicas. Fix: start a multiple of 4",
+        ),
         ({"partitions": 2}, 4, "The job has 4 ranks for 2 partitions. Fix: set 'ddp' to true to train 2 replicas"),
     ],
 )

@@ -62,6 +62,9 @@ class Config:
     bf16: bool = False
     delayed_parameter_initialization: bool = False
     sharded_data_parallel_degree: int = 1
+    sdp_reduce_bucket_size: int = 500_000_000
+    sdp_max_live_parameters: int = 1_000_000_000
+    sdp_gradient_clipping: float = 1.0
     skip_tracing: bool = False
     uneven_microbatches: bool = False
     """Ours: whether the sizes of microbatches may differ by one."""
@@ -74,7 +77,6 @@ class Config:
 
 _KEYS = {field.name: field for field in fields(Config)} | {"partitions": None}
 _TENSOR_PARALLEL = "it concerns tensor-parallel modules, which are not implemented"
-_SHARDED_DATA = "it concerns sharded data parallelism, which is not implemented"
 _UNDOCUMENTED = "AWS has not published what it does"
 _WITHOUT_EFFECT: dict[str, tuple[Any, str]] = {
     "prescaled_batch": (False, "without tensor parallelism all ranks of a replica have the same batch anyway"),
@@ -92,14 +94,21 @@ _WITHOUT_EFFECT: dict[str, tuple[Any, str]] = {
     "_match_weights": (False, _UNDOCUMENTED),
     "_prescaled_batch": (False, _UNDOCUMENTED),
     "_fp32_grad_accumulation": (False, f"{_UNDOCUMENTED}. Gradients have the dtype of their parameters"),
-    "sdp_reduce_bucket_size": (5e8, _SHARDED_DATA),
-    "sdp_param_persistence_threshold": (1e6, _SHARDED_DATA),
-    "sdp_max_live_parameters": (1e9, _SHARDED_DATA),
-    "sdp_hierarchical_allgather": (True, _SHARDED_DATA),
-    "sdp_gradient_clipping": (1.0, _SHARDED_DATA),
+    "sdp_param_persistence_threshold": (1e6, "torch's FSDP2 splits parameters of any size"),
+    "sdp_hierarchical_allgather": (True, "the backend of the process group decides how parts are gathered"),
 }
 """Published keys that have no effect here: their default, which does not warn, and the reason."""
-_MINIMUM = {"pipeline_parallel_degree": 1, "microbatches": 1, "active_microbatches": 1, "tensor_parallel_degree": 1}
+_MINIMUM = {
+    "pipeline_parallel_degree": 1,
+    "microbatches": 1,
+    "active_microbatches": 1,
+    "tensor_parallel_degree": 1,
+    "sharded_data_parallel_degree": 1,
+    "sdp_reduce_bucket_size": 1,
+    "sdp_max_live_parameters": 2,
+}
+_SHARDED_KEYS = ("sdp_reduce_bucket_size", "sdp_max_live_parameters", "sdp_gradient_clipping")
+"""Keys that have an effect with `sharded_data_parallel_degree` above 1 only."""
 _VALUE_FIX = "Fix: set one of these, or leave the key out."
 _CHOICES = {
     "pipeline": PIPELINES,
@@ -111,10 +120,6 @@ _REFUSED: dict[str, tuple[Any, str]] = {
     "tensor_parallel_degree": (
         1,
         "raise 'pipeline_parallel_degree' instead. To AWS's GPT scripts also give use_distributed_transformer=0",
-    ),
-    "sharded_data_parallel_degree": (
-        1,
-        "'shard_optimizer_state' divides the optimizer's state over replicas, 'pipeline_parallel_degree' the model",
     ),
     "offload_activations": (False, "smp.set_activation_checkpointing saves the memory of activations"),
 }
@@ -180,6 +185,13 @@ def check(given: dict[str, Any]) -> Config:
     values.setdefault("memory_weight", _MEMORY_WEIGHTS[values.get("optimize", "memory")])
     values.setdefault("active_microbatches", stages + 2)
     _check_together(values)
+    if values.get("sharded_data_parallel_degree", 1) > 1:
+        _check_sharded(values)
+        values["active_microbatches"] = 1  # torch's FSDP2 follows one forward and backward at a time
+    else:
+        for name in _SHARDED_KEYS:
+            if values.get(name, _KEYS[name].default) != _KEYS[name].default:  # type: ignore[union-attr]
+                warn_without_effect(f"{name!r} of mp_parameters", "it is for 'sharded_data_parallel_degree' above 1")
     for name, (neutral, why) in _WITHOUT_EFFECT.items():
         if name in given and {**given, **values}[name] != neutral:
             warn_without_effect(f"{name!r} of mp_parameters", why)
@@ -201,9 +213,9 @@ def _typed(name: str, value: Any) -> Any:
     if kind is bool:
         return _boolean(name, value)
     if kind is float and isinstance(value, (int, float)) and not isinstance(value, bool):
-        if not 0.0 <= value <= 1.0:
-            raise SMPConfigError(f"memory_weight must be between 0.0 and 1.0! It is {value!r}. {_VALUE_FIX}")
-        return float(value)
+        return _fraction(name, value)
+    if name in _SHARDED_KEYS and isinstance(value, float) and value.is_integer():
+        value = int(value)  # 5e8
     if kind is int and isinstance(value, int) and not isinstance(value, bool):
         if value < _MINIMUM.get(name, 0):
             raise SMPConfigError(f"{name!r} is {value}. Allowed: {_MINIMUM.get(name, 0)} or more. {_VALUE_FIX}")
@@ -213,8 +225,17 @@ def _typed(name: str, value: Any) -> Any:
         if value not in allowed:
             raise SMPConfigError(f"{name!r} is {value!r}. Allowed: {', '.join(map(repr, allowed))}. {_VALUE_FIX}")
         return value
-    names = {int: "an integer", float: "a number between 0.0 and 1.0", str: "a string"}
+    names = {int: "an integer", float: "a number", str: "a string"}
     raise SMPConfigError(f"{name!r} is {value!r}. Allowed: {names[kind]}. {_VALUE_FIX}")
+
+
+def _fraction(name: str, value: float) -> float:
+    """Raises SMPConfigError for another range."""
+    if name == "memory_weight" and not 0.0 <= value <= 1.0:
+        raise SMPConfigError(f"memory_weight must be between 0.0 and 1.0! It is {value!r}. {_VALUE_FIX}")
+    if not value >= 0.0:
+        raise SMPConfigError(f"{name!r} is {value!r}. Allowed: 0, for none, or more. {_VALUE_FIX}")
+    return float(value)
 
 
 def _boolean(name: str, value: Any) -> bool:
@@ -250,6 +271,20 @@ def _check_together(values: Mapping[str, Any]) -> None:
             raise SMPUnsupportedError(
                 f"{name!r} is {values[name]!r}: it came with version 1.6 of the interface and is not implemented. "
                 f"Fix: leave it out, or set it to {neutral!r}: {instead}."
+            )
+
+
+def _check_sharded(values: Mapping[str, Any]) -> None:
+    """Raises SMPUnsupportedError for keys that AWS does not allow beside `sharded_data_parallel_degree` either."""
+    for name, neutral in (
+        ("pipeline_parallel_degree", 1),
+        ("tensor_parallel_degree", 1),
+        ("shard_optimizer_state", False),
+    ):
+        if values.get(name, neutral) != neutral:
+            raise SMPUnsupportedError(
+                f"{name!r} is {values[name]!r}, and 'sharded_data_parallel_degree' is above 1: they are exclusive. "
+                f"Fix: set {name!r} to {neutral!r}, or 'sharded_data_parallel_degree' to 1."
             )
 
 

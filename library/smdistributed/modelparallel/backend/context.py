@@ -51,6 +51,12 @@ class Grid:
                 f"The job has {size} ranks for {stages * tensors} partitions. Fix: set 'ddp' to true to train "
                 f"{size // (stages * tensors)} replicas, or start {stages * tensors} ranks."
             )
+        shards, replicas = config.sharded_data_parallel_degree, size // (stages * tensors)
+        if replicas % shards:
+            raise SMPConfigError(
+                f"'sharded_data_parallel_degree' is {shards}, but the job has {replicas} replicas. Fix: start a "
+                f"multiple of {shards}, or set it to a divisor of {replicas}."
+            )
         return cls(size, stages, tensors, PLACEMENTS[config.placement_strategy])
 
     @cached_property

@@ -21,6 +21,7 @@ from smdistributed.modelparallel.tensorflow.tensor_exchange import TensorExchang
 _UNSUPPORTED = (
     "uneven_microbatches",
     "shard_optimizer_state",
+    "sharded_data_parallel_degree",
     "fp16",
     "bf16",
     "xla",
@@ -89,10 +90,8 @@ class TensorFlowState(Context):
 
 def _reject_unsupported(config: Config) -> None:
     for name in _UNSUPPORTED:
-        if getattr(config, name):
-            raise SMPUnsupportedError(
-                f"{name!r} is not implemented for TensorFlow. Fix: leave it out, or set it to false."
-            )
+        if getattr(config, name) != getattr(Config, name):
+            raise SMPUnsupportedError(f"{name!r} is not implemented for TensorFlow. Fix: leave it out.")
     for name in ("ddp_port", "ddp_dist_backend"):
         if getattr(config, name) != getattr(Config, name):
             warn_without_effect(f"{name!r} of mp_parameters", "it concerns PyTorch")

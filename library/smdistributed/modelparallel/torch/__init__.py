@@ -36,6 +36,7 @@ from smdistributed.modelparallel.torch.script.init import (
 )
 from smdistributed.modelparallel.torch.script.model import DistributedModel
 from smdistributed.modelparallel.torch.script.optimizer import DistributedOptimizer
+from smdistributed.modelparallel.torch.script.sharding import register_parameter
 from smdistributed.modelparallel.torch.script.state import state
 from smdistributed.modelparallel.torch.script.step import StepOutput, step
 from smdistributed.modelparallel.torch.script.unsupported import (

@@ -177,7 +177,8 @@ def resume_from_checkpoint(
         partial: Whether it is a partial one.
         strict: Whether missing and unexpected parameters are errors.
         load_optimizer: Whether the optimizer's state is loaded too.
-        load_sharded_optimizer_state: No effect, and a warning if it is false: it is for sharded data parallelism.
+        load_sharded_optimizer_state: False: of the optimizer's state in a partial checkpoint, load single-precision
+            copies and the loss scale only. Without `sharded_data_parallel_degree` it has no effect, and warns.
         translate_function: For a full checkpoint: makes the model's state dict from the content of the file.
         load_optimizer_states: The name of `load_optimizer` before AWS API 1.11.
         weights_only: See `load`. Ours.
@@ -190,9 +191,10 @@ def resume_from_checkpoint(
             `translate_function` is given for a partial one.
         RuntimeError: If `strict`, the model is placed, and keys are missing or unexpected.
     """
-    if not load_sharded_optimizer_state:
-        what = "load_sharded_optimizer_state of smp.resume_from_checkpoint"
-        warn_without_effect(what, "it is for sharded data parallelism, which is not implemented")
+    masters_only = not load_sharded_optimizer_state
+    if masters_only and state.cfg.sharded_data_parallel_degree == 1:
+        masters_only, what = False, "load_sharded_optimizer_state of smp.resume_from_checkpoint"
+        warn_without_effect(what, "it is for 'sharded_data_parallel_degree' above 1")
     load_optimizer = load_optimizer if load_optimizer_states is None else load_optimizer_states
     directory = Path(path)
     tag = tag or read_newest(directory, "partial" if partial else "full")
@@ -201,7 +203,7 @@ def resume_from_checkpoint(
         return _read_user_content(directory, tag, weights_only)
     if translate_function is not None:
         raise SMPRuntimeError("translate_function is for full checkpoints. Fix: leave it out, or give partial=False.")
-    own = load_partial(state, directory, tag, strict, load_optimizer, weights_only)
+    own = load_partial(state, directory, tag, strict, load_optimizer, weights_only, masters_only)
     return _read_user_content(own, "", weights_only)
 
 
@@ -210,10 +212,11 @@ def _save_full(
 ) -> None:
     """All ranks call it. Only rank 0 of the first replica writes files."""
     gathered = optimizer.local_state_dict() if optimizer else None  # from all replicas
-    if dp_rank() == 0:
+    is_sharded = state.cfg.sharded_data_parallel_degree > 1  # then all ranks have a part
+    if dp_rank() == 0 or is_sharded:
         whole = model.state_dict(gather_to_rank0=True) if model else {}
         states = optimizer.with_other_stages(gathered, gather_to_rank0=True) if optimizer and gathered else {}
-        if pp_rank() == 0:
+        if pp_rank() == 0 and dp_rank() == 0:
             write_user_content(content, directory / _user_content_of(tag))
             if optimizer:
                 write_object(states, directory / f"optimizer_{tag}")

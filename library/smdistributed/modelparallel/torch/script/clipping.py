@@ -61,7 +61,7 @@ def _patch_norm(original: Any) -> Any:
         **kwargs: Any,
     ) -> Any:
         given, stages = _find_updated(parameters)
-        if len(stages) < 2:
+        if len(stages) < 2 and not (stages and state.model and state.model.shard_ranks):
             return original(given, max_norm, norm_type, error_if_nonfinite, *args, **kwargs)
         norm = clip_gradients(given, float(max_norm), float(norm_type), state.gather_over_stages)
         if error_if_nonfinite and not norm < float("inf"):

@@ -29,7 +29,7 @@ def clip_gradients(
 
     `gather` exchanges this stage's part of the norm, and returns the parts of all. If the norm is NaN, gradients stay.
     """
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    gradients = [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
     infinite = norm_type == float("inf")
     if infinite:
         part = largest_element(gradients)
@@ -42,9 +42,15 @@ def clip_gradients(
     return float(total)
 
 
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns this rank's part of a tensor, in the same memory; the tensor itself if it is not a DTensor."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
 def largest_element(gradients: Sequence[torch.Tensor]) -> float:
     """The largest absolute value of all gradients; 0 without any. It is inf or NaN if an element is."""
-    return _maximum(float(norms.max()) for norms in _norms(gradients, float("inf")))
+    parts = [local_part(gradient) for gradient in gradients]
+    return _maximum(float(norms.max()) for norms in _norms(parts, float("inf")))
 
 
 def _maximum(values: Iterable[float]) -> float:
@@ -118,10 +124,6 @@ class Reducer:
         self._buckets += new
         self._bucket_of.update((parameter, bucket) for bucket in new for parameter in bucket.parameters)
         self._kept += [self._hook_gradient(parameter) for parameter in trained]
-
-    def broadcast(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Copies tensors of the first replica to the others, which pass tensors of the same shapes."""
-        broadcast_in_buckets(tensors, self._group, self._ranks[0])
 
     def begin(self) -> None:
         """Begins a step: forgets the gradients that were counted, and takes parameters that are trained by now."""

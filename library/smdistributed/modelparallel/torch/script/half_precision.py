@@ -19,7 +19,7 @@ from smdistributed.core.options import did_you_mean
 from smdistributed.core.torch.devices import device_of
 from smdistributed.modelparallel.backend.exceptions import SMPConfigError, SMPRuntimeError, StepUsageError
 from smdistributed.modelparallel.torch.plan.construction import cast
-from smdistributed.modelparallel.torch.script.gradients import StepGradients, largest_element
+from smdistributed.modelparallel.torch.script.gradients import StepGradients, largest_element, local_part
 
 
 def convert(module: nn.Module, dtype: torch.dtype) -> None:
@@ -191,7 +191,7 @@ class MasterWeights:
                 gradient = self.copies[parameter].grad = gradient.float()
             found.append(gradient)
         if self.scale.value != 1.0 and found:
-            torch._foreach_div_(found, self.scale.value)
+            torch._foreach_div_([local_part(gradient) for gradient in found], self.scale.value)
         # Not only if this stage has copies: another one may have some, and would wait for this one.
         if self.scale.is_dynamic:
             flag = torch.tensor([float(not math.isfinite(largest_element(found)))], device=device_of(None))
@@ -254,7 +254,8 @@ class MasterWeights:
         for number, value in values.items():
             copy = parameters[number]
             (parameter,) = self.model_parameters([copy])
-            if parameter is not copy and torch.equal(value.to(parameter), parameter.data):
+            rounded = local_part(value).to(parameter.device, parameter.dtype)
+            if parameter is not copy and torch.equal(rounded, local_part(parameter.data)):
                 copy.data.copy_(value)
 
     def parameters(self) -> list[nn.Parameter]:

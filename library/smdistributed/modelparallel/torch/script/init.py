@@ -8,7 +8,10 @@ from typing import Any
 
 import torch
 
+from smdistributed.modelparallel.backend.config import VERIFY_VARIABLE
+from smdistributed.modelparallel.backend.exceptions import SMPUnsupportedError
 from smdistributed.modelparallel.torch.plan.construction import delay_param_initialization
+from smdistributed.modelparallel.torch.script.sharding import require_torch
 from smdistributed.modelparallel.torch.script.state import state
 from smdistributed.modelparallel.torch.script.unsupported import refuse_tensor_parallelism
 
@@ -25,11 +28,18 @@ def init(config: Mapping[str, Any] | None = None) -> None:
     Raises:
         SMPConfigError: If a key is unknown or its value is not allowed. Also if SMP_VERIFY_STEPS is wrong, or
             smdistributed.dataparallel is imported.
-        SMPUnsupportedError: If a key is not implemented.
+        SMPUnsupportedError: If a key is not implemented, or needs a newer torch.
         TimelineError: If the file of SMP_TIMELINE cannot be written.
         LaunchError: If the environment does not say which rank this is.
     """
     state.init(config)
+    if state.cfg.sharded_data_parallel_degree > 1:
+        require_torch()
+        if state.verify_steps:
+            raise SMPUnsupportedError(
+                f"{VERIFY_VARIABLE} is set, and 'sharded_data_parallel_degree' is above 1: nothing can be compared, as "
+                f"there is one stage. Fix: unset {VERIFY_VARIABLE}."
+            )
 
 
 @contextmanager

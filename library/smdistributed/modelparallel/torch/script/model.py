@@ -6,7 +6,7 @@ It runs calls and backward, places the modules, and has hooks. `model_parts` has
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -26,10 +26,16 @@ from smdistributed.modelparallel.torch.pipeline.tasks import current_task, move_
 from smdistributed.modelparallel.torch.plan.construction import dtype_of
 from smdistributed.modelparallel.torch.plan.manual_partition import manual_stages
 from smdistributed.modelparallel.torch.script import clipping
-from smdistributed.modelparallel.torch.script.gradients import Reducer, StepGradients, clip_gradients
+from smdistributed.modelparallel.torch.script.gradients import (
+    Reducer,
+    StepGradients,
+    broadcast_in_buckets,
+    clip_gradients,
+)
 from smdistributed.modelparallel.torch.script.half_precision import convert, to_half, to_single
 from smdistributed.modelparallel.torch.script.model_parts import ModelParts
 from smdistributed.modelparallel.torch.script.placement import choose_stages, materialize_local_modules, move_to_gpu
+from smdistributed.modelparallel.torch.script.sharding import Shards
 from smdistributed.modelparallel.torch.script.state import TorchState, state
 
 _Hook = Callable[["DistributedModel", Any], Any]
@@ -112,6 +118,8 @@ class DistributedModel(ModelParts):
         self._to_load = None
         self._resumed_stages: dict[str, int] | None = None
         self._replaced: dict[nn.Parameter, nn.Parameter] = {}
+        self.shards: Shards | None = None
+        """With `sharded_data_parallel_degree`, the shards of the placed model."""
         self._is_whole = False
         state.model = self
         if state.cfg.partitions == 1:
@@ -143,6 +151,11 @@ class DistributedModel(ModelParts):
         if self._dtype is None:
             return self.module(*args, **kwargs)
         return to_single(self.module(*to_half(args, self._dtype), **kwargs), self._dtype)
+
+    @property
+    def shard_ranks(self) -> tuple[int, ...]:
+        """The ranks that hold one replica together, with `sharded_data_parallel_degree`; else none."""
+        return self.shards.ranks if self.shards else ()
 
     def backward(self, tensors: Any, grad_tensors: Any = None) -> None:
         """Runs backward from the losses of this microbatch (AWS API).
@@ -213,9 +226,9 @@ class DistributedModel(ModelParts):
         if self._is_whole:
             self._is_whole = False
             self.manager.release_remote_tensors()
-            move_to_gpu(self.manager)
-        if self.gradients.reducer and self._broadcast_buffers:
-            self.gradients.reducer.broadcast(self.local_buffers())
+            move_to_gpu(self.local_modules())
+        if self.partitioned and self._broadcast_buffers:
+            self._copy_from_first_replica(self.local_buffers())
         if is_new:
             self.gradients.begin()
 
@@ -227,6 +240,8 @@ class DistributedModel(ModelParts):
         optimizer = self._state.optimizer
         if had_backward and optimizer is not None:
             optimizer.master_weights.note_new_gradients()
+        if self.shards:
+            self.shards.release()
         self.gradients.end(had_backward)
         for hook in list(self._step_hooks.values()):
             hook(self, optimizer)
@@ -242,22 +257,41 @@ class DistributedModel(ModelParts):
         route_calls(self.manager)
         clipping.install()
         self.partitioned = True
-        self._replaced = materialize_local_modules(self.manager)
+        if self._state.cfg.sharded_data_parallel_degree > 1:
+            self.shards = Shards(self._state, self.manager)
+            self.shards.split(self._make_unit)
+            self._replaced = self.shards.parameters
+        else:
+            self._replaced = materialize_local_modules(self.manager)
+            move_to_gpu(self.local_modules())
         if self._state.optimizer is not None:
             self.replace_parameters(self._state.optimizer.optimizer)
-        move_to_gpu(self.manager)
         if self._to_load:
             self.load_state_dict(*self._to_load)
             self._to_load = None
         ranks = self._state.group("DP_GROUP")
-        if len(ranks) > 1:
+        if len(ranks) > 1 and self.shards is None:
             parameters, group = list(self.local_named_parameters()), self._state.process_group("DP_GROUP")
             reducer = self.gradients.reducer = Reducer(parameters, group, ranks, *self._reducer_options)
-            reducer.broadcast((*self.local_parameters(), *self.local_buffers()))
+            self._copy_from_first_replica((*self.local_parameters(), *self.local_buffers()))
             reducer.begin()
         for hook in list(self._placement_hooks.values()):
             hook(self, self._state.optimizer)
         self._placement_hooks.clear()  # they may hold what they have loaded
+
+    def _make_unit(self, modules: Collection[nn.Module]) -> dict[nn.Parameter, nn.Parameter]:
+        """Makes the tensors of modules, with the values of the first replica. See `materialize_local_modules`."""
+        made = materialize_local_modules(self.manager, modules)
+        move_to_gpu(modules)
+        tensors = (value for module in modules for value in (*module._parameters.values(), *module._buffers.values()))
+        self._copy_from_first_replica({id(value): value for value in tensors if value is not None}.values())
+        return made
+
+    def _copy_from_first_replica(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Copies tensors of the first replica to the others. All replicas call it."""
+        ranks = self._state.group("DP_GROUP")
+        if len(ranks) > 1:
+            broadcast_in_buckets(tensors, self._state.process_group("DP_GROUP"), ranks[0])
 
     def adopt_stages(self, stages: Mapping[str, int]) -> bool:
         """Keeps the stages of a checkpoint for the first call, if nothing else is decided. Places nothing now.

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from smdistributed.core.options import warn_without_effect
-from smdistributed.modelparallel.backend.exceptions import StepUsageError
+from smdistributed.modelparallel.backend.exceptions import SMPUnsupportedError, StepUsageError
 from smdistributed.modelparallel.torch.pipeline.module_manager import ModuleManager
+from smdistributed.modelparallel.torch.script.sharding import make_whole, pack_parts, place_like
 from smdistributed.modelparallel.torch.script.state import TorchState, WrappedModel
 
 _PARTIAL_KEY = "_smp_is_partial"
@@ -87,14 +88,18 @@ class ModelParts(WrappedModel):
     # --- state dicts
 
     def local_state_dict(self) -> dict[str, Any]:
-        """The part of the model's state dict that is on this stage. Raises StepUsageError before it is placed."""
+        """The part of the model's state dict that is on this rank. Raises StepUsageError before it is placed.
+
+        With `sharded_data_parallel_degree`, it has parts of parameters, which only `load_state_dict` understands.
+        """
         self._require_placement()
-        return select_local(self.manager)
+        return pack_parts(select_local(self.manager))  # type: ignore[no-any-return]
 
     def state_dict(self, *args: Any, gather_to_rank0: bool = False, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """The whole model's state dict, in plain PyTorch's names; all ranks of the first replica call it.
 
-        Before the model is placed, it is the wrapped model's own state dict, and no rank waits.
+        With `sharded_data_parallel_degree` all ranks of the job call it. Before the model is placed, it is the wrapped
+        model's own state dict, and no rank waits.
 
         Args:
             *args: Ignored.
@@ -106,7 +111,7 @@ class ModelParts(WrappedModel):
         """
         if not self.partitioned:
             return dict(self.module.state_dict())
-        local = {key: value.cpu() if hasattr(value, "cpu") else value for key, value in self.local_state_dict().items()}
+        local = {key: _to_cpu(make_whole(value)) for key, value in select_local(self.manager).items()}
         ranks, objects = self._state.group("PP_GROUP"), self._state.objects
         parts = objects.gather_to_first(local, ranks, "state") if gather_to_rank0 else objects.gather(local, ranks)
         return merge_parts(self.manager, parts)
@@ -150,6 +155,11 @@ class ModelParts(WrappedModel):
         """
         if not self.partitioned:
             return super().cpu()
+        if self.shard_ranks:
+            raise SMPUnsupportedError(
+                "model.cpu() would gather the whole model, which 'sharded_data_parallel_degree' splits. Fix: call "
+                "model.state_dict() on all ranks."
+            )
         own = {name: p.detach().cpu() for name, p in (*self.local_named_parameters(), *self.local_named_buffers())}
         parts = self._state.gather_over_stages(own)
         fill_in_parameters(self.manager, {name: tensor for part in parts for name, tensor in part.items()})
@@ -186,6 +196,10 @@ class ModelParts(WrappedModel):
             )
 
 
+def _to_cpu(value: Any) -> Any:
+    return value.cpu() if hasattr(value, "cpu") else value
+
+
 def select_local(manager: ModuleManager) -> dict[str, Any]:
     """Returns entries of modules of this stage. Tensors share the memory of the model."""
     local = {name for name, _ in manager.local_modules()}
@@ -201,7 +215,7 @@ def merge_parts(manager: ModuleManager, parts: Iterable[Mapping[str, Any]]) -> d
 def load_local(manager: ModuleManager, state_dict: Mapping[str, Any], strict: bool) -> None:
     """Ignores other stages' entries. With `strict`, missing and unexpected keys raise RuntimeError."""
     local, own = set(select_local(manager)), manager.root.state_dict()
-    wanted = OrderedDict((key, value) for key, value in state_dict.items() if key in local)
+    wanted = OrderedDict((key, place_like(value, own[key])) for key, value in state_dict.items() if key in local)
     # Without versions, torch assumes an old BatchNorm, and fills in buffers that are on other stages.
     wanted._metadata = getattr(state_dict, "_metadata", None) or own._metadata  # type: ignore[attr-defined]
     missing = sorted(local - _with_aliases(manager.root, wanted))

@@ -16,9 +16,10 @@ from smdistributed.core.options import did_you_mean, only_known, warn_without_ef
 from smdistributed.modelparallel.backend.exceptions import SMPRuntimeError, SMPUnsupportedError, StepUsageError
 from smdistributed.modelparallel.backend.partition import assign_owners
 from smdistributed.modelparallel.torch.pipeline.tasks import current_task
-from smdistributed.modelparallel.torch.script.gradients import broadcast_in_buckets, clip_gradients
+from smdistributed.modelparallel.torch.script.gradients import broadcast_in_buckets, clip_gradients, local_part
 from smdistributed.modelparallel.torch.script.half_precision import LossScale, MasterWeights
 from smdistributed.modelparallel.torch.script.model import DistributedModel, script_model
+from smdistributed.modelparallel.torch.script.sharding import make_whole, pack_parts, place_like
 from smdistributed.modelparallel.torch.script.state import WrappedOptimizer, state
 
 
@@ -55,15 +56,6 @@ class OptimizerShards:
             owned = [parameter.data for parameter, other in zip(parameters, owners) if other == owner]
             broadcast_in_buckets(owned, self._group, rank)
         return result
-
-
-_SHARDED_DATA_NAMES = (
-    "_global_grad_norm",
-    "ds_param_shard_group",
-    "fp16_groups",
-    "fp32_partitioned_groups_flat",
-)
-"""Attributes that scripts read with `sharded_data_parallel_degree`."""
 
 
 class DistributedOptimizer(WrappedOptimizer):
@@ -144,10 +136,8 @@ class DistributedOptimizer(WrappedOptimizer):
         inner = self.__dict__["optimizer"]
         if hasattr(inner, name):
             return getattr(inner, name)
-        if name in _SHARDED_DATA_NAMES:
-            raise AttributeError(
-                f"{name!r} belongs to sharded data parallelism, which is not implemented. Fix: leave it out."
-            )
+        if name == "_global_grad_norm":
+            raise AttributeError(f"{name!r} is there after a step with 'sharded_data_parallel_degree' above 1.")
         hint = did_you_mean(name, (known for known in (*dir(type(self)), *dir(inner)) if not known.startswith("_")))
         raise AttributeError(
             f"smp.DistributedOptimizer has no attribute {name!r}, nor has the {type(inner).__name__} that it wraps."
@@ -267,6 +257,8 @@ class DistributedOptimizer(WrappedOptimizer):
         master.scale.update(self.overflow)
         if self.overflow:
             return None
+        if self._state.cfg.sharded_data_parallel_degree > 1:
+            self._clip_sharded()
         shards = self._assigned_shards()
         if shards:
             result = shards.step(lambda: self.optimizer.step(closure), master.with_gradients())
@@ -274,6 +266,37 @@ class DistributedOptimizer(WrappedOptimizer):
             result = self.optimizer.step(closure)
         master.write_back()
         return result
+
+    def _clip_sharded(self) -> None:
+        """Clips by `sdp_gradient_clipping`, unless that is 0. Keeps the norm before, which published scripts read."""
+        most = self._state.cfg.sdp_gradient_clipping or float("inf")
+        parameters = self.master_weights.with_gradients()
+        self._global_grad_norm = clip_gradients(parameters, most, 2.0, self._state.gather_over_stages)
+
+    @property
+    def fp16_groups(self) -> list[list[nn.Parameter]]:
+        """The model's parameters of each group, which are split with `sharded_data_parallel_degree` (AWS API 1.11)."""
+        weights = self.master_weights
+        return [weights.model_parameters(group["params"]) for group in self.optimizer.param_groups]
+
+    @property
+    def fp32_partitioned_groups_flat(self) -> list[torch.Tensor]:
+        """A float32 copy of this rank's parts of each group's parameters, one after the other (AWS API 1.11)."""
+        groups = ([local_part(p.detach()).flatten() for p in group["params"]] for group in self.optimizer.param_groups)
+        return [torch.cat(parts).float() for parts in groups]
+
+    @property
+    def ds_param_shard_group(self) -> Any:
+        """torch's group of the ranks that hold one replica together (AWS API 1.11).
+
+        Raises StepUsageError before the model is placed, or without `sharded_data_parallel_degree`.
+        """
+        shards = script_model(self._state).shards
+        if shards is None:
+            raise StepUsageError(
+                "The model is not sharded. Fix: set 'sharded_data_parallel_degree', and wrap the model."
+            )
+        return shards.group
 
     def _assigned_shards(self) -> OptimizerShards | None:
         """Returns None without `shard_optimizer_state`. Each call gives owners to new parameters."""
@@ -291,8 +314,8 @@ class DistributedOptimizer(WrappedOptimizer):
         """The wrapped optimizer's state dict for this stage, with the single-precision copies and the loss scale.
 
         Args:
-            gather_if_shard: With `shard_optimizer_state`, whether it includes the shares of all replicas. All ranks of
-                RDP_GROUP must then call it.
+            gather_if_shard: With `shard_optimizer_state` or `sharded_data_parallel_degree`, whether it includes the
+                shares of all replicas. All ranks of RDP_GROUP must then call it.
 
         Returns:
             `state`, `param_groups`, `masters`, `loss_scale`, and `gathered`: whether all shares are in it.
@@ -304,6 +327,10 @@ class DistributedOptimizer(WrappedOptimizer):
         if sharded and gather_if_shard:
             local["state"] = _merge(self._state.objects.gather(local["state"], self._state.group("RDP_GROUP")))
         local["masters"] = self.master_weights.values()
+        if self._state.cfg.sharded_data_parallel_degree > 1:
+            local.update(
+                {key: (make_whole if gather_if_shard else pack_parts)(local[key]) for key in ("state", "masters")}
+            )
         local["loss_scale"] = self.master_weights.scale.state_dict()
         local["gathered"] = gather_if_shard or not sharded
         return local
@@ -384,8 +411,10 @@ class DistributedOptimizer(WrappedOptimizer):
                 shards = self._assigned_shards()
                 if shards:
                     here = shards.select_own(here, parameters)
+                here = {i: _place_state(state, parameters[i]) for i, state in here.items()}
                 self.optimizer.load_state_dict({"state": here, "param_groups": saved["param_groups"]})
-            master.load_values(saved.get("masters", {}))
+            masters = saved.get("masters", {})
+            master.load_values({i: place_like(value, parameters[i]) for i, value in masters.items()})
             saved.clear()  # the model may keep this function
 
         script_model(self._state).when_placed(load)
@@ -406,6 +435,13 @@ def _refuse_in_step(name: str) -> None:
             f"optimizer.{name}() is called inside a step: the other stages would not call it. Fix: call it after the "
             "function under @smp.step, on all ranks."
         )
+
+
+def _place_state(state: Any, parameter: nn.Parameter) -> Any:
+    """Splits the tensors in the state of one parameter as the parameter is. Without sharding nothing changes."""
+    if not isinstance(state, Mapping):
+        return state
+    return {key: place_like(value, parameter) for key, value in state.items()}
 
 
 def _to_cpu(value: Any) -> Any:

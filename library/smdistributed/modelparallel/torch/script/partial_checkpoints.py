@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from smdistributed.modelparallel.torch.script.checkpoint_files import (
 )
 from smdistributed.modelparallel.torch.script.model import DistributedModel, script_model
 from smdistributed.modelparallel.torch.script.optimizer import DistributedOptimizer
+from smdistributed.modelparallel.torch.script.sharding import join_parts
 from smdistributed.modelparallel.torch.script.state import TorchState
 
 USER_CONTENT = "user_content.pt"
@@ -57,8 +59,11 @@ def save_partial(
     _write_stage(unfinished, state, model, optimizer)
     if leads:
         write_user_content(content, unfinished / USER_CONTENT)
-        if model:
-            notes = {"partitions": state.cfg.partitions, "stages": model.manager.stages, "steps": state.stage.all_steps}
+        shards = state.cfg.sharded_data_parallel_degree
+        if model or shards > 1:
+            stages = script_model(state).manager.stages
+            notes = {"partitions": state.cfg.partitions, "stages": stages, "steps": state.stage.all_steps}
+            notes["shards"] = shards
             write_text(unfinished / _STAGES, json.dumps(notes))
     barrier()
     if leads:
@@ -75,12 +80,20 @@ def save_partial(
 
 
 def load_partial(
-    state: TorchState, directory: Path, tag: str, strict: bool, load_optimizer: bool, weights_only: bool | None
+    state: TorchState,
+    directory: Path,
+    tag: str,
+    strict: bool,
+    load_optimizer: bool,
+    weights_only: bool | None,
+    masters_only: bool = False,
 ) -> Path:
     """Loads a partial checkpoint into the script's model and optimizer. Every rank calls it. Returns its directory.
 
     A checkpoint that a killed job has renamed and not replaced is restored first. If the checkpoint lacks a model or an
     optimizer, that keeps its values. Dropout goes on as in the job that saved it, with the same seed.
+
+    `masters_only`: of the optimizer's state, load only single-precision copies and the loss scale.
 
     If the model is not placed yet, both are loaded when it is, and errors of `strict` (RuntimeError) come then. It
     takes the stages of the checkpoint, if it can. Raises SMPRuntimeError if there is no such checkpoint, or a file
@@ -88,24 +101,46 @@ def load_partial(
     """
     own = directory / f"{tag}_partial"
     finish_rename(own)
-    files = {kind: sorted(own.glob(f"{kind}_*.pt")) for kind in ("model", "optimizer")}
+    files = {kind: sorted(own.glob(f"{kind}_*.pt"), key=_number_in) for kind in ("model", "optimizer")}
     if not any(files.values()):
         raise SMPRuntimeError(
             f"There is no partial checkpoint {own.name} in {own.parent}: it holds {list_files(own.parent)}. {TAG_FIX}"
         )
     notes = _read_notes(own)
     state.stage.resume(notes.get("steps", state.stage.all_steps))
-    if _has_same_stages(state, notes):
-        files = {kind: [own / f"{kind}_{pp_rank()}.pt"] if found else [] for kind, found in files.items()}
+    shards = notes.get("shards", 1)
+    if _has_same_stages(state, notes) and shards == state.cfg.sharded_data_parallel_degree:
+        shards = 1
+        files = {kind: [own / f"{kind}_{_place(state)}.pt"] if found else [] for kind, found in files.items()}
     parameters: dict[str, Any] = {}
-    for file in files["model"]:
-        parameters.update(read_object(file, weights_only=weights_only))
+    for part in _read_parts(files["model"], shards, weights_only):
+        parameters.update(part)
     if parameters:
         script_model(state).load_state_dict(parameters, strict)
     if load_optimizer and state.optimizer is not None and files["optimizer"]:
-        parts = [read_object(file, weights_only=weights_only) for file in files["optimizer"]]
-        state.optimizer.load_state_dict(_merge_parts(parts, _parameter_names(state)))
+        parts = _read_parts(files["optimizer"], shards, weights_only)
+        merged = _merge_parts(parts, _parameter_names(state))
+        if masters_only:
+            del merged["state"]
+        state.optimizer.load_state_dict(merged)
     return own
+
+
+def _read_parts(files: Sequence[Path], shards: int, weights_only: bool | None) -> list[dict[str, Any]]:
+    """Returns the contents of files. If there are several `shards`, joins them. Raises SMPRuntimeError if one lacks."""
+    parts = [read_object(file, weights_only=weights_only) for file in files]
+    if shards > 1 and len(parts) not in (0, shards):
+        raise SMPRuntimeError(
+            f"{files[0].parent} has {len(parts)} of the {shards} files of a sharded job. Fix: copy the files of all "
+            "hosts there, or resume with the same 'sharded_data_parallel_degree'."
+        )
+    return [join_parts(parts)] if shards > 1 and parts else parts
+
+
+def _place(state: TorchState) -> int:
+    """The number in the names of this rank's files: its stage, or its shard, of which there is one stage."""
+    shards = script_model(state).shards
+    return shards.index if shards else pp_rank()
 
 
 def remove_old(directory: Path, kept: int | None) -> None:
@@ -128,12 +163,24 @@ def finish_rename(directory: Path) -> None:
 def _write_stage(
     directory: Path, state: TorchState, model: DistributedModel | None, optimizer: DistributedOptimizer | None
 ) -> None:
-    """Writes the files of this rank's stage, on the first replica; all ranks call it, for shards are gathered."""
-    gathered = optimizer.local_state_dict() if optimizer else None  # from all replicas
-    if dp_rank() == 0 and model:
-        write_object(model.local_state_dict(), directory / f"model_{pp_rank()}.pt")
-    if dp_rank() == 0 and gathered is not None:
-        write_object({**gathered, "names": _parameter_names(state)}, directory / f"optimizer_{pp_rank()}.pt")
+    """Writes the files of this rank's stage or shard, on the first replica.
+
+    All ranks call it: shares of `shard_optimizer_state` are gathered.
+    """
+    shards = script_model(state).shards
+    is_first = shards.is_first_replica if shards else dp_rank() == 0
+    gathered = optimizer.local_state_dict(gather_if_shard=shards is None) if optimizer else None  # from all replicas
+    tensors = model.local_state_dict() if model else None
+    if is_first and tensors is not None:
+        write_object(tensors, directory / f"model_{_place(state)}.pt")
+    if is_first and gathered is not None:
+        write_object({**gathered, "names": _parameter_names(state)}, directory / f"optimizer_{_place(state)}.pt")
+
+
+def _number_in(file: Path) -> tuple[int, str]:
+    """Sorts shards by their number, and names without one last."""
+    digits = file.stem.rpartition("_")[2]
+    return (int(digits) if digits.isdecimal() else sys.maxsize), file.name
 
 
 def _make_empty(state: TorchState, directory: Path) -> bool:
@@ -160,6 +207,7 @@ def _read_notes(directory: Path) -> dict[str, Any]:
         notes: dict[str, Any] = json.loads(saved.read_text())
         steps, count, stages = notes.get("steps", 0), notes.get("partitions", 1), notes.get("stages", {})
         is_placed = all(type(each) is int and 0 <= each < count for each in stages.values())
+        is_placed &= type(notes.get("shards", 1)) is int and notes.get("shards", 1) > 0
         if is_placed and type(steps) is int and steps >= 0:
             return notes
         problem = "wrong stages or steps"

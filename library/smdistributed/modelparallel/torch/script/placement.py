@@ -6,7 +6,7 @@ Parameters that were constructed without memory are made, and this stage's tenso
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -52,10 +52,14 @@ def choose_stages(
     return found.stages
 
 
-def materialize_local_modules(manager: ModuleManager) -> dict[nn.Parameter, nn.Parameter]:
-    """Returns the new parameters, by the parameters without memory that they replace."""
+def materialize_local_modules(
+    manager: ModuleManager, only: Collection[nn.Module] | None = None
+) -> dict[nn.Parameter, nn.Parameter]:
+    """Returns the new parameters, by the parameters without memory that they replace. `only`: of these modules."""
     replaced: dict[nn.Parameter, nn.Parameter] = {}
     for name, module in manager.local_modules():
+        if only is not None and module not in only:
+            continue
         for key, parameter in module._parameters.items():
             if parameter in replaced:  # shared
                 module._parameters[key] = replaced[parameter]
@@ -63,13 +67,14 @@ def materialize_local_modules(manager: ModuleManager) -> dict[nn.Parameter, nn.P
     return replaced
 
 
-def move_to_gpu(manager: ModuleManager) -> None:
-    """Moves this stage's parameters and buffers to the current GPU, if there is one. Parameter objects stay."""
+def move_to_gpu(modules: Iterable[nn.Module]) -> None:
+    """Moves own parameters and buffers of modules to the current GPU, if there is one. Parameter objects stay."""
     if not torch.cuda.is_available():
         return
-    for _, parameter in manager.local_parameters():
-        parameter.data = parameter.data.cuda()
-    for _, module in manager.local_modules():
+    for module in modules:
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                parameter.data = parameter.data.cuda()
         for key, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[key] = buffer.cuda()

@@ -37,6 +37,12 @@ class WrappedModel(nn.Module):
     """The script's own model."""
     manager: ModuleManager
     gradients: StepGradients
+
+    @property
+    def shard_ranks(self) -> tuple[int, ...]:
+        """The ranks that hold one replica together, with sharded data parallelism; else none."""
+        raise NotImplementedError
+
     partitioned: bool
     """Whether it is decided which stage has which module."""
 
@@ -83,7 +89,7 @@ class TorchState(Context):
         self.grid = Grid.of(self.cfg, dist.get_world_size())
         for name in GROUPS:
             for ranks in self.grid.groups(name):
-                self._open_group(ranks)
+                self.open_group(ranks)
         if torch.cuda.is_available():
             select_device()
         remember_device()
@@ -100,9 +106,17 @@ class TorchState(Context):
     def process_group(self, name: str) -> Any:
         return self._process_groups[self.group(name)]
 
+    def process_group_of(self, ranks: tuple[int, ...]) -> Any:
+        """torch's group of these ranks, which `open_group` has made."""
+        return self._process_groups[ranks]
+
     def gather_over_stages(self, obj: object) -> list[Any]:
-        """Exchanges one object between the stages of this rank's pipeline, which all call it; in their order."""
-        return self.objects.gather(obj, self.group("PP_GROUP"))
+        """Exchanges one object between the ranks that hold one replica together: its stages, or its shards.
+
+        They all call it, and get the objects in their order.
+        """
+        shards = self.model.shard_ranks if self.model else ()
+        return self.objects.gather(obj, shards or self.group("PP_GROUP"))
 
     def _start_process_group(self, rank: int, size: int) -> None:
         """Makes torch's default process group, unless the script has made one. May set MASTER_PORT (`ddp_port`)."""
@@ -120,7 +134,7 @@ class TorchState(Context):
         """The groups' backend. `smddp` uses NCCL for CUDA tensors if every rank has a device of its own."""
         return BACKEND if self.cfg.ddp_dist_backend == "auto" else self.cfg.ddp_dist_backend
 
-    def _open_group(self, ranks: tuple[int, ...]) -> None:
+    def open_group(self, ranks: tuple[int, ...]) -> None:
         """Makes torch's group of these ranks, unless there is one. All ranks of the job call it, in the same order."""
         if ranks in self._process_groups:
             return

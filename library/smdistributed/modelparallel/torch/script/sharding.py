@@ -1,0 +1,246 @@
+"""Sharded data parallelism (AWS API 1.11), by torch's FSDP2: each rank holds a part of every parameter.
+
+The ranks are a mesh of replicas × shards. A unit, about a layer, is gathered before it computes, and freed after. Its
+gradients are reduced to averages over all ranks, of which each rank gets its part, after every microbatch. Parameters,
+gradients and the optimizer's state are DTensors that are split along axis 0. "MiCS", arXiv 2205.00119, describes the
+layout that AWS has published.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from smdistributed.modelparallel.backend.exceptions import SMPUnsupportedError, StepUsageError
+from smdistributed.modelparallel.torch.pipeline.module_manager import ModuleManager
+from smdistributed.modelparallel.torch.script.state import TorchState
+
+try:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor
+except ImportError:  # torch before 2.6
+    DTensor = fully_shard = None  # type: ignore[assignment,misc]
+
+_PART = "_smp_part"
+"""The only key of a dict that stands in a checkpoint for this rank's part of a tensor."""
+_FOREIGN = "_smp_foreign_parameters"
+
+
+def require_torch() -> None:
+    """Raises SMPUnsupportedError if this torch has no FSDP2."""
+    if fully_shard is None:
+        raise SMPUnsupportedError(
+            "'sharded_data_parallel_degree' above 1 needs FSDP2, which torch has from 2.6 on, and this is "
+            f"{torch.__version__}. Fix: use the image pytorch-latest or pytorch-cpu, or 'shard_optimizer_state'."
+        )
+
+
+def register_parameter(module: nn.Module, param: nn.Parameter) -> None:
+    """Says that a module uses a parameter of another module, outside of that module's calls (AWS API 1.11).
+
+    With `sharded_data_parallel_degree`, the parameter is then gathered whenever both may need it. Call it before
+    `smp.DistributedModel`. Otherwise it has no effect.
+
+    Args:
+        module: The module that uses the parameter.
+        param: The parameter.
+    """
+    module.__dict__.setdefault(_FOREIGN, []).append(param)
+
+
+# --- tensors in parts
+
+
+def make_whole(value: Any) -> Any:
+    """Gathers the parts of all split tensors in nested containers. All ranks of a shard group call it."""
+    return tree_map(lambda item: item.full_tensor() if _is_split(item) else item, value)
+
+
+def place_like(value: Any, target: Any) -> Any:
+    """Splits a whole tensor as `target` is, or wraps a part that `pack_parts` made. Else returns `value` itself.
+
+    Raises StepUsageError if a part has another size than this rank's part of `target`.
+    """
+    is_part = isinstance(value, Mapping) and set(value) == {_PART}
+    if not _is_split(target) or not (is_part or _has_shape(value, target.shape)):
+        return value
+    own = target.to_local()
+    part = value[_PART] if is_part else _own_chunk(value, target.device_mesh, own)
+    if part.shape != own.shape:
+        raise StepUsageError(
+            f"A state dict has a part of shape {tuple(part.shape)}, and this rank's is {tuple(own.shape)}. Fix: load "
+            "the whole state dict, or the part of the same rank and the same 'sharded_data_parallel_degree'."
+        )
+    part = part.to(own.device)
+    return DTensor.from_local(
+        part, target.device_mesh, target.placements, run_check=False, shape=target.shape, stride=target.stride()
+    )
+
+
+def pack_parts(value: Any) -> Any:
+    """Replaces split tensors in nested containers by marked parts, which `join_parts` and `place_like` understand."""
+    return tree_map(_pack, value)
+
+
+def join_parts(parts: Sequence[Any]) -> Any:
+    """Joins what the ranks of a shard group, in order, made by `pack_parts`. What is not split is the first one's."""
+    first = parts[0]
+    if isinstance(first, Mapping):
+        if set(first) == {_PART}:
+            return torch.cat([part[_PART] for part in parts])
+        return {key: join_parts([part[key] for part in parts]) for key in first}
+    return first
+
+
+def _pack(value: Any) -> Any:
+    if not _is_split(value):
+        return value
+    # The state of some optimizers has norms, which are sums over all ranks.
+    return {_PART: value.to_local()} if value.placements[-1].is_shard() else value.full_tensor()
+
+
+def _is_split(value: Any) -> bool:
+    return DTensor is not None and isinstance(value, DTensor)
+
+
+def _has_shape(value: Any, shape: torch.Size) -> bool:
+    return isinstance(value, torch.Tensor) and value.shape == shape
+
+
+def _own_chunk(whole: torch.Tensor, mesh: Any, own: torch.Tensor) -> torch.Tensor:
+    """Returns this rank's rows: FSDP2 splits as torch.chunk does, and ranks beyond the last chunk have none."""
+    chunks, index = whole.chunk(mesh.size(mesh.ndim - 1), 0), mesh.get_local_rank(mesh.ndim - 1)
+    return chunks[index].clone() if index < len(chunks) else whole.new_empty(own.shape)
+
+
+# --- the model
+
+
+class Shards:
+    """The shards of the script's model. All ranks make it, when the model is placed.
+
+    `ranks`: the ranks that hold one replica together, `group` torch's group of them. `parameters`: the split parameters
+    by those that they replace.
+    """
+
+    def __init__(self, state: TorchState, manager: ModuleManager) -> None:
+        require_torch()
+        degree = state.cfg.sharded_data_parallel_degree
+        self.ranks, self._mesh = _open_mesh(state, degree)
+        self.index = self.ranks.index(state.rank)
+        """This rank's place among those that hold one replica."""
+        self.group = state.process_group_of(self.ranks)
+        self.is_first_replica = self.ranks[0] == state.group("RDP_GROUP")[0]
+        self.parameters: dict[nn.Parameter, nn.Parameter] = {}
+        most = min(state.cfg.sdp_reduce_bucket_size, state.cfg.sdp_max_live_parameters // 2)
+        self._units = [*find_units(manager.root, most), manager.root]
+        self._manager = manager
+
+    def split(self, prepare: Callable[[Collection[nn.Module]], Mapping[nn.Parameter, nn.Parameter]]) -> None:
+        """Splits the model unit by unit, so that no rank holds a second whole one.
+
+        Args:
+            prepare: Called before a unit is split, with its modules: makes their tensors, with the same values on all
+                ranks. Returns new parameters by those that they replace.
+        """
+        done: set[nn.Module] = set()
+        for unit in self._units:
+            modules = [module for module in unit.modules() if module not in done]
+            done.update(modules)
+            made = prepare(modules)
+            before = [(module, key, p) for module in modules for key, p in module._parameters.items() if p is not None]
+            if before or not isinstance(unit, nn.Sequential):
+                fully_shard(unit, mesh=self._mesh, reshard_after_forward=True)
+            originals = {after: original for original, after in made.items()}
+            for module, key, whole in before:
+                part: Any = module._parameters[key]
+                _name_part(part)
+                self.parameters[originals.get(whole, whole)] = part
+
+    def release(self) -> None:
+        """Frees what calls without a backward have left gathered. Parameters of modules are parts again."""
+        for unit in self._units:
+            reshard: Callable[[], None] | None = getattr(unit, "reshard", None)
+            if reshard:
+                reshard()
+
+
+def find_units(root: nn.Module, most: int) -> Iterator[nn.Module]:
+    """Yields the modules that are gathered at once, each before its parents; the root has the rest.
+
+    A unit has at most `most` parameters, unless it has no children. It contains no list of blocks, and shares no
+    parameter with a module outside. An nn.Sequential is not one, because its children are called one by one.
+    """
+    users: dict[int, int] = {}
+    for module in root.modules():
+        for parameter in _used(module):
+            users[id(parameter)] = users.get(id(parameter), 0) + 1
+    yield from _units_below(root, most, users)
+
+
+def _units_below(module: nn.Module, most: int, users: Mapping[int, int]) -> Iterator[nn.Module]:
+    for child in module.children():
+        if _is_unit(child, most, users):
+            yield child
+        else:
+            yield from _units_below(child, most, users)
+
+
+def _is_unit(module: nn.Module, most: int, users: Mapping[int, int]) -> bool:
+    used = [id(p) for part in module.modules() for p in _used(part)]
+    if not used or any(used.count(one) < users[one] for one in set(used)):
+        return False
+    if not list(module.children()):
+        return True
+    is_called = type(module).forward not in (nn.Sequential.forward, nn.Module.forward)
+    size = sum(p.numel() for p in module.parameters())
+    return is_called and size <= most and not any(map(_is_list_of_blocks, module.modules()))
+
+
+def _is_list_of_blocks(module: nn.Module) -> bool:
+    """Whether a list or sequence has several children of a class, with children of their own."""
+    if not isinstance(module, (nn.ModuleList, nn.Sequential)):
+        return False
+    kinds = [type(child) for child in module if list(child.children())]
+    return len(kinds) > len(set(kinds))
+
+
+def _used(module: nn.Module) -> list[nn.Parameter]:
+    own = [parameter for parameter in module._parameters.values() if parameter is not None]
+    foreign: list[nn.Parameter] = module.__dict__.get(_FOREIGN, [])
+    return own + foreign
+
+
+def _name_part(parameter: Any) -> None:
+    """Adds the attributes that published scripts read: the shape and size of the whole, and this rank's part."""
+    part = parameter.to_local().detach().view(-1)
+    part.ds_numel = part.numel()
+    parameter.ds_shape, parameter.ds_numel, parameter.ds_tensor = parameter.shape, parameter.numel(), part
+
+
+def _open_mesh(state: TorchState, degree: int) -> tuple[tuple[int, ...], Any]:
+    """Makes the groups of consecutive ranks with one replica, and of ranks with the same part; all ranks call it.
+
+    Returns this rank's replica, and torch's mesh.
+    """
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    mine: Any = None
+    for ranks in state.grid.groups("RDP_GROUP"):
+        rows = [ranks[at : at + degree] for at in range(0, len(ranks), degree)]
+        columns = list(zip(*rows)) if len(rows) > 1 else []
+        for group in (*rows, *columns):
+            state.open_group(group)
+        if state.rank in ranks:
+            own = next(row for row in rows if state.rank in row)
+            column = columns[own.index(state.rank)] if columns else None
+            mine = own, column, rows
+    own, column, rows = mine
+    if column is None:
+        return own, DeviceMesh.from_group(state.process_group_of(own), device)
+    groups = [state.process_group_of(column), state.process_group_of(own)]
+    return own, DeviceMesh.from_group(groups, device, mesh=torch.tensor(rows), mesh_dim_names=("replicas", "shards"))

@@ -6,6 +6,7 @@ its ring over gRPC.
 
 - `tf-all-reduce-64MB`: float32, inside a tf.function; `…-torch` against `all_reduce` of torch.distributed on `smddp`,
   on this machine's own environment, in the same run;
+- `tf-copy-64MB`: a copy in the host's memory, by both ranks at once. A tensor on a GPU takes two copies, over PCIe;
 - `tf-mlp`: a step of an MLP of 50 million parameters with the tape;
 - `tf-cnn`: gradients of a CNN, 64 images of 32 × 32 a rank, against the same ranks without reduction;
 - `tf-start`: from the start of the process to the end of the first all_reduce, the import of TensorFlow included;
@@ -62,6 +63,7 @@ def main(arguments: list[str]) -> int:
                 rival_name="torch",
                 ceiling=1.25,
             ),
+            Figure("tf-copy-64MB", *in_ms(times["copy-64MB"]["host"])),
             Figure("tf-mlp", *in_ms(mlp["smddp"]), rival=1e3 * mlp["mwms"], rival_name="mwms", ceiling=1 / 1.5),
             Figure("tf-cnn", *in_ms(cnn["smddp"]), rival=1e3 * cnn["alone"], rival_name="alone", ceiling=1 / 0.95),
             Figure("tf-start", begun["smddp"], "s", rival=begun["mwms"], rival_name="mwms", ceiling=1.0),

@@ -14,6 +14,7 @@ from pathlib import Path  # noqa: E402
 from statistics import median  # noqa: E402
 from typing import Any  # noqa: E402
 
+import numpy as np  # noqa: E402
 import tensorflow as tf  # noqa: E402
 
 WORDS = 16 << 20  # of float32: 64 MB
@@ -51,6 +52,8 @@ def cases(out: str, rounds: str) -> None:
     times = {
         "all-reduce-64MB": measure({"smddp": lambda: ours(tensor), "mwms": lambda: rival(tensor)}, int(rounds)),
     }
+    one, other = np.ones(WORDS, np.float32), np.empty(WORDS, np.float32)
+    times["copy-64MB"] = measure({"host": lambda: np.copyto(other, one)}, int(rounds))
     times["mlp"] = measure(mlps(strategy, sdp), max(3, int(rounds) // 2))
     times["cnn"] = measure(cnns(sdp), int(rounds))
     if sdp.rank() == 0:

@@ -6,7 +6,7 @@ import tarfile
 from pathlib import Path
 
 import pytest
-from tests.launching import Alone, Mpirun, TwoRanks
+from tests.launching import Alone, Mpirun, TwoRanks, find_port
 from tests.repeats import in_soak
 
 RANKS = Path(__file__).parent / "ranks"
@@ -115,6 +115,13 @@ def test_a_fellow_that_does_something_else(
     assert "SMDDPError" in output
     if what == "late":
         assert "time.sleep(60)" in output  # where the late one is
+
+
+def test_a_strategy_with_nccl_differs_from_ring_by_one_name(two_ranks: TwoRanks, free_port: int) -> None:
+    """docs/tensorflow.md: the way of TensorFlow on GPUs, as far as CPUs can show it."""
+    with two_ranks(free_port, RANKS / "strategy.py", find_port(), find_port()) as ranks:
+        outputs = [rank.communicate(timeout=200)[0] for rank in ranks]
+    assert all(output.endswith("equal\n") for output in outputs), outputs
 
 
 # Four GPUs in TensorFlow's own list of devices. Prints what TensorFlow then passes to its runtime, for three ranks.

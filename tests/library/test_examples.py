@@ -86,6 +86,15 @@ def test_digits_on_two_replicas_of_four_stages(mpirun: Mpirun, alone: Alone, tmp
 
 
 @pytest.mark.once
+@pytest.mark.mpi
+def test_a_script_in_the_shape_of_awss_mnist_example(mpirun: Mpirun, tmp_path: Path) -> None:
+    """2 replicas of 2 stages. The original with its own data was compared by hand: docs/modelparallel.md."""
+    log = mpirun(4, Path(__file__).parent / "ranks" / "modelparallel_mnist.py", tmp_path / "partial.pt")
+    accuracies = [float(found) for found in re.findall(r"accuracy ([\d.]+)", log)]
+    assert len(accuracies) == 4 and min(accuracies) == max(accuracies) > 0.75, log
+
+
+@pytest.mark.once
 def test_digits_under_torchrun(alone: Alone, tmp_path: Path, free_port: int) -> None:
     """On the backend smddp; of the first generation's interface, test_distributed.py."""
     torchrun = ("-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port}")

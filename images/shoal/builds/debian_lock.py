@@ -143,7 +143,7 @@ def lock_systems(
     for image in images:
         chosen.setdefault(image.system, []).append(image)
     for system, of_system in chosen.items():
-        names = {image.framework if image.extends else "" for image in of_system}
+        names = {image.recipe if image.extends else "" for image in of_system}
         found = base_image.provide_base(client, system, read_network_settings, project.cache, say, newest="" in names)
         settings = read_settings_for(project, say)
         locked = read_lock(project, system.suite)
@@ -153,8 +153,8 @@ def lock_systems(
             locked = DebianLock({**locked.bases, **_identity(client, found, system)}, packages)
             yield _write_lock(project, system.suite, "", locked, write=write)
         children = [image for image in spec.images if image.system == system and image.extends]
-        for child in dict.fromkeys(image.framework for image in children if names & {"", image.framework}):
-            installed = list_installed(project, (image for image in children if image.framework == child))
+        for child in dict.fromkeys(image.recipe for image in children if names & {"", image.recipe}):
+            installed = list_installed(project, (image for image in children if image.recipe == child))
             packages = _list_packages(client, found, system, installed, settings) if installed else {}
             more = {name: digest for name, digest in packages.items() if name not in locked.packages}
             if more or lock_path(project, system.suite, child).exists():
@@ -210,7 +210,7 @@ def describe_drift(project: Project, image: ImageSpec, files: Sequence[str]) -> 
 
     It names at most `_SHOWN` of them, and then their remaining number. The fix for a child changes no other image.
     """
-    path = lock_path(project, image.system.suite, image.framework if image.extends else "")
+    path = lock_path(project, image.system.suite, image.recipe if image.extends else "")
     names = f" {image.tag}" if image.extends else ""
     more = f" and {len(files) - _SHOWN} more" if len(files) > _SHOWN else ""
     return (

@@ -69,8 +69,7 @@ def check_tag(facts: ImageFacts, image: ImageSpec) -> list[str]:
         "python": "py" + "".join(facts.python.split(".")[:2]),
         "cuda": cuda,
         "os": facts.system.get("ID", "") + facts.system.get("VERSION_ID", ""),
-        # A lean image lacks only packages that anybody can install.
-        "variant": "devel" if _has_all(facts, image.system.devel) else "lean" if image.variant == "lean" else "runtime",
+        "variant": _find_variant(facts, image),
     }
     expected: dict[str, str | None] = {axis: getattr(image, axis) for axis in actual}
     return [
@@ -78,6 +77,14 @@ def check_tag(facts: ImageFacts, image: ImageSpec) -> list[str]:
         for axis in actual
         if actual[axis] != expected[axis]
     ]
+
+
+def _find_variant(facts: ImageFacts, image: ImageSpec) -> str:
+    """Returns the variant that an image is. A lean image lacks only packages that anybody can install."""
+    for variant, packages in (("devel", image.system.devel), ("efa", image.system.efa)):
+        if _has_all(facts, packages):
+            return variant
+    return "lean" if image.variant == "lean" else "runtime"
 
 
 def _has_all(facts: ImageFacts, packages: Iterable[str]) -> bool:

@@ -26,10 +26,12 @@ Version = Annotated[str, pydantic.Field(pattern=r"^\d+(\.\d+)+$")]
 Device = Literal["cpu", "gpu"]
 Python = Annotated[str, pydantic.Field(pattern=r"^py3\d+$")]
 Cuda = Annotated[str, pydantic.Field(pattern=r"^cu\d{3}$")]
-Variant = Literal["runtime", "devel", "lean"]
+Variant = Literal["runtime", "devel", "lean", "efa"]
 Glob = Annotated[str, pydantic.Field(pattern=r"^[\w*][\w*./+-]*[\w*]$")]
 PathGlob = Annotated[str, pydantic.Field(pattern=r"^/[\w*][\w*?./+-]*$")]
 Package = Annotated[str, pydantic.Field(pattern=r"^[a-z0-9][a-z0-9.+-]+$")]
+EFA: Variant = "efa"
+"""The variant that adds the libraries of AWS's network cards to a runtime image. It extends that image."""
 
 
 class Needs(StrictModel):
@@ -100,6 +102,8 @@ class System(StrictModel):
     """The version of its package python3. It has no other Python."""
     devel: tuple[Package, ...] = ()
     """The compiler packages of devel variants. If there are none, there is no devel variant."""
+    efa: tuple[Package, ...] = ()
+    """The Debian packages of efa variants: rdma-core's. If there are none, there is no efa variant."""
     compiler: Compiler | None = None
     """The small compiler of runtime images, if their release says `compiler: true`."""
 
@@ -114,6 +118,15 @@ class System(StrictModel):
             yield "devel", self.devel, ()
 
 
+class NcclPlugin(StrictModel):
+    """AWS's plugin for NCCL (aws-ofi-nccl), which you have built or downloaded."""
+
+    file: Annotated[str, pydantic.Field(pattern=r"^[\w.][\w./+-]*$")]
+    """Its path in the project: `libnccl-net.so`, or a tar archive of it and libraries that it needs."""
+    sha256: Annotated[str, pydantic.Field(pattern=r"^[0-9a-f]{64}$")]
+    """The SHA-256 of the file. A build refuses another one."""
+
+
 class ImageSpec(Release):
     """One image of the matrix."""
 
@@ -122,17 +135,24 @@ class ImageSpec(Release):
     system: System
     """The system that `os` names."""
     variant: Variant = "runtime"
-    """`devel` also has compilers, `lean` has no everyday packages; the tag ends with that word."""
+    """`devel` also has compilers, `lean` no everyday packages, `efa` rdma-core; the tag ends with that word."""
     packages: tuple[Package, ...] = ()
     """Debian packages in addition to the ones of every image."""
     without: tuple[PathGlob, ...] = ()
     """Globs on paths: files of `packages` that it leaves out."""
     extends: str | None = None
     """The tag of the image of the matrix that it extends."""
+    plugin: NcclPlugin | None = None
+    """The plugin of NCCL in an efa variant for GPUs."""
 
     @property
     def repository(self) -> str:
         return f"{self.framework}-training"
+
+    @property
+    def recipe(self) -> str:
+        """The name of its template and, if it extends another image, of its lock of Debian packages."""
+        return EFA if self.variant == EFA else self.framework
 
     @property
     def version_tag(self) -> str:
@@ -170,13 +190,16 @@ class VersionsFile(StrictModel):
     children: tuple[Child, ...] = ()
     """Images that extend other images."""
 
-    def combinations(self, everyday: tuple[str, ...]) -> list[tuple[Location, ImageSpec]]:
+    def combinations(
+        self, everyday: tuple[str, ...], plugin: NcclPlugin | None = None
+    ) -> list[tuple[Location, ImageSpec]]:
         """Returns every possible image, parents first, each with the place of its entry.
 
         Raises `SpecError` if there are more than a project needs.
 
         Args:
             everyday: The everyday packages of buildspec.yml.
+            plugin: NCCL's plugin of efa variants.
         """
         found: list[tuple[Location, ImageSpec]] = []
         for number, release in enumerate(self.releases):
@@ -196,7 +219,9 @@ class VersionsFile(StrictModel):
                 if selectors.matches(child.extends, tag):
                     found.append((("children", number), _extend(parent, child)))
                     _check_number(found)
-        return found
+        with_efa = [(place, _add_efa(image, plugin)) for place, image in found if _can_have_efa(image)]
+        _check_number([*found, *with_efa])
+        return [*found, *with_efa]
 
 
 def _check_number(images: Sized) -> None:
@@ -212,6 +237,16 @@ def _parents(images: Iterable[ImageSpec]) -> dict[str, ImageSpec]:
 def _extend(parent: ImageSpec, child: Child) -> ImageSpec:
     place = parent.model_dump(include={"device", "cuda", "python", "os", "system"})
     return ImageSpec.model_validate(child.model_dump() | place | {"extends": parent.tag})
+
+
+def _can_have_efa(image: ImageSpec) -> bool:
+    return image.variant == "runtime" and bool(image.system.efa)
+
+
+def _add_efa(image: ImageSpec, plugin: NcclPlugin | None) -> ImageSpec:
+    """Returns the efa variant, which extends a runtime image. NCCL needs GPUs, and so does its plugin."""
+    more = {"variant": EFA, "packages": image.system.efa, "without": (), "extends": image.tag}
+    return image.model_copy(update=more | {"plugin": plugin if image.device == "gpu" else None})
 
 
 class Axes(StrictModel):
@@ -230,7 +265,7 @@ class Axes(StrictModel):
     os: tuple[Word, ...] | None = None
     """Systems of versions.yml, such as `debian12`."""
     variant: tuple[Variant, ...] | None = None
-    """`devel` images also have compilers, and `lean` images no everyday packages."""
+    """`devel` images also have compilers, `lean` images no everyday packages, and `efa` images rdma-core."""
 
     def values(self) -> Iterator[tuple[str, tuple[str, ...]]]:
         """Yields the axes that are set, with their values."""
@@ -278,6 +313,8 @@ class BuildFile(StrictModel):
     everyday: tuple[str, ...] = ()
     """pip requirements of every image but the lean ones, in addition to its release's own. Scripts take these packages
     for granted. They do not change other packages."""
+    nccl_plugin: NcclPlugin | None = None
+    """AWS's plugin with which NCCL uses EFA, for efa images with GPUs. Without it, NCCL uses TCP."""
     defaults: Mapping[Word, str]
     """The tag of the image that a framework's name means."""
     axes: Axes = Axes()
@@ -333,9 +370,9 @@ class BuildSpec:
         return next((parent for parent in self.images if parent.tag == image.extends), None)
 
     def list_extensions(self, image: ImageSpec) -> list[str]:
-        """Returns the names of a child and of the children that it extends; none for an image without parent."""
+        """Returns the recipes of a child and of the children that it extends; none for an image without parent."""
         parent = self.parent(image)
-        return [image.framework, *self.list_extensions(parent)] if parent else []
+        return [image.recipe, *self.list_extensions(parent)] if parent else []
 
     def with_parents(self, images: Iterable[ImageSpec]) -> list[ImageSpec]:
         """Returns the images and all that they extend, parents first."""
@@ -355,7 +392,7 @@ def load(path: Path) -> BuildSpec:
     """Reads and checks a buildspec and its versions.yml. Raises `SpecError` with file, line and key of each mistake."""
     file, document = yaml_file.read_yaml(path, BuildFile)
     versions, versions_document = yaml_file.read_yaml(path.parent / VERSIONS, VersionsFile)
-    combinations = versions.combinations(file.everyday)
+    combinations = versions.combinations(file.everyday, file.nccl_plugin)
     problems = (*_problems_of_versions(versions, combinations, file), *_problems_of_places(versions))
     mistakes = [versions_document.locate(*problem) for problem in problems]
     candidates = [image for _, image in combinations]

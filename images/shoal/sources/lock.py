@@ -29,7 +29,7 @@ from packaging.version import InvalidVersion, Version
 from shoal.errors import ShoalError, SpecError
 from shoal.limits import MOST_PIP, read_project_file
 from shoal.matrix.project import CHILD_LAYERS, LAYERS, Project
-from shoal.matrix.spec import BuildSpec, ImageSpec
+from shoal.matrix.spec import EFA, BuildSpec, ImageSpec
 from shoal.network.settings import pip_environment
 from shoal.sources.render import GeneratedFile
 
@@ -63,6 +63,8 @@ def read_image_pins(project: Project, spec: BuildSpec, image: ImageSpec) -> dict
 
 def layers_of(image: ImageSpec) -> tuple[str, ...]:
     """Returns the names of the image's pip layers."""
+    if image.variant == EFA:  # Debian packages only
+        return ()
     return CHILD_LAYERS if image.extends else LAYERS if image.everyday else LAYERS[:-1]
 
 
@@ -226,8 +228,11 @@ def lock_image(project: Project, spec: BuildSpec, image: ImageSpec) -> list[Path
     Raises `SpecError` with pip's words, on another platform than the images', or if its parent's lock is wrong. It also
     is raised if an image for CPUs would need CUDA packages. Raises `ShoalError` if an index cannot be reached.
     """
+    parent = spec.parent(image)
+    if parent and image.variant == EFA:  # it has the locks of the image that it extends
+        return lock_image(project, spec, parent)
     index = spec.indexes[image.index] if image.index else None
-    if parent := spec.parent(image):
+    if parent:
         installed = list(list_installed(project, spec, parent))
         layers = {"framework": _resolve_on(installed, image.requirements, image.python_version, index)}
     else:

@@ -6,6 +6,7 @@ These are Dockerfiles and JSON schemas. The same templates, tables and image giv
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from shoal.errors import SpecError
 from shoal.limits import MOST_LOCK, read_file, read_project_file
 from shoal.matrix import yaml_file
 from shoal.matrix.project import CHILD_LAYERS, LAYERS, Project
-from shoal.matrix.spec import BuildFile, DroppedFile, ImageSpec, VersionsFile
+from shoal.matrix.spec import BuildFile, DroppedFile, ImageSpec, NcclPlugin, VersionsFile
 from shoal.matrix.yaml_file import StrictModel
 from shoal.sources import packages
 from shoal.sources.steps import FILES, BuildStep, StepCollector, write_dockerfile
@@ -29,6 +30,8 @@ from shoal.sources.steps import FILES, BuildStep, StepCollector, write_dockerfil
 SYSTEM_PACKAGES = ("ca-certificates", "python3", "python3-venv")
 """The Debian packages of every image."""
 _DROPPED = "dropped.yml"
+_PLUGIN = "plugin"
+"""The folder of the build context with NCCL's plugin."""
 
 
 def read_steps(project: Project, image: ImageSpec, *, bytecode: bool = False) -> tuple[BuildStep, ...]:
@@ -41,7 +44,7 @@ def read_steps(project: Project, image: ImageSpec, *, bytecode: bool = False) ->
         SpecError: If a template is missing, is wrong, or uses a name that is not defined (StrictUndefined). Also if
             text is outside of a step, or a step uses an input that it does not note, or a folder without files.
     """
-    name = f"{image.framework}.j2"
+    name = f"{image.recipe}.j2"
     collector = StepCollector()
     variables = {
         "image": _describe(image),
@@ -89,11 +92,27 @@ def read_own_files(project: Project, image: ImageSpec, steps: Iterable[BuildStep
     found = {}
     for step in steps:
         for folder in {*step.folders} - _known_folders(image):
+            if folder == _PLUGIN and image.plugin:
+                found[folder] = _read_plugin(project, image.plugin)
+                continue
             found[folder] = _read_files(project.templates / "files" / folder)
             if not found[folder]:
                 problem = f"Step {step.name!r}: the folder {folder} has no files"
                 raise SpecError(f"{problem}. Fix: put them into the directory {FILES}/{folder}")
     return found
+
+
+def _read_plugin(project: Project, plugin: NcclPlugin) -> dict[str, bytes]:
+    """Returns NCCL's plugin by the name that steps use. Raises `SpecError` if it is missing, too large, or another."""
+    path = project.root / plugin.file
+    fix = f"Fix: name its path and the output of sha256sum under nccl_plugin in {project.buildspec.name}"
+    try:
+        content = read_file(path, MOST_LOCK, follow=True)
+    except (OSError, ValueError) as error:
+        raise SpecError(f"{path}: NCCL's plugin cannot be read: {error}. {fix}") from error
+    if (found := hashlib.sha256(content).hexdigest()) != plugin.sha256:
+        raise SpecError(f"{path}: its SHA-256 is {found}, and nccl_plugin says {plugin.sha256}. {fix}")
+    return {"libnccl-net.so" if plugin.file.endswith(".so") else "archive": content}
 
 
 def _read_files(root: Path) -> dict[str, bytes]:
@@ -115,7 +134,7 @@ def render_dockerfile(project: Project, image: ImageSpec, steps: Iterable[BuildS
     """
     base = image.extends or image.system.upstream
     steps = read_steps(project, image) if steps is None else steps
-    return write_dockerfile(steps, f"dockerfiles/{image.framework}.j2", base)
+    return write_dockerfile(steps, f"dockerfiles/{image.recipe}.j2", base)
 
 
 def read_dropped(project: Project) -> DroppedFile:
@@ -132,7 +151,7 @@ def read_templates(project: Project, image: ImageSpec) -> dict[str, bytes]:
 
     Files that do not exist are left out.
     """
-    wanted = [_DROPPED, f"{image.framework}.j2"]
+    wanted = [_DROPPED, f"{image.recipe}.j2"]
     found: dict[str, bytes] = {}
     while wanted:
         name = wanted.pop()

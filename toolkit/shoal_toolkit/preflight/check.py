@@ -17,7 +17,7 @@ from shoal_toolkit.job.contract import Paths
 from shoal_toolkit.log import write_log
 from shoal_toolkit.plan.plan import LaunchPlan
 from shoal_toolkit.preflight.facts import collect_facts
-from shoal_toolkit.preflight.findings import HostFinding, compare_facts
+from shoal_toolkit.preflight.findings import HostFinding, compare_facts, describe_efa
 from shoal_toolkit.system.loop import WRITE, Loop
 
 _MAX_LOGGED = 10
@@ -38,7 +38,9 @@ class Preflight:
         self._delays: dict[str, float] = {}
 
     def collect(self) -> None:
-        """Collects the facts about this host, while the others are looked for. One is whether MASTER_PORT is taken."""
+        """Collects the facts about this host once, while others are looked for. One is whether MASTER_PORT is taken."""
+        if self._facts[self._plan.current_host]:
+            return
         own = {**collect_facts(self._paths, self._plan), "port_taken": self._taken}
         self._facts[self._plan.current_host] = own
 
@@ -52,6 +54,10 @@ class Preflight:
     def list_facts(self, name: str) -> dict[str, Any]:
         """Returns one fact of each host that has it."""
         return {host: facts[name] for host, facts in self._facts.items() if name in facts}
+
+    def describe(self) -> list[str]:
+        """Returns lines about the network of the hosts. A line is not a finding."""
+        return describe_efa(self._facts)
 
     def find(self) -> list[HostFinding]:
         """Closes the port, and returns the findings."""

@@ -18,6 +18,7 @@ from shoal_toolkit.job.contract import HYPERPARAMETERS, Paths
 from shoal_toolkit.job.devices import read_nics
 from shoal_toolkit.job.settings import is_members_only
 from shoal_toolkit.plan.plan import LaunchPlan
+from shoal_toolkit.preflight.efa import describe_efa, describe_mpi
 
 FREE, PACKAGE = "free:", "package:"  # prefixes of a path, and of the name of a package
 _PACKAGES = (
@@ -43,11 +44,13 @@ def collect_facts(paths: Paths, plan: LaunchPlan, root: str = "/") -> dict[str, 
         plan: The plan of this host.
         root: The directory under which dev, etc, proc and sys are.
     """
+    nics, gpus = read_nics(root), int(plan.env.get("SM_NUM_GPUS") or 0)
+    efa = describe_efa(nics, gpus, {**os.environ, **plan.env}, root)
     facts = {
         "launcher": plan.launcher.name,
         "world_size": plan.world_size,
         "ranks": plan.ranks.get(plan.current_host, 0),
-        "gpus": int(plan.env.get("SM_NUM_GPUS") or 0),
+        "gpus": gpus,
         "driver": _read_driver(root),
         "gpu_model": _read_gpu_models(root),
         "python": ".".join(map(str, sys.version_info[:3])),
@@ -57,7 +60,10 @@ def collect_facts(paths: Paths, plan: LaunchPlan, root: str = "/") -> dict[str, 
         "interface": plan.interface,
         "mtu": _read_number(root, "sys/class/net", plan.interface, "mtu"),
         "speed": _read_number(root, "sys/class/net", plan.interface, "speed"),  # Mbit/s
-        "nics": sum(nic.usable for nic in read_nics(root)),
+        "nics": sum(nic.usable for nic in nics),
+        "efa": efa.line,
+        "efa_missing": efa.missing,
+        "mpi": describe_mpi(plan.command),
         "other_users": "" if is_members_only(os.environ) else _find_other_users(root),
         "memlock": resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],  # bytes; -1: no limit
         "files": resource.getrlimit(resource.RLIMIT_NOFILE)[1],

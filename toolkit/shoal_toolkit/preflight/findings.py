@@ -130,6 +130,9 @@ def _check_host(facts: Facts) -> list[tuple[str, str]]:
     if numbers.get("nics", 0) and 0 <= numbers.get("memlock", -1) < _LEAST_LOCKED:
         limit = numbers["memlock"] >> 10
         found.append((f"RDMA needs locked memory, and its limit is {limit} KiB", "docker run --ulimit memlock=-1"))
+    if missing := facts.get("efa_missing"):
+        fix = "use an image with a tag that ends in -efa, with AWS's plugin, and pass the devices of /dev/infiniband"
+        found.append((f"it has EFA, but NCCL uses TCP. Missing: {missing}", fix))
     if 0 <= numbers.get("files", -1) < _LEAST_FILES:
         found.append((f"a process can open {numbers['files']} files only", "docker run --ulimit nofile=65536"))
     if users := facts.get("other_users"):
@@ -137,6 +140,15 @@ def _check_host(facts: Facts) -> list[tuple[str, str]]:
         found.append((problem, "use whole hosts (sbatch --exclusive), or set SHOAL_MEMBERS_ONLY=1 on every host"))
     found += [(str(facts[name]), fix) for name, fix in _PROBLEMS.items() if facts.get(name)]
     return found
+
+
+def describe_efa(facts: Mapping[str, Facts]) -> list[str]:
+    """Returns a line with the state of EFA on each host, which equal hosts share, and one with the network of MPI."""
+    hosts: dict[str, list[str]] = {}
+    for host, each in facts.items():
+        hosts.setdefault(str(each.get("efa", "unknown")), []).append(host)
+    lines = [f"EFA        {state} ({_name_hosts(names)})" for state, names in hosts.items()]
+    return [*lines, *(f"MPI        {each['mpi']}" for each in facts.values() if each.get("mpi"))]
 
 
 class Way(Protocol):

@@ -58,7 +58,7 @@ class MeasuringFirstHost(FirstOfSeveral):
         if self._preflight is None:
             one_kind = len(self.task.cluster.instance_groups) < 2
             self._preflight = Preflight(self.task.paths, self.plan, one_kind)
-            self._preflight.collect()
+        self._preflight.collect()  # a job of one host is ready before the loop has done so
         ports = self._preflight.list_facts(PORT)
         self._ports.update({host: port for host, port in ports.items() if isinstance(port, int)})
         self._measure_next()
@@ -97,7 +97,8 @@ class MeasuringFirstHost(FirstOfSeveral):
         """Prints the measurements and all findings, and ends with exit code 1 if there is a finding."""
         assert self._preflight is not None
         found = [*self._preflight.find(), *check_network(self.name, self._measured)]
-        lines = [f"preflight of {len(self.task.hosts)} hosts", *describe_network(self._measured)]
+        head = f"preflight of {len(self.task.hosts)} hosts"
+        lines = [head, *describe_network(self._measured), *self._preflight.describe()]
         # One finding is one line, and other hosts bring its text.
         print(
             "\n".join(

@@ -22,6 +22,7 @@ from shoal_toolkit.job.settings import take_settings
 from shoal_toolkit.plan.elastic import check_elastic
 from shoal_toolkit.plan.plan import LaunchPlan
 from shoal_toolkit.run.members import Members
+from shoal_toolkit.run.standby import list_rank_variables
 from shoal_toolkit.run.worker import Worker
 
 from ..repeats import SEED, times
@@ -123,7 +124,7 @@ def test_a_job_that_is_not_elastic_waits_for_all_hosts() -> None:
 class IdleProcesses:
     """Processes of a host without any: they end at once."""
 
-    def prepare_restart(self, variables: dict[str, str], standby: bool) -> None:
+    def prepare_restart(self, variables: dict[str, str]) -> None:
         pass
 
     def end(self, on_ended: Callable[[None], None]) -> None:
@@ -143,13 +144,13 @@ def test_a_host_that_comes_late_is_ready_once_for_each_start(monkeypatch: pytest
     worker._number, worker._restarted, worker._was_ready, worker._facts = 0, False, False, {}
     steps: list[Callable[[], None]] = [
         lambda: worker._on_probed(""),
-        lambda: worker._on_message(messages.PrepareRestart(0, "", True)),
+        lambda: worker._on_message(messages.PrepareRestart(0, "")),
     ]
     worker._is_set_up, worker._is_started = True, False
     for step in steps if is_sooner else reversed(steps):
         step()
     assert [each for each in sent if isinstance(each, messages.Ready)] == [messages.Ready(0)]
-    worker._on_message(messages.PrepareRestart(1, "algo-2 came back", True))
+    worker._on_message(messages.PrepareRestart(1, "algo-2 came back"))
     assert sent[-1] == messages.Ready(1)
 
 
@@ -173,7 +174,7 @@ def test_a_start_with_some_hosts_is_planned_as_a_job_of_them(tree: Tree) -> None
     pair = plan_with((B, C))
     assert (whole.hosts, whole.ranks, pair.hosts, pair.ranks) == (NAMES, dict.fromkeys(NAMES, 1), (B, C), {B: 1, C: 1})
     assert (pair.env["SM_HOSTS"], pair.env["SM_HOST_COUNT"], pair.env["MASTER_ADDR"]) == ('["algo-2","algo-3"]', "2", B)
-    assert pair.command[pair.command.index("--node_rank") + 1] == "1"
+    assert [variables["RANK"] for variables in list_rank_variables(pair)] == ["1"]
     alone = plan_with((C,))
     assert (alone.env["SM_HOSTS"], alone.env["MASTER_ADDR"], alone.world_size) == ('["algo-3"]', "127.0.0.1", 1)
 

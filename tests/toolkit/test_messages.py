@@ -39,7 +39,7 @@ VALID: list[Any] = [
     messages.CommandEnded(1, "words", None, {}, ""),
     messages.CommandEnded(1, "words", 3, {}, "it cannot be recorded"),
     messages.HostFailed(0, 2, "no script", False),
-    messages.PrepareRestart(3, "rank 1: it was killed", True),
+    messages.PrepareRestart(3, "rank 1: it was killed"),
     messages.StopReceived(2),
     messages.Register(2),
     messages.Addresses(["10.0.0.1", "10.0.0.2"]),
@@ -115,7 +115,7 @@ def test_hostile_payloads_are_refused(kind: bytes, payload: bytes) -> None:
         messages.JobEnded(1, "", {"restarts": [{"deep": {"er": 1}}]}),
         messages.JobEnded(1, "", {"restarts": [[1]]}),
         messages.HostFailed(0, 1, "", 1),  # type: ignore[arg-type]
-        messages.PrepareRestart(1, "two\nlines", False),
+        messages.PrepareRestart(1, "two\nlines"),
         messages.RankOutput(3, 1, b""),
         messages.RankOutput(0, 1, b""),
     ],

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +23,7 @@ from shoal_toolkit.job.contract import Paths
 from shoal_toolkit.job.launchers import LAUNCHERS
 from shoal_toolkit.job.settings import take_settings
 from shoal_toolkit.output.pipes import FlowControl
+from shoal_toolkit.plan.launcher import STANDBY
 from shoal_toolkit.result.result import Result
 from shoal_toolkit.run import standby
 from shoal_toolkit.run.processes import HostProcesses
@@ -476,7 +477,8 @@ class FakePlan:
     """What a standby reads of a plan."""
 
     launcher = LAUNCHERS["process"]
-    by_mpirun = has_ranks = False
+    by_mpirun = has_ranks = forks_ranks = False
+    can_fork = True
     env: Mapping[str, str] = {}
     described: Mapping[str, str] = {}
     sidecars = removed = ()
@@ -499,14 +501,13 @@ def test_a_standby_forks_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     """Its process is a child of this one, and has imported numpy; its end, output and error are a script's."""
     (tmp_path / "train.py").write_text(SHOW)
     monkeypatch.setattr(standby, "_START_SECONDS", 0)
-    monkeypatch.setattr(standby, "find_modules", lambda _: ["numpy"])
     loop = Loop()
     plan: Any = FakePlan(tmp_path / "train.py")
     made = Standby(loop, plan, dict(os.environ))
     codes: list[int] = []
     shown = []
     try:
-        made.prepare(os.getpid())
+        made.prepare()
         loop.run_until(lambda: made._pid > 0)
         ready: list[bool] = []
         made.when_ready(ready.append)
@@ -539,9 +540,9 @@ def test_a_signal_while_the_standby_imports_ends_the_command(tmp_path: Path) -> 
     events: Any = SimpleNamespace(on_command_ended=codes.append)
     processes = HostProcesses(loop, FlowControl(), plan, dict(os.environ), events)
     try:
-        processes.keep_standby(True)
+        processes.keep_standby()
         assert processes._standby is not None
-        processes._standby._start(["time"])
+        processes._standby._start()
         processes.start()
         processes.stop(signal.SIGTERM)
         assert (codes, processes.running) == ([143], False)
@@ -553,19 +554,22 @@ def test_a_signal_while_the_standby_imports_ends_the_command(tmp_path: Path) -> 
 class TwoRanks(FakePlan):
     """A plan with two ranks of torchrun."""
 
-    has_ranks, launcher, current_host, world_size = True, LAUNCHERS["torch_distributed"], "a", 2
+    launcher, current_host, world_size = LAUNCHERS["torch_distributed"], "a", 2
+    has_ranks = forks_ranks = True
     ranks: Mapping[str, int] = {"a": 2}
-    command = ("torchrun",)
+
+    @property
+    def command(self) -> Sequence[str]:
+        return (self.script[0], "-m", STANDBY, "--once", *self.script[1:])
 
 
 @pytest.mark.parametrize("hangs", [False, True])
 def test_ranks_start_without_a_standby_that_has_ended_or_hangs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hangs: bool
 ) -> None:
-    """After a restart no host has torchrun, so that they are forked without it, by a process that imports nothing."""
+    """Then a process that imports nothing forks them."""
     script = tmp_path / "train.py"
     script.write_text("import os, sys\nprint(os.environ['RANK'], sys.argv[1:], 'torch' in sys.modules, flush=True)")
-    monkeypatch.setattr(standby, "read_table", lambda _: {"torch": ["json"]})
     monkeypatch.setattr(standby, "_ANSWER_SECONDS", 0.2)
     loop = Loop()
     plan: Any = TwoRanks(script)
@@ -580,7 +584,8 @@ def test_ranks_start_without_a_standby_that_has_ended_or_hangs(
     )
     processes = HostProcesses(loop, FlowControl(), plan, dict(os.environ), events)
     try:
-        processes.prepare_restart({"SHOAL_RESTART": "1"}, True)
+        processes.keep_standby()
+        processes.prepare_restart({"SHOAL_RESTART": "1"})
         made = processes._standby
         assert made is not None
         waited: list[None] = []
@@ -604,7 +609,7 @@ def test_a_standby_that_has_ended_forks_nothing(tmp_path: Path) -> None:
     made = Standby(loop, plan, dict(os.environ))
     ready: list[bool] = []
     try:
-        made._start(["json"])
+        made._start()
         os.kill(made._pid, signal.SIGKILL)
         made.when_ready(ready.append)
         loop.run_until(lambda: bool(ready))

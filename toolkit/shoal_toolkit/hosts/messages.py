@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from shoal_toolkit.system.loop import STOP_SIGNALS
 
-VERSION = 7
+VERSION = 8
 
 _HEXADECIMAL = frozenset("0123456789abcdef")
 _MAX_DIGITS = 20  # of a number of 64 bits
@@ -100,7 +100,6 @@ class PrepareRestart(NamedTuple):
 
     number: int  # restarts of the job so far
     reason: str
-    standby: bool  # whether standbys fork the ranks: torchrun on one host and a standby on another would not meet
 
 
 class NextHosts(NamedTuple):

@@ -14,7 +14,7 @@ from shoal_toolkit.errors import ContractError, LaunchError
 from shoal_toolkit.job.launchers import MPI
 from shoal_toolkit.plan import rank_shell
 from shoal_toolkit.plan.arguments import build_script_command
-from shoal_toolkit.plan.launcher import Command, Start
+from shoal_toolkit.plan.launcher import STANDBY, Command, Start, can_fork
 
 _DATAPARALLEL_PORT = "7592"
 _TRAINING_PORT, _SERVER_PORT, _MIRRORED_PORT = 2222, 2223, 8890
@@ -65,6 +65,13 @@ def _build_mpirun(start: Start) -> Command:
 
 
 def _build_torchrun(start: Start) -> Command:
+    """With `can_fork`, the command that forks ranks stands for torchrun. It is executed if there is no standby."""
+    if can_fork(start):
+        return Command((start.machine.python, "-m", STANDBY, "--once", *start.script[1:]))
+    return Command(_build_torchrun_words(start))
+
+
+def _build_torchrun_words(start: Start) -> tuple[str, ...]:
     """torchrun runs as a module, because the console script may belong to another Python."""
     options = {
         "nnodes": len(start.ranks),
@@ -76,7 +83,7 @@ def _build_torchrun(start: Start) -> Command:
     }
     words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
     program = rank_shell.wrap_for_torchrun(start.script, start.described)
-    return Command((start.machine.python, "-m", "torch.distributed.run", *words, "--no-python", "--", *program))
+    return (start.machine.python, "-m", "torch.distributed.run", *words, "--no-python", "--", *program)
 
 
 def _build_deepspeed(start: Start) -> Command:
@@ -84,7 +91,7 @@ def _build_deepspeed(start: Start) -> Command:
 
     torchrun replaces the macro. Source: deepspeed/launcher/launch.py of DeepSpeed 0.18.
     """
-    words = _build_torchrun(start).words
+    words = _build_torchrun_words(start)
     program = build_script_command(start.job.script, start.machine.python, [], mpi4py=False)
     arguments = len(start.script) - len(program)
     place = len(words) - arguments

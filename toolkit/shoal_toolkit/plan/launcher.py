@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -29,6 +30,20 @@ class Start(NamedTuple):
     @property
     def current_host(self) -> str:
         return self.job.cluster.current_host
+
+
+STANDBY = "shoal_toolkit.sidecars.standby"
+
+
+def can_fork(start: Start) -> bool:
+    """Whether a process that has imported the script's frameworks can fork it: a file or a module of Python.
+
+    Not in a rehearsal: emulated GPUs are made when Python starts, for the rank of that time.
+    """
+    words, env = start.script, start.job.environ
+    is_python = os.path.basename(words[0]).startswith("python") and len(words) > 1
+    allowed = start.launcher.can_fork and env.get("SHOAL_STANDBY") != "0" and "SHOAL_REHEARSE" not in start.env
+    return is_python and allowed and (words[1].endswith(".py") or words[1] == "-m")
 
 
 class Command(NamedTuple):

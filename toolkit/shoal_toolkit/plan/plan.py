@@ -28,6 +28,7 @@ from shoal_toolkit.plan.launcher import (
     DEFAULT_MASTER_PORT,
     Command,
     Start,
+    can_fork,
     choose_launcher,
     count_ranks,
     select_hosts,
@@ -60,6 +61,7 @@ class LaunchPlan(NamedTuple):
     setup: tuple[tuple[str, ...], ...]  # commands that every host runs before the launch
     setup_env: Mapping[str, str]  # variables for these commands only
     script: tuple[str, ...]
+    can_fork: bool  # whether a process with imported frameworks can fork the script (sidecars/standby.py)
     command: tuple[str, ...]  # of this host; empty if the first host starts the ranks here
     daemon: Mapping[str, str]  # MCA parameter → value or mpi.ANY, which mpirun may pass to its daemon here
     sidecars: tuple[Sidecar, ...]
@@ -90,6 +92,11 @@ class LaunchPlan(NamedTuple):
     def has_ranks(self) -> bool:
         """Whether the ranks of this host, one or several, are child processes of a launcher."""
         return self.launcher.has_ranks and self.current_host not in self.outside
+
+    @property
+    def forks_ranks(self) -> bool:
+        """Whether the ranks of this host are forked, also at the first start."""
+        return self.has_ranks and self.can_fork
 
     def runs_own_command(self, host: str) -> bool:
         """Whether a host starts a command of its own."""
@@ -132,6 +139,7 @@ def make_plan(job: Job, machine: Machine, free_port: str = DEFAULT_MASTER_PORT) 
         setup=tuple(_plan_setup(job, machine)),
         setup_env=_leave_out_code(job),
         script=script,
+        can_fork=can_fork(start),
         command=command.words,
         daemon=command.daemon,
         sidecars=tuple(_plan_sidecars(start)),
@@ -143,7 +151,7 @@ def make_plan(job: Job, machine: Machine, free_port: str = DEFAULT_MASTER_PORT) 
         found=job.cluster.found,
         metrics=job.metrics,
         notes=tuple(notes),
-        reasons=(*network.reasons, *_inherited_reasons(removed, start), *_device_reasons(start)),
+        reasons=(*network.reasons, *_inherited_reasons(removed, start), *_device_reasons(start), *_fork_reasons(start)),
     )
 
 
@@ -319,6 +327,15 @@ def _device_reasons(start: Start) -> list[str]:
     if start.job.environ.get(SET_DEVICE) == "0":
         return [f"GPUs: the script selects the GPU of each rank, because {SET_DEVICE}=0"]
     return [f"GPUs: each rank uses the GPU of its local rank, unless the script selects one ({SET_DEVICE}=0: off)"]
+
+
+def _fork_reasons(start: Start) -> list[str]:
+    """Returns how the ranks of torchrun's launcher start."""
+    if not start.launcher.can_fork or not start.launcher.has_ranks:
+        return []
+    if can_fork(start):
+        return ["ranks: one process imports the script's frameworks, and forks the ranks (SHOAL_STANDBY=0: off)"]
+    return ["ranks: torchrun starts them, because of SHOAL_STANDBY=0, a rehearsal, or a script that is not Python"]
 
 
 def _job_notes(start: Start) -> list[str]:

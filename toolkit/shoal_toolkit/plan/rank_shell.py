@@ -36,7 +36,8 @@ TORCH: tuple[str, ...] = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"
 DATA_PARALLEL: tuple[str, ...] = (*TORCH, "SMDATAPARALLEL_LOCAL_RANK")
 MODEL_PARALLEL = tuple(name for name in TORCH if name != "LOCAL_RANK")
 
-SHELL_VARIABLES = ("SHOAL_RUN_DIR", "SHOAL_CODE_DIR")  # for the shells only
+RANKS = "SHOAL_RANKS"  # JSON: the variables of each rank of this host, for the process that forks them
+SHELL_VARIABLES = ("SHOAL_RUN_DIR", "SHOAL_CODE_DIR", RANKS)  # for the shells and the process that forks only
 
 # A shell exports variables that it got exported. Therefore a LOCAL_RANK of the container is unset first.
 _OPEN_MPI = (

@@ -30,6 +30,7 @@ _EQUAL = {
     "python": ("the version of Python", _SAME_IMAGE),
     "system": ("the system of the image", _SAME_IMAGE),
     "launcher": ("the launcher", _SAME_CODE),
+    "forks": ("whether ranks are forked", "set SHOAL_STANDBY to one value on every host"),
     "world_size": ("the number of ranks of the job", f"{_SAME_CODE}, and as many GPUs"),
     "hyperparameters": ("the checksum of hyperparameters.json", _SAME_CODE),
     "script": ("the checksum of the script", _SAME_CODE),

@@ -256,7 +256,7 @@ class FirstHost(LaunchingHost):
         assert self._restarts is not None and self.processes is not None
         self._forget_launch()
         self._phase = Phase.PREPARING
-        self.processes.prepare_restart({**variables, **self._change_port()}, self.task.settings.standby)
+        self.processes.prepare_restart({**variables, **self._change_port()})
         self.processes.end(self._on_set_up)
 
     def _change_port(self) -> dict[str, str]:

@@ -240,7 +240,7 @@ class FirstOfSeveral(FirstHost):
 
     def _send_restart(self, channel: Channel) -> None:
         reason = self.report["restarts"][-1]["reason"] if self._members.number else ""
-        channel.send(messages.PrepareRestart(self._members.number, reason, self.task.settings.standby))
+        channel.send(messages.PrepareRestart(self._members.number, reason))
 
     # Growing
 

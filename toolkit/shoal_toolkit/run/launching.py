@@ -19,8 +19,8 @@ class LaunchingHost(Host, HostEvents):
 
     def make_processes(self) -> HostProcesses:
         processes = HostProcesses(self.loop, self.flow, self.plan, self.task.environ, self, self.output.reads_all)
-        if self.task.may_restart:
-            processes.keep_standby(self.task.settings.standby)
+        if self.task.may_restart or self.plan.forks_ranks:
+            processes.keep_standby()
         return processes
 
     def replan_with(self, hosts: Sequence[str]) -> None:

@@ -5,6 +5,7 @@ Processes that a command leaves running are killed when it has ended.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +19,7 @@ from shoal_toolkit.log import STDERR, STDOUT, write_log
 from shoal_toolkit.output.lines import Lines, Tail
 from shoal_toolkit.output.pipes import FlowControl, Source
 from shoal_toolkit.plan.plan import LaunchPlan
+from shoal_toolkit.plan.rank_shell import RANKS
 from shoal_toolkit.run.ranks import LocalRanks, RankEvents, make_run_directory, remove_run_directory
 from shoal_toolkit.run.script import HostScript
 from shoal_toolkit.system.loop import Loop, Timer
@@ -62,7 +64,6 @@ class HostProcesses(HostScript):
         self.directory = ""  # the run directory, if ranks run here
         self._standby: Standby | None = None
         self._forks = False  # the standby starts the command, if there is one
-        self._has_torchrun = True  # after a restart the hosts may have none, if they keep standbys
         environ = {**environ, **build_connection_variables(plan.env)}
         super().__init__(loop, flow, plan, environ, events, reads_all)
 
@@ -90,6 +91,8 @@ class HostProcesses(HostScript):
         """Starts the first command and, when it has succeeded, the next. Their output goes to the log."""
         if not commands:
             self._on_end = self._events.on_command_ended
+            if self._standby is not None and self._plan.forks_ranks:
+                self._standby.start_now()
             finish(None)
             return
         command, tail = self._setup = (commands[0], Tail())
@@ -129,13 +132,11 @@ class HostProcesses(HostScript):
             )
         )
 
-    def keep_standby(self, wanted: bool) -> None:
-        """Has a standby start this host's command again, if it can (standby.py)."""
-        from shoal_toolkit.run.standby import Standby, can_fork
+    def keep_standby(self) -> None:
+        """Has a standby start this host's command, if it can (standby.py): ranks always, a script again."""
+        if self._plan.can_fork:
+            from shoal_toolkit.run.standby import Standby
 
-        if not wanted or not can_fork(self._plan):
-            self._standby = None
-        elif self._standby is None:
             self._standby = Standby(self._loop, self._plan, self._environ)
 
     def start(self) -> None:
@@ -159,7 +160,7 @@ class HostProcesses(HostScript):
         finally:
             self._forks = False
         if self._standby is not None and self._pid:
-            self._standby.prepare(self._pid)
+            self._standby.prepare()
 
     def _start_command(self) -> None:
         """Starts this host's own command and the sidecars. Raises LaunchError if it can't."""
@@ -189,6 +190,10 @@ class HostProcesses(HostScript):
             elsewhere.
         """
         directories = {"SHOAL_RUN_DIR": self.directory, "SHOAL_CODE_DIR": self._plan.cwd}  # for the shells of ranks
+        if self._plan.forks_ranks:
+            from shoal_toolkit.run.standby import list_rank_variables
+
+            directories[RANKS] = json.dumps(list_rank_variables(self._plan))
 
         def reader_of(stream: int) -> Callable[[bytes], None]:
             def read(data: bytes) -> None:
@@ -297,15 +302,10 @@ class HostProcesses(HostScript):
         else:
             self._standby.when_ready(lambda _: on_ready())
 
-    def prepare_restart(self, variables: Mapping[str, str], standby: bool) -> None:
-        """Adds variables to the environment of the next start.
-
-        If standbys fork the ranks on all hosts, starts the one of this host in case that it has none yet.
-        """
+    def prepare_restart(self, variables: Mapping[str, str]) -> None:
+        """Adds variables to the environment of the next start. Starts the standby of ranks if it has ended."""
         self._environ.update(variables)
-        self.keep_standby(standby)
-        if self._standby is not None and self._plan.has_ranks:
-            self._has_torchrun = False
+        if self._standby is not None and self._plan.forks_ranks:
             self._standby.start_now()
 
     def end(self, on_ended: OnSetUp) -> None:
@@ -368,9 +368,8 @@ class HostProcesses(HostScript):
             if pid := standby.fork(env, outputs, self.directory):
                 self._mark = standby.mark
                 return pid
-            if not self._has_torchrun:
+            if self._plan.forks_ranks:
                 write_log("the standby has ended or does not answer: the ranks import their packages themselves")
-                argv, env = standby.build_start_without_standby(env, self.directory)
         return super()._start_process(argv, env, cwd, outputs, blocked)
 
     def _on_child_ended(self, code: int) -> None:

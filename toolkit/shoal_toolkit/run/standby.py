@@ -1,9 +1,8 @@
-"""Keeps a process with imported frameworks on this host, which forks the ranks at a restart (sidecars/standby.py).
+"""Keeps a process with imported frameworks on this host, which forks the ranks (sidecars/standby.py).
 
-The first start is as without restarts. While the ranks run, their memory maps show which packages they use, and the
-standby imports the frameworks among them. A restart then takes no time for imports. Without a standby that answers, a
-script starts as it did the first time. That does not hold for ranks of torchrun: on one host they don't meet ranks of a
-standby on another. So without a standby, a new process forks them, without imports.
+Ranks of torchrun's launcher are forked from the first start on (`LaunchPlan.forks`): the imports begin when this host
+is set up, while the hosts meet. A script that each host runs once starts as usual; the standby imports its frameworks
+5 s later, and forks it at a restart. Without a standby that answers, a new process forks the ranks, without imports.
 """
 
 from __future__ import annotations
@@ -11,24 +10,21 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-import re
 import signal
 import socket
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 
 from shoal_toolkit.errors import LaunchError
-from shoal_toolkit.files import read_table, read_text
+from shoal_toolkit.plan.launcher import STANDBY
 from shoal_toolkit.plan.plan import LaunchPlan
 from shoal_toolkit.plan.rank_shell import SHELL_VARIABLES
 from shoal_toolkit.system.loop import READ, Loop, Timer
 from shoal_toolkit.system.process import MARK, kill_left_behind, read_start_time, signal_group, spawn
-from shoal_toolkit.system.process_tree import find_descendants
 
-_START_SECONDS = 5.0  # after the ranks, which import the frameworks at that time
-_LOOKS = 24  # for the frameworks of the ranks; a script may download data first
-_IMPORT_SECONDS = 60.0  # that a restart waits for a standby that is importing
+_START_SECONDS = 5.0  # after the script, which imports its frameworks at that time
+_IMPORT_SECONDS = 120.0  # that a start waits for a standby that is importing
 _ANSWER_SECONDS = 5.0
 _NUMBER = struct.Struct("!I")
 _SET_CHILD_SUBREAPER = 36  # of prctl
@@ -48,32 +44,24 @@ class Standby:
         self._on_ready: Callable[[bool], None] | None = None
         self._timer = Timer(0, lambda: None)
 
-    def prepare(self, command: int) -> None:
-        """Starts the standby 5 s after a command, or when its processes have loaded a framework. Does this once."""
+    def prepare(self) -> None:
+        """Starts the standby in 5 s, if it has not been started."""
         if self._pid == 0:
             self._timer.cancel()
-            self._timer = self._loop.call_later(_START_SECONDS, lambda: self._look(command, _LOOKS))
+            self._timer = self._loop.call_later(_START_SECONDS, self.start_now)
 
     def start_now(self) -> None:
-        """Starts the standby with torch, if there is none: ranks of torchrun use it."""
+        """Starts the standby, if none runs."""
         if self._pid <= 0:
             self._timer.cancel()
-            self._start(read_table("standby")["torch"])
+            self._start()
 
-    def _look(self, command: int, looks: int) -> None:
-        """Starts the standby with the frameworks of the command's processes. Without any, it looks again after 5 s."""
-        modules = find_modules([command, *find_descendants(command)])
-        if modules:
-            self._start(modules)
-        elif looks:
-            self._timer = self._loop.call_later(_START_SECONDS, lambda: self._look(command, looks - 1))
-
-    def _start(self, modules: Sequence[str]) -> None:
+    def _start(self) -> None:
         """Starts the process. An error leaves this host without a standby."""
         self._server, other = socket.socketpair()
         os.set_inheritable(other.fileno(), True)
-        python, descriptor = self.plan.script[0], str(other.fileno())
-        argv = [python, "-m", "shoal_toolkit.sidecars.standby", descriptor, *modules]
+        python, *arguments = self.plan.script
+        argv = [python, "-m", STANDBY, str(other.fileno()), *arguments]
         null = os.open(os.devnull, os.O_WRONLY)
         try:
             self._pid = spawn(argv, {**self._environ, MARK: self._marks()}, self.plan.cwd, null, null)
@@ -131,10 +119,10 @@ class Standby:
         server = self._server
         if server is None:
             return 0
-        env = {**_drop_shell_variables(variables), MARK: self._marks()}
+        env = {name: variables[name] for name in variables if name not in SHELL_VARIABLES}
         request = {
             "argv": self.plan.script[1:],
-            "env": env,
+            "env": {**env, MARK: self._marks()},
             "cwd": self.plan.cwd,
             "directory": directory,
             "ranks": list_rank_variables(self.plan) if self.plan.has_ranks else [],
@@ -147,20 +135,6 @@ class Standby:
             kill_left_behind(self._pid, self.mark, int(read_start_time(self._pid) or 0))
             self.close()
             return 0
-
-    def build_start_without_standby(
-        self, variables: Mapping[str, str], directory: str
-    ) -> tuple[list[str], dict[str, str]]:
-        """Returns command and environment of a process that forks the ranks once, if the standby has ended.
-
-        Args:
-            variables: The environment for the first start.
-            directory: The run directory, with the pipes of ranks.
-        """
-        python, *arguments = self.plan.script
-        ranks = json.dumps(list_rank_variables(self.plan))
-        argv = [python, "-m", "shoal_toolkit.sidecars.standby", "--once", directory, ranks, *arguments]
-        return argv, _drop_shell_variables(variables)
 
     def _request(self, server: socket.socket, payload: bytes, outputs: tuple[int, int]) -> int:
         """Returns the pid in the answer. Meanwhile this process adopts orphans: one is the script. Raises OSError."""
@@ -197,29 +171,8 @@ class Standby:
             self._pid = -1  # it is not started again
 
 
-def _drop_shell_variables(variables: Mapping[str, str]) -> dict[str, str]:
-    return {name: variables[name] for name in variables if name not in SHELL_VARIABLES}
-
-
-def can_fork(plan: LaunchPlan) -> bool:
-    """Whether a standby can start the script: a file or module of Python, and the launcher allows it."""
-    words = plan.script
-    is_python = os.path.basename(words[0]).startswith("python") and len(words) > 1
-    return is_python and plan.launcher.can_fork and (words[1].endswith(".py") or words[1] == "-m")
-
-
-def find_modules(pids: Sequence[int]) -> list[str]:
-    """Returns the modules to import for processes: those in data/standby.json of the packages in their memory maps."""
-    found: set[str] = set()
-    for pid in pids:
-        found.update(re.findall(r"/(?:site|dist)-packages/(\w+)/", read_text(f"/proc/{pid}/maps")))
-    table = read_table("standby")
-    return [module for package in sorted(found & table.keys()) for module in table[package]]
-
-
 def list_rank_variables(plan: LaunchPlan) -> list[dict[str, str]]:
     """Returns the variables that torchrun sets for each rank of this host. Rank 0 serves the rendezvous itself."""
-    assert plan.launcher.can_fork and plan.launcher.has_ranks
     hosts = list(plan.ranks)
     host, count = hosts.index(plan.current_host), plan.ranks[plan.current_host]
     before = sum(plan.ranks[name] for name in hosts[:host])

@@ -138,7 +138,7 @@ class Worker(LaunchingHost):
             return
         self._number, self._restarted = message.number, True
         if self.processes is not None:
-            self.processes.prepare_restart(make_variables(message.number, message.reason), message.standby)
+            self.processes.prepare_restart(make_variables(message.number, message.reason))
         if self.processes is None or not self._is_set_up:
             self._report_state()
             return

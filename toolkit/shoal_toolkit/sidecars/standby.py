@@ -1,22 +1,27 @@
-"""Imports frameworks ahead of a restart, and forks the ranks: `python -m shoal_toolkit.sidecars.standby FD MODULE ...`.
+"""Imports the frameworks of a script once, and forks the ranks of a host from that.
 
-FD is a socket to `train`. After the imports this process writes a byte to it. `train` then sends a request for each
-start: a length (4 bytes, with the descriptors for stdout and stderr), and a JSON object of this length. The answer is
-the pid (4 bytes) of a process that runs the script. `train` becomes its parent, because the process between the two
-ends at once, and `train` is a subreaper at that time. This process ends with the socket.
+`python -m shoal_toolkit.sidecars.standby FD ARGUMENT ...` imports what `python ARGUMENT ...` would import and
+data/standby.json lists. FD is a socket to `train`, to which this process then writes a byte. `train` sends a request
+for each start: a length (4 bytes, with the descriptors for stdout and stderr), and a JSON object of this length. The
+answer is the pid (4 bytes) of a process that runs the script. `train` becomes its parent, because the process between
+the two ends at once, and `train` is a subreaper at that time. This process ends with the socket.
 
-A rank that is forked has its own session, environment, arguments and standard streams, and new states of the random
-generators of Python and numpy. The frameworks are imported, but have not computed anything: no lock is held, and no
-device is open. torch's DataLoader forks its workers too.
+A rank that is forked has its own session, environment, arguments and standard streams. The random generators of
+Python, numpy and torch have new states. Each rank writes the output of the imports. The frameworks are imported, but
+have not computed anything: no lock is held, and no device is open. torch's DataLoader forks its workers too.
 
-`--once DIRECTORY RANKS ARGUMENT ...` forks ranks without a request and without imports, for a restart at which the
-standby has ended or does not answer. The ranks get the environment of this process.
+The import of a package may fail, start threads or open a device. Then this process begins again without the package,
+which `SHOAL_IMPORTED_LATER` names, and the ranks import it.
+
+`--once ARGUMENT ...` forks the ranks of SHOAL_RANKS without a request and without imports, if the standby has ended or
+does not answer. The ranks get the environment of this process.
 """
 
 from __future__ import annotations
 
 import gc
 import importlib
+import importlib.machinery
 import json
 import os
 import signal
@@ -27,22 +32,88 @@ import types
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from shoal_toolkit.files import read_table
+
 _NUMBER = struct.Struct("!I")
 _SIGNAL_CODE = 128
+_LATER = "SHOAL_IMPORTED_LATER"  # packages that ranks import themselves, separated by commas
+_OUTPUTS = (1, 2)
 
 
-def preload(modules: Sequence[str]) -> None:
-    """Imports modules; one that can't be imported is left out. Keeps the garbage collector off their objects.
+def preload(imports: Sequence[tuple[str, str]]) -> str:
+    """Imports modules, and names of them. Keeps the garbage collector off their objects.
 
     Otherwise a collection in a rank would write to, and so copy, every page with an object.
+
+    Returns:
+        The first package that a rank has to import itself; empty if there is none.
     """
-    for module in modules:
+    for module, name in imports:
+        threads = _count_threads()
         try:
-            __import__(module)
-        except Exception:  # the script gets the same error, if it needs this module
-            continue
+            getattr(importlib.import_module(module), name or "__name__", None)
+        except BaseException:  # the script gets the same error, if it needs this module
+            return module.partition(".")[0]
+        package = module.partition(".")[0]
+        if (_count_threads() > threads and package not in read_table("standby")["threads"]) or _has_device():
+            return package
     gc.collect()
     gc.freeze()
+    return ""
+
+
+def choose_imports(arguments: Sequence[str], later: Sequence[str]) -> list[tuple[str, str]]:
+    """Returns the modules and names to import for `python ARGUMENT ...`: of packages in data/standby.json only.
+
+    Args:
+        later: Packages that are left out.
+    """
+    from shoal_toolkit.sidecars.script_imports import find_imports
+
+    table = read_table("standby")["packages"]
+    path = [sys.path[0], os.getcwd()]
+    chosen: dict[tuple[str, str], None] = {}
+    for found in find_imports(arguments, path):
+        package = found.module.partition(".")[0]
+        if package in table:
+            chosen.update(dict.fromkeys((module, "") for module in table[package]))
+            if found.at_import and found.name != "*":
+                chosen[found.module, found.name] = None
+    return [each for each in chosen if each[0].partition(".")[0] not in later]
+
+
+def _count_threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+def _has_device() -> bool:
+    """Whether this process has opened a GPU: CUDA does not work in a process that is forked after that."""
+    directory = "/proc/self/fd"
+    links = (os.path.join(directory, name) for name in os.listdir(directory))
+    return any(os.readlink(link).startswith("/dev/nvidia") for link in links if os.path.islink(link))
+
+
+def import_for(arguments: Sequence[str], server: socket.socket) -> tuple[int, int]:
+    """Imports for `python ARGUMENT ...`, and returns files with its output on stdout and stderr.
+
+    If a package has to be imported by ranks, this process starts again without it.
+    """
+    later = list(filter(None, os.environ.get(_LATER, "").split(",")))
+    kept = tuple(os.dup(descriptor) for descriptor in _OUTPUTS)
+    files = (os.memfd_create("stdout"), os.memfd_create("stderr"))
+    for file, descriptor in zip(files, _OUTPUTS):
+        os.dup2(file, descriptor)
+    spoiled_by = preload(choose_imports(arguments, later))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    for old, descriptor in zip(kept, _OUTPUTS):
+        os.dup2(old, descriptor)
+        os.close(old)
+    if spoiled_by:
+        os.environ[_LATER] = ",".join([*later, spoiled_by])
+        server.set_inheritable(True)
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+    return files
 
 
 def serve(server: socket.socket) -> dict[str, Any]:
@@ -81,8 +152,13 @@ def _receive(server: socket.socket, size: int) -> bytes:
     return data
 
 
-def run_request(request: dict[str, Any]) -> None:
-    """Becomes the script of a request; or forks a rank for each of its `ranks`, and ends when all have ended."""
+def run_request(request: dict[str, Any], written: Sequence[int] = ()) -> None:
+    """Becomes the script of a request; or forks a rank for each of its `ranks`, and ends when all have ended.
+
+    Args:
+        request: From `train`.
+        written: Files with the output of the imports, on stdout and stderr.
+    """
     if os.getsid(0) != os.getpid():
         os.setsid()
     os.chdir(request["cwd"])
@@ -100,6 +176,11 @@ def run_request(request: dict[str, Any]) -> None:
             _await_ranks(request["directory"], ranks)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
+    if "torch" in sys.modules:
+        sys.modules["torch"].default_generator.seed()
+    for file, descriptor in zip(written, _OUTPUTS):
+        with open(file, "rb") as source, open(descriptor, "wb", closefd=False) as target:
+            target.write(os.pread(source.fileno(), os.fstat(file).st_size, 0))
     become(request["argv"])
 
 
@@ -132,24 +213,36 @@ def _report(directory: str, line: str) -> None:
     os.close(descriptor)
 
 
+def set_path(arguments: Sequence[str]) -> None:
+    """Sets the first entry of sys.path as `python ARGUMENT ...` does."""
+    first = os.getcwd() if arguments[0] == "-m" else os.path.dirname(os.path.realpath(arguments[0]))
+    sys.path[:] = [first, *filter(None, sys.path[1:])]
+
+
 def become(arguments: Sequence[str]) -> None:
     """Runs `python ARGUMENT ...` in this process: a file, or `-m` and a module."""
     importlib.invalidate_caches()
-    sys.path[:] = [entry for index, entry in enumerate(sys.path) if index == 0 or entry]
+    set_path(arguments)
+    sys.orig_argv[:] = [sys.executable, *arguments]
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     if arguments[0] == "-m":
         import runpy
 
-        sys.argv[:], sys.path[0] = arguments[1:], os.getcwd()
+        sys.argv[:] = arguments[1:]
         _run(lambda: runpy.run_module(arguments[1], run_name="__main__", alter_sys=True))
         return
-    sys.argv[:], sys.path[0] = arguments, os.path.dirname(os.path.realpath(arguments[0]))
+    sys.argv[:] = arguments
+
+    path = os.path.abspath(arguments[0])
 
     def execute() -> None:
         with open(arguments[0], "rb") as file:
             source = file.read()
-        main.__dict__.update(__file__=arguments[0], __builtins__=__builtins__)
-        exec(compile(source, arguments[0], "exec", dont_inherit=True), main.__dict__)
+        loader = importlib.machinery.SourceFileLoader("__main__", path)
+        main.__dict__.update(
+            __file__=path, __loader__=loader, __cached__=None, __builtins__=__builtins__, __annotations__={}
+        )
+        exec(compile(source, path, "exec", dont_inherit=True), main.__dict__)
 
     _run(execute)
 
@@ -172,18 +265,19 @@ def _run(execute: Any) -> None:
 
 
 def main() -> None:
-    """Imports the modules, reports that, and serves `train`; or runs the only request."""
-    if sys.argv[1] == "--once":
-        directory, ranks, *argv = sys.argv[2:]
-        run_request(
-            {"argv": argv, "env": dict(os.environ), "cwd": ".", "directory": directory, "ranks": json.loads(ranks)}
-        )
+    """Imports, reports that, and serves `train`; or runs the only request."""
+    first, *arguments = sys.argv[1:]
+    set_path(arguments)
+    if first == "--once":
+        ranks, directory = json.loads(os.environ.pop("SHOAL_RANKS")), os.environ.pop("SHOAL_RUN_DIR")
+        os.environ.pop("SHOAL_CODE_DIR", None)
+        run_request({"argv": arguments, "env": dict(os.environ), "cwd": ".", "directory": directory, "ranks": ranks})
         return
-    server = socket.socket(fileno=int(sys.argv[1]))
+    server = socket.socket(fileno=int(first))
     server.set_inheritable(False)
-    preload(sys.argv[2:])
+    written = import_for(arguments, server)
     server.sendall(b"r")
-    run_request(serve(server))
+    run_request(serve(server), written)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,96 @@
+"""Ranks that are forked after one import, against torchrun: `make bench-fork`.
+
+The same script runs in 8 ranks on this machine, without a container. It imports torch, joins the process group (gloo)
+and ends. Times count from the start of the command until the last rank has joined, and to the end of the command. The
+memory is the sum of the ranks' proportional set size (PSS) while all of them have joined. Figures are medians of the
+rounds, the two sides in turn.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from report import Figure, finish, make_parser, print_machine
+
+RANKS = 8
+MB = 1e6
+KB = 1024
+TRAIN = Path(sys.executable).with_name("train")
+SCRIPT = """\
+import os, sys, time
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+dist.init_process_group("gloo")
+joined = time.time()
+dist.barrier()
+lines = open("/proc/self/smaps_rollup").read().splitlines()
+pss = next(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
+dist.barrier()
+with open(os.path.join(os.environ["FIGURES"], os.environ["RANK"]), "w") as file:
+    file.write(f"{joined} {pss}")
+dist.destroy_process_group()
+"""
+
+
+class Measured(NamedTuple):
+    """Of one run: seconds until all ranks have joined and until the end, and bytes of all ranks."""
+
+    joined: float
+    ended: float
+    memory: float
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run both sides in turn, and print the figures."""
+    options = make_parser(__doc__, 5)
+    options.add_argument("--ranks", type=int, default=RANKS, help="ranks of the host (%(default)s)")
+    chosen = options.parse_args(arguments)
+    print_machine()
+    with tempfile.TemporaryDirectory() as directory:
+        base = Path(directory)
+        for name in ("code", "input/config"):
+            (base / name).mkdir(parents=True)
+        script = base / "code" / "train.py"
+        script.write_text(SCRIPT)
+        launcher = {"sagemaker_torch_distributed_enabled": True, "sagemaker_program": "train.py"}
+        launcher["sagemaker_mpi_num_of_processes_per_host"] = chosen.ranks
+        (base / "input" / "config" / "hyperparameters.json").write_text(json.dumps(launcher))
+        torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={chosen.ranks}")
+        ours, rival = [], []
+        for _ in range(chosen.rounds):
+            ours.append(measure((str(TRAIN),), base))
+            rival.append(measure((*torchrun, str(script)), base))
+    return finish([make_figure(name, chosen.ranks, ours, rival) for name in Measured._fields])
+
+
+def make_figure(name: str, ranks: int, ours: Sequence[Measured], rival: Sequence[Measured]) -> Figure:
+    """Make the figure of a field of `Measured`."""
+    divisor, unit = (MB, "MB") if name == "memory" else (1, "s")
+    own, other = [[getattr(each, name) / divisor for each in side] for side in (ours, rival)]
+    median = statistics.median(own)
+    return Figure(f"fork-{ranks}-{name}", median, unit, None, statistics.median(other), "torchrun", 0.25, own, other)
+
+
+def measure(command: Sequence[str], base: Path) -> Measured:
+    """Run a command once. Raises CalledProcessError if it fails."""
+    with tempfile.TemporaryDirectory() as figures:
+        variables = {"SAGEMAKER_BASE_DIR": str(base), "FIGURES": figures, "OMP_NUM_THREADS": "1"}
+        began = time.time()
+        subprocess.run(command, env={**os.environ, **variables}, check=True, stdout=subprocess.DEVNULL)
+        ended = time.time()
+        rows = [tuple(map(float, path.read_text().split())) for path in Path(figures).iterdir()]
+    return Measured(max(row[0] for row in rows) - began, ended - began, sum(row[1] for row in rows) * KB)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

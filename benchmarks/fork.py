@@ -1,6 +1,7 @@
 """Ranks that are forked after one import, against torchrun: `make bench-fork`.
 
-The same script runs in 8 ranks on this machine, without a container. It imports torch, joins the process group (gloo)
+The same script runs in 8 ranks on this machine, without a container: under `train`, with its launchers for torchrun and
+mpirun, and under torchrun. It imports torch, joins the process group (gloo)
 and ends. Times count from the start of the command until the last rank has joined, and to the end of the command. The
 memory is the sum of the ranks' proportional set size (PSS) while all of them have joined. Figures are medians of the
 rounds, the two sides in turn.
@@ -22,6 +23,8 @@ from typing import NamedTuple
 from report import Figure, finish, make_parser, print_machine
 
 RANKS = 8
+CEILING = 0.25
+LAUNCHERS = {"fork": "sagemaker_torch_distributed_enabled", "fork-mpirun": "sagemaker_mpi_enabled"}
 MB = 1e6
 KB = 1024
 TRAIN = Path(sys.executable).with_name("train")
@@ -62,23 +65,34 @@ def main(arguments: Sequence[str]) -> int:
             (base / name).mkdir(parents=True)
         script = base / "code" / "train.py"
         script.write_text(SCRIPT)
-        launcher = {"sagemaker_torch_distributed_enabled": True, "sagemaker_program": "train.py"}
-        launcher["sagemaker_mpi_num_of_processes_per_host"] = chosen.ranks
-        (base / "input" / "config" / "hyperparameters.json").write_text(json.dumps(launcher))
         torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={chosen.ranks}")
-        ours, rival = [], []
+        rounds: dict[str, list[Measured]] = {name: [] for name in (*LAUNCHERS, "rival")}
         for _ in range(chosen.rounds):
-            ours.append(measure((str(TRAIN),), base))
-            rival.append(measure((*torchrun, str(script)), base))
-    return finish([make_figure(name, chosen.ranks, ours, rival) for name in Measured._fields])
+            for name, key in LAUNCHERS.items():
+                configure(base, key, chosen.ranks)
+                rounds[name].append(measure((str(TRAIN),), base))
+            rounds["rival"].append(measure((*torchrun, str(script)), base))
+    rival = rounds.pop("rival")
+    return finish(
+        [
+            make_figure(f"{name}-{chosen.ranks}-{field}", field, ours, rival)
+            for name, ours in rounds.items()
+            for field in Measured._fields
+        ]
+    )
 
 
-def make_figure(name: str, ranks: int, ours: Sequence[Measured], rival: Sequence[Measured]) -> Figure:
+def configure(base: Path, launcher: str, ranks: int) -> None:
+    """Write the hyperparameters of a job."""
+    given = {launcher: True, "sagemaker_program": "train.py", "sagemaker_mpi_num_of_processes_per_host": ranks}
+    (base / "input" / "config" / "hyperparameters.json").write_text(json.dumps(given))
+
+
+def make_figure(name: str, field: str, ours: Sequence[Measured], rival: Sequence[Measured]) -> Figure:
     """Make the figure of a field of `Measured`."""
-    divisor, unit = (MB, "MB") if name == "memory" else (1, "s")
-    own, other = [[getattr(each, name) / divisor for each in side] for side in (ours, rival)]
-    median = statistics.median(own)
-    return Figure(f"fork-{ranks}-{name}", median, unit, None, statistics.median(other), "torchrun", 0.25, own, other)
+    divisor, unit = (MB, "MB") if field == "memory" else (1, "s")
+    own, other = ([getattr(each, field) / divisor for each in side] for side in (ours, rival))
+    return Figure(name, statistics.median(own), unit, None, statistics.median(other), "torchrun", CEILING, own, other)
 
 
 def measure(command: Sequence[str], base: Path) -> Measured:

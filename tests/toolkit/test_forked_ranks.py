@@ -14,11 +14,10 @@ from shoal_toolkit.sidecars.script_imports import Imported, find_imports
 from .conftest import Run, Tree
 from .test_plan import MACHINE, planned
 
-RANKS = {
-    "sagemaker_torch_distributed_enabled": True,
-    "sagemaker_mpi_num_of_processes_per_host": 2,
-    "sagemaker_program": "train.py",
-}
+TWO = {"sagemaker_mpi_num_of_processes_per_host": 2, "sagemaker_program": "train.py"}
+RANKS = {"sagemaker_torch_distributed_enabled": True, **TWO}
+MPI = {"sagemaker_mpi_enabled": True, **TWO}
+LAUNCHERS = pytest.mark.parametrize("launcher", [RANKS, MPI], ids=["torchrun", "mpirun"])
 
 
 def write(directory: Path, **files: str) -> None:
@@ -98,6 +97,7 @@ if __name__ == "__main__":
         "signals": [str(signal.getsignal(number)) for number in (1, 2, 13, 15)], "threads": threading.active_count(),
         "mask": sorted(map(int, signal.pthread_sigmask(0, []))), "stdin": sys.stdin.read(1), "umask": os.umask(0),
         "stdout": [sys.stdout.line_buffering, sys.stdout.isatty(), sys.stdout.encoding], "nice": os.nice(0),
+        "forked": "sidecars.standby" in open("/proc/self/cmdline").read(),
         "affinity": len(os.sched_getaffinity(0)), "variables": sorted(
             name for name in os.environ if not name.startswith(("TORCHELASTIC_", "ROLE_", "GROUP_")) and name != "_"),
     }), flush=True)
@@ -111,18 +111,23 @@ def shown(out: str) -> tuple[list[Any], list[str]]:
     return sorted(rows, key=json.dumps), re.findall(r"drawn (.*)", out)
 
 
-def test_a_script_sees_a_fresh_interpreter(tree: Tree, run: Run) -> None:
+@LAUNCHERS
+def test_a_script_sees_a_fresh_interpreter(tree: Tree, run: Run, launcher: dict[str, Any]) -> None:
     tree.script(SHOW)
-    tree.hyperparameters(**RANKS, epochs=3)
+    tree.hyperparameters(**launcher, epochs=3)
     ended = [run(SHOAL_STANDBY=value) for value in ("1", "0")]
     assert [each.code for each in ended] == [0, 0], ended
     (forked, drawn), (fresh, _) = [shown(each.out) for each in ended]
+    assert [row.pop("forked") for row in (*forked, *fresh)] == [True, True, False, False]
     assert forked == fresh
     assert len(forked) == 2 and len(set(drawn)) == 2
     assert all(ended[0].out.count(f"the end of {rank}") == 1 for rank in (0, 1))
 
 
-def test_packages_that_do_not_survive_a_fork_are_imported_by_the_ranks(tree: Tree, run: Run, tmp_path: Path) -> None:
+@LAUNCHERS
+def test_packages_that_do_not_survive_a_fork_are_imported_by_the_ranks(
+    tree: Tree, run: Run, tmp_path: Path, launcher: dict[str, Any]
+) -> None:
     """One starts a thread, one fails, and one only says something, which every rank repeats."""
     packages = tmp_path / "packages"
     say = "import os, sys; print('imported by', os.getpid()); print('warned', file=sys.stderr)\n"
@@ -138,7 +143,7 @@ def test_packages_that_do_not_survive_a_fork_are_imported_by_the_ranks(tree: Tre
         "import torch\nprint('drawn', torch.rand(1).item())\n"
         "print('alive', lightning.work.is_alive(), os.getpid(), flush=True)\n"
     )
-    tree.hyperparameters(**RANKS)
+    tree.hyperparameters(**launcher)
     done = run(PYTHONPATH=str(packages))
     assert done.code == 0, done.err
     assert (done.out.count("alive True"), done.out.count("no luck"), done.err.count("warned")) == (2, 2, 2)
@@ -146,3 +151,68 @@ def test_packages_that_do_not_survive_a_fork_are_imported_by_the_ranks(tree: Tre
     assert len(importers) == 2 and len(set(importers)) == 1, "once, and written by both ranks"
     assert not {*importers} & {*ranks}
     assert len(set(re.findall(r"drawn (.*)", done.out))) == 2
+
+
+COMMAND = "import os\nprint('forked', 'sidecars.standby' in open('/proc/self/cmdline').read(), flush=True)\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "forked"),
+    [("-x MY_TEST=1", True), ("-x OMP_NUM_THREADS=3", False), ("-x LD_LIBRARY_PATH=/opt/more", False)],
+)
+def test_a_variable_that_imports_read_is_never_late(tree: Tree, run: Run, options: str, forked: bool) -> None:
+    """mpirun sets it after the standby has imported the frameworks: then each rank imports them itself."""
+    tree.script(COMMAND)
+    tree.hyperparameters(**MPI, sagemaker_mpi_custom_mpi_options=options)
+    done = run()
+    assert done.out.count(f"forked {forked}") == 2, done
+
+
+def test_the_only_rank_of_mpirun_is_not_forked(tree: Tree, run: Run) -> None:
+    tree.script(COMMAND)
+    tree.hyperparameters(**{**MPI, "sagemaker_mpi_num_of_processes_per_host": 1})
+    assert "forked False" in run().out
+
+
+@pytest.mark.parametrize(
+    ("target", "number", "expected"),
+    [("os.getpid()", "SIGSEGV", 139), ("os.getpid()", "SIGKILL", 137), ("os.getppid()", "SIGKILL", 137)],
+    ids=["a rank crashes", "a rank is killed", "its parent is killed"],
+)
+def test_the_end_of_a_forked_rank_is_that_of_the_job(
+    tree: Tree, run: Run, target: str, number: str, expected: int
+) -> None:
+    """The parent is the process between the standby and a rank of mpirun."""
+    tree.script(
+        "import os, signal, time\n"
+        f"if os.environ['RANK'] == '1':\n    os.kill({target}, signal.{number})\n"
+        "time.sleep(50)\n"
+    )
+    tree.hyperparameters(**MPI)
+    done = run()
+    assert (done.code, "rank 1" in tree.failure) == (expected, True), done
+
+
+TELL = """\
+import glob, os, signal, sys, time
+def end(*_):
+    print("told", os.environ["RANK"], flush=True)
+    sys.exit(0)
+signal.signal(signal.SIGUSR2, end)
+program = os.path.dirname(os.readlink("/proc/self/fd/1")) + "/hand_over.py"  # in the run directory of this job
+for path in glob.glob("/proc/[0-9]*/cmdline"):
+    try:
+        if open(path).read().split(chr(0))[2:3] == [program]:
+            os.kill(int(path.split("/")[2]), signal.SIGUSR2)
+    except OSError:
+        continue
+time.sleep(50)
+"""
+
+
+def test_signals_reach_a_forked_rank(tree: Tree, run: Run) -> None:
+    """Of processes that signal what mpirun has started: the program that has handed the rank over."""
+    tree.script(TELL)
+    tree.hyperparameters(**MPI)
+    done = run()
+    assert (done.code, {*re.findall(r"told \d", done.out)}) == (0, {"told 0", "told 1"}), done

@@ -320,7 +320,7 @@ def test_a_script_may_clean_up_the_temporary_directory(tree: Tree, run: Run) -> 
         tree.script(
             "import glob, os, shutil\n"
             f"while os.environ['RANK'] == '1' and (found := glob.glob('{temporary}/shoal-*')):\n"
-            "    shutil.rmtree(*found, ignore_errors=True)  # mpirun may be adding to it\n"
+            "    for path in found:\n        shutil.rmtree(path, ignore_errors=True)  # mpirun may be adding to it\n"
         )
         done = run(SAGEMAKER_PROGRAM="train.py", TMPDIR=temporary)
     assert done.code == 0, done.err

@@ -95,8 +95,8 @@ class LaunchPlan(NamedTuple):
 
     @property
     def forks_ranks(self) -> bool:
-        """Whether the ranks of this host are forked, also at the first start."""
-        return self.has_ranks and self.can_fork
+        """Whether the ranks of this host are forked, also at the first start. One rank of mpirun gains nothing."""
+        return self.has_ranks and self.can_fork and (not self.by_mpirun or self.ranks.get(self.current_host, 0) > 1)
 
     def runs_own_command(self, host: str) -> bool:
         """Whether a host starts a command of its own."""
@@ -333,9 +333,11 @@ def _fork_reasons(start: Start) -> list[str]:
     """Returns how the ranks of torchrun's launcher start."""
     if not start.launcher.can_fork or not start.launcher.has_ranks:
         return []
+    if can_fork(start) and start.launcher.ranks == BY_MPIRUN and start.ranks.get(start.current_host, 0) < 2:
+        return ["ranks: mpirun starts the only rank of this host, which is not forked"]
     if can_fork(start):
         return ["ranks: one process imports the script's frameworks, and forks the ranks (SHOAL_STANDBY=0: off)"]
-    return ["ranks: torchrun starts them, because of SHOAL_STANDBY=0, a rehearsal, or a script that is not Python"]
+    return ["ranks: each imports the script's frameworks, because of SHOAL_STANDBY=0, a rehearsal, or another language"]
 
 
 def _job_notes(start: Start) -> list[str]:

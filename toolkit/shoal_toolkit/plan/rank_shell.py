@@ -27,7 +27,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 EVENTS = "events"  # a FIFO in the run directory
-STARTED, ENDED = "start", "end"  # the first word of a line on EVENTS
+STARTED, FORKED, ENDED = "start", "forked", "end"  # the first word of a line on EVENTS
+SOCKET, HAND_OVER = "standby", "hand_over.py"  # links in the run directory: to the standby's socket, and a program
 STOPPING = "stopping"  # a file that exists while the job is being stopped; has the pid of `train`, and the signal
 
 MEMORY = "memory"  # a private directory in /dev/shm, or a link to it: names of Open MPI's files there can be guessed
@@ -57,6 +58,7 @@ _RUN = (
     f'echo "{STARTED} $RANK $LOCAL_RANK $$" 1<>"$run/{EVENTS}"\n'
     'if [ -p "$run/out.$LOCAL_RANK" ]; then exec >"$run/out.$LOCAL_RANK" 2>"$run/err.$LOCAL_RANK"; fi\n'
     'cd "$code" || exit\n'
+    f'if [ -e "$run/{SOCKET}" ]; then set -- "$1" -SE "$run/{HAND_OVER}" "$run/{SOCKET}" "$run" "$@"; fi\n'
     "exec 3>&2 2>/dev/null\n"
     f'(if read -r _ signal <"$run/{STOPPING}"; then exit "$((128 + signal))"; fi; exec "$@" 2>&3 3>&-)\n'
     "code=$?\n"

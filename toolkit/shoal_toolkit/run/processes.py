@@ -179,6 +179,8 @@ class HostProcesses(HostScript):
         self.directory = make_run_directory()
         count = max(self._plan.ranks.values())
         self._ranks = LocalRanks(self._loop, self._flow, self.directory, count, self._events)
+        if self._standby is not None:
+            self._standby.add_links(self.directory)
 
     def start_launcher(self, argv: Sequence[str], variables: Mapping[str, str], cwd: str = "/") -> None:
         """Starts mpirun, torchrun or a daemon of mpirun, and the sidecars.
@@ -190,7 +192,7 @@ class HostProcesses(HostScript):
             elsewhere.
         """
         directories = {"SHOAL_RUN_DIR": self.directory, "SHOAL_CODE_DIR": self._plan.cwd}  # for the shells of ranks
-        if self._plan.forks_ranks:
+        if self._plan.forks_ranks and not self._plan.by_mpirun:
             from shoal_toolkit.run.standby import list_rank_variables
 
             directories[RANKS] = json.dumps(list_rank_variables(self._plan))
@@ -380,7 +382,8 @@ class HostProcesses(HostScript):
         # Child processes may save a checkpoint: LocalRanks waits for them.
         signal_group(self._pid, signal.SIGKILL)
         self._ranks.signal(signal.SIGKILL)  # ranks have groups or sessions of their own
-        kill_left_behind(self._pid, self._mark, self._since)
+        for mark in {self._mark, self._standby.mark if self._standby is not None else self._mark}:
+            kill_left_behind(self._pid, mark, self._since)
         self._ranks.finish()
         self._report_end(code)
 

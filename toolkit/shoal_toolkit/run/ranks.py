@@ -24,6 +24,7 @@ _MAX_PARENT_LENGTH = 60  # the path of a socket has at most 107 characters
 _POLL_SECONDS = 0.1
 _MAX_REPORT = 4096  # bytes of a line
 _START = re.compile(rf"{rank_shell.STARTED} (\d{{1,9}}) (\d{{1,9}}) (\d{{1,9}})".encode())
+_FORKED = re.compile(rf"{rank_shell.FORKED} (\d{{1,9}}) (\d{{1,9}}) (\d{{1,9}})".encode())
 _END = re.compile(rf"{rank_shell.ENDED} (\d{{1,9}}) (\d{{1,3}})".encode())
 
 
@@ -180,6 +181,8 @@ class LocalRanks:
         for line in lines:
             if found := _START.fullmatch(line):
                 self._on_started(*map(int, found.groups()))
+            elif found := _FORKED.fullmatch(line):
+                self._on_forked(*map(int, found.groups()))
             elif found := _END.fullmatch(line):
                 self._on_ended(*map(int, found.groups()))
 
@@ -188,6 +191,14 @@ class LocalRanks:
         self._start_times[pid] = read_start_time(pid)
         self._shell_of[rank] = pid
         self._on.on_rank_started(rank)
+        if self._stopped_by:
+            self.signal(self._stopped_by)
+
+    def _on_forked(self, rank: int, _: int, pid: int) -> None:
+        """Notes that a process of the standby is the rank. Its shell only waits for it."""
+        self._start_times.pop(self._shell_of.get(rank, 0), None)
+        self._start_times[pid] = read_start_time(pid)
+        self._shell_of[rank] = pid
         if self._stopped_by:
             self.signal(self._stopped_by)
 

@@ -19,7 +19,9 @@ from functools import partial
 from shoal_toolkit.errors import LaunchError
 from shoal_toolkit.plan.launcher import STANDBY
 from shoal_toolkit.plan.plan import LaunchPlan
-from shoal_toolkit.plan.rank_shell import SHELL_VARIABLES
+from shoal_toolkit.plan.rank_shell import HAND_OVER, SHELL_VARIABLES, SOCKET
+from shoal_toolkit.run.ranks import make_run_directory, remove_run_directory
+from shoal_toolkit.sidecars import hand_over
 from shoal_toolkit.system.loop import READ, Loop, Timer
 from shoal_toolkit.system.process import MARK, kill_left_behind, read_start_time, signal_group, spawn
 
@@ -38,6 +40,7 @@ class Standby:
         self._loop = loop
         self.plan = plan  # of the next start
         self._environ = environ
+        self.directory = ""  # with its socket, for ranks of mpirun
         self._server: socket.socket | None = None
         self._pid = 0
         self._is_ready = False
@@ -59,9 +62,16 @@ class Standby:
     def _start(self) -> None:
         """Starts the process. An error leaves this host without a standby."""
         self._server, other = socket.socketpair()
-        os.set_inheritable(other.fileno(), True)
+        sockets = [other]
+        if self.plan.by_mpirun:
+            self.directory = make_run_directory()
+            sockets.append(socket.socket(socket.AF_UNIX))
+            sockets[-1].bind(self.socket_path)
+            sockets[-1].listen(max(self.plan.ranks.values()))
+        for each in sockets:
+            os.set_inheritable(each.fileno(), True)
         python, *arguments = self.plan.script
-        argv = [python, "-m", STANDBY, str(other.fileno()), *arguments]
+        argv = [python, "-m", STANDBY, ",".join(str(each.fileno()) for each in sockets), *arguments]
         null = os.open(os.devnull, os.O_WRONLY)
         try:
             self._pid = spawn(argv, {**self._environ, MARK: self._marks()}, self.plan.cwd, null, null)
@@ -70,9 +80,21 @@ class Standby:
             return
         finally:
             os.close(null)
-            other.close()
+            for each in sockets:
+                each.close()
         self._loop.on_child(self._pid, partial(self._on_ended, self._pid))
         self._loop.watch(self._server.fileno(), READ, self._on_readable)
+
+    @property
+    def socket_path(self) -> str:
+        """The path at which it listens for ranks that mpirun has started."""
+        return os.path.join(self.directory, SOCKET)
+
+    def add_links(self, directory: str) -> None:
+        """Links the standby's socket and the program that hands a rank over in a run directory."""
+        if self.directory:
+            os.symlink(self.socket_path, os.path.join(directory, SOCKET))
+            os.symlink(hand_over.__file__, os.path.join(directory, HAND_OVER))
 
     def _marks(self) -> str:
         return f"{self._environ.get(MARK, '')} {self.mark}".strip()
@@ -169,6 +191,9 @@ class Standby:
         if self._pid > 0:
             signal_group(self._pid, signal.SIGKILL)
             self._pid = -1  # it is not started again
+        if self.directory:
+            remove_run_directory(self.directory)
+            self.directory = ""
 
 
 def list_rank_variables(plan: LaunchPlan) -> list[dict[str, str]]:

@@ -1,10 +1,11 @@
 """Imports the frameworks of a script once, and forks the ranks of a host from that.
 
-`python -m shoal_toolkit.sidecars.standby FD ARGUMENT ...` imports what `python ARGUMENT ...` would import and
+`python -m shoal_toolkit.sidecars.standby FD[,FD] ARGUMENT ...` imports what `python ARGUMENT ...` would import and
 data/standby.json lists. FD is a socket to `train`, to which this process then writes a byte. `train` sends a request
 for each start: a length (4 bytes, with the descriptors for stdout and stderr), and a JSON object of this length. The
 answer is the pid (4 bytes) of a process that runs the script. `train` becomes its parent, because the process between
-the two ends at once, and `train` is a subreaper at that time. This process ends with the socket.
+the two ends at once, and `train` is a subreaper at that time. This process ends with the socket. The second FD listens
+for ranks that mpirun has started (standby_ranks.py).
 
 A rank that is forked has its own session, environment, arguments and standard streams. The random generators of
 Python, numpy and torch have new states. Each rank writes the output of the imports. The frameworks are imported, but
@@ -24,6 +25,7 @@ import importlib
 import importlib.machinery
 import json
 import os
+import select
 import signal
 import socket
 import struct
@@ -93,7 +95,7 @@ def _has_device() -> bool:
     return any(os.readlink(link).startswith("/dev/nvidia") for link in links if os.path.islink(link))
 
 
-def import_for(arguments: Sequence[str], server: socket.socket) -> tuple[int, int]:
+def import_for(arguments: Sequence[str], sockets: Sequence[socket.socket]) -> tuple[int, int]:
     """Imports for `python ARGUMENT ...`, and returns files with its output on stdout and stderr.
 
     If a package has to be imported by ranks, this process starts again without it.
@@ -111,35 +113,83 @@ def import_for(arguments: Sequence[str], server: socket.socket) -> tuple[int, in
         os.close(old)
     if spoiled_by:
         os.environ[_LATER] = ",".join([*later, spoiled_by])
-        server.set_inheritable(True)
+        for each in sockets:
+            each.set_inheritable(True)
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
     return files
 
 
-def serve(server: socket.socket) -> dict[str, Any]:
-    """Answers requests. Returns the request in the process that is forked for it, and never in this one."""
+def serve(server: socket.socket, listener: socket.socket | None, arguments: Sequence[str]) -> dict[str, Any]:
+    """Answers requests. Returns the request in the process that is forked for it, and never in this one.
+
+    Args:
+        server: The socket to `train`.
+        listener: Listens for ranks that mpirun has started.
+        arguments: The arguments of the script, for such a rank.
+    """
+    poll = select.poll()
+    for each in filter(None, (server, listener)):
+        poll.register(each, select.POLLIN)
     while True:
-        header, descriptors, _, _ = socket.recv_fds(server, _NUMBER.size, 2)
-        if not header:
-            os._exit(0)  # `train` has ended
-        request: dict[str, Any] = json.loads(_receive(server, *_NUMBER.unpack(header)))
-        read_end, write_end = os.pipe()
-        middle = os.fork()
-        if middle == 0:
-            pid = os.fork()
-            if pid == 0:
-                server.close()
-                for target, descriptor in zip((1, 2), descriptors):
-                    os.dup2(descriptor, target)
-                for descriptor in (read_end, write_end, *descriptors):
-                    os.close(descriptor)
-                return request
-            os.write(write_end, _NUMBER.pack(pid))
-            os._exit(0)
-        os.waitpid(middle, 0)
-        server.sendall(os.read(read_end, _NUMBER.size))
-        for descriptor in (read_end, write_end, *descriptors):
-            os.close(descriptor)
+        ready = [descriptor for descriptor, _ in poll.poll()]
+        _reap()
+        request = None
+        if server.fileno() in ready:
+            request = _fork_for_train(server)
+        elif listener is not None:
+            request = _fork_for_mpirun(listener, arguments)
+        if request is not None:
+            return request
+
+
+def _reap() -> None:
+    """Waits for child processes that have ended: one for each rank of mpirun."""
+    try:
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            continue
+    except ChildProcessError:
+        return
+
+
+def _fork_for_train(server: socket.socket) -> dict[str, Any] | None:
+    """Returns the request in the process that is forked for it; None in this one."""
+    header, descriptors, _, _ = socket.recv_fds(server, _NUMBER.size, 2)
+    if not header:
+        os._exit(0)  # `train` has ended
+    request: dict[str, Any] = json.loads(_receive(server, *_NUMBER.unpack(header)))
+    read_end, write_end = os.pipe()
+    middle = os.fork()
+    if middle == 0:
+        pid = os.fork()
+        if pid == 0:
+            server.close()
+            for target, descriptor in zip(_OUTPUTS, descriptors):
+                os.dup2(descriptor, target)
+            for descriptor in (read_end, write_end, *descriptors):
+                os.close(descriptor)
+            return request
+        os.write(write_end, _NUMBER.pack(pid))
+        os._exit(0)
+    os.waitpid(middle, 0)
+    server.sendall(os.read(read_end, _NUMBER.size))
+    for descriptor in (read_end, write_end, *descriptors):
+        os.close(descriptor)
+    return None
+
+
+def _fork_for_mpirun(listener: socket.socket, arguments: Sequence[str]) -> dict[str, Any] | None:
+    """Returns a request in the process of a rank that mpirun has started; None in this one."""
+    from shoal_toolkit.sidecars.standby_ranks import fork_for
+
+    connection, _ = listener.accept()
+    if os.fork():
+        connection.close()
+        return None
+    listener.close()
+    rank = fork_for(connection)
+    number, local = (rank.env[f"OMPI_COMM_WORLD_{name}"] for name in ("RANK", "LOCAL_RANK"))
+    _report(rank.directory, f"forked {number} {local} {os.getpid()}")
+    return {"argv": arguments, "env": rank.env, "cwd": rank.cwd, "ranks": []}
 
 
 def _receive(server: socket.socket, size: int) -> bytes:
@@ -267,17 +317,19 @@ def _run(execute: Any) -> None:
 def main() -> None:
     """Imports, reports that, and serves `train`; or runs the only request."""
     first, *arguments = sys.argv[1:]
-    set_path(arguments)
+    script = arguments[2:] if arguments[:2] == ["-m", "mpi4py"] else arguments
+    set_path(script)
     if first == "--once":
         ranks, directory = json.loads(os.environ.pop("SHOAL_RANKS")), os.environ.pop("SHOAL_RUN_DIR")
         os.environ.pop("SHOAL_CODE_DIR", None)
         run_request({"argv": arguments, "env": dict(os.environ), "cwd": ".", "directory": directory, "ranks": ranks})
         return
-    server = socket.socket(fileno=int(first))
-    server.set_inheritable(False)
-    written = import_for(arguments, server)
+    server, *listeners = (socket.socket(fileno=int(number)) for number in first.split(","))
+    for each in (server, *listeners):
+        each.set_inheritable(False)
+    written = import_for(script, (server, *listeners))
     server.sendall(b"r")
-    run_request(serve(server), written)
+    run_request(serve(server, listeners[0] if listeners else None, arguments), written)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from typing import Any
 import tomllib
 
 from reference_pages.markdown import code, page, table
+from reference_pages.names import OURS, read_versions
 from smdistributed.modelparallel.backend import config
 
 EFFECTS = Path(__file__).resolve().parents[2] / "docs" / "reference" / "mp-parameters.toml"
@@ -27,7 +28,8 @@ $ shoal run pytorch train.py --procs-per-host 2 --distribution '{"mpi": {"enable
 
 Keys of the launch override keys of the script, one by one. An unknown key is an error that suggests the right name.
 
-`shoal estimate` recommends values: [plan memory first](../modelparallel.md#plan-memory-first)."""
+`shoal estimate` recommends values: [plan memory first](../modelparallel.md#plan-memory-first). The column "AWS" has the
+[version of AWS's interface](python.md) that has the key first."""
 _REFUSED = """## Not supported
 
 Any value but the neutral one raises `SMPUnsupportedError`, with an alternative."""
@@ -57,15 +59,17 @@ def write() -> str:
     working = [each for each in fields(config.Config) if each.name not in {**without, **refused}]
     for name in sorted({each.name for each in working} ^ effects.keys()):
         raise SystemExit(f"{name} is only in the library's Config, or only in {EFFECTS.name}. Fix: describe it there.")
-    rows = (_row(each.name, each.default, " ".join(effects[each.name].split())) for each in working)
-    keys = table(("key", "type", "default", "effect"), rows)
+    versions = read_versions("mp_parameters")
+    rows = (_row(each.name, versions, each.default, " ".join(effects[each.name].split())) for each in working)
+    keys = table(("key", "AWS", "type", "default", "effect"), rows)
     return page(_HEAD, "## Keys that work", keys, _REFUSED, _reasons(refused), _WITHOUT, _reasons(without))
 
 
-def _row(name: str, default: Any, effect: str) -> tuple[str, str, str, str]:
-    aliases = [f", {code(alias)}" for alias, full in config._ALIASES.items() if full == name]
+def _row(name: str, versions: dict[str, str], default: Any, effect: str) -> tuple[str, str, str, str, str]:
+    names = [name, *(alias for alias, full in config._ALIASES.items() if full == name)]
     shown = "required" if name == _REQUIRED else _DEFAULTS.get(name) or code(_show(default))
-    return code(name) + "".join(aliases), _kind(name, default), shown, effect
+    since = ", ".join(versions.get(each, OURS) for each in names)
+    return ", ".join(map(code, names)), since, _kind(name, default), shown, effect
 
 
 def _kind(name: str, default: Any) -> str:
@@ -84,10 +88,11 @@ def _show(value: Any) -> str:
 
 
 def _reasons(keys: dict[str, tuple[Any, str]]) -> str:
-    return table(("key", "neutral value", "reason"), _reason_rows(keys))
+    return table(("key", "AWS", "neutral value", "reason"), _reason_rows(keys))
 
 
-def _reason_rows(keys: dict[str, tuple[Any, str]]) -> Iterator[tuple[str, str, str]]:
+def _reason_rows(keys: dict[str, tuple[Any, str]]) -> Iterator[tuple[str, str, str, str]]:
+    versions = read_versions("mp_parameters")
     for name, (neutral, reason) in keys.items():
         text = re.sub(r"'(\w+)'|(smp\.\w+)", lambda found: code(found[1] or found[2]), reason)
-        yield code(name), code(_show(neutral)), f"{text[:1].upper()}{text[1:]}."
+        yield code(name), versions.get(name, OURS), code(_show(neutral)), f"{text[:1].upper()}{text[1:]}."

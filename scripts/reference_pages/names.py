@@ -27,14 +27,18 @@ _MODEL_TENSORFLOW = (
     "[signatures](../api/modelparallel-tensorflow.md), [model parallel in TensorFlow](../modelparallel-tensorflow.md)"
 )
 PACKAGES = {
+    "smdistributed.dataparallel": _DATA_TORCH,
     "smdistributed.dataparallel.torch": _DATA_TORCH,
     "smdistributed.dataparallel.torch.distributed": _DATA_TORCH,
     "smdistributed.dataparallel.torch.parallel": _DATA_TORCH,
     "smdistributed.dataparallel.tensorflow": _DATA_TENSORFLOW,
+    "smdistributed.dataparallel.tensorflow.keras": _DATA_TENSORFLOW,
+    "smdistributed.dataparallel.tensorflow.keras.callbacks": _DATA_TENSORFLOW,
     "smdistributed.modelparallel.torch": _MODEL_TORCH,
     "smdistributed.modelparallel.torch.amp": _MODEL_TORCH,
     "smdistributed.modelparallel.torch.nn": _MODEL_TORCH,
     "smdistributed.modelparallel.torch.optimizers": _MODEL_TORCH,
+    "smdistributed.modelparallel.torch.patches.checkpoint": _MODEL_TORCH,
     "smdistributed.modelparallel.torch.utils": _MODEL_TORCH,
     "smdistributed.modelparallel.tensorflow": _MODEL_TENSORFLOW,
 }

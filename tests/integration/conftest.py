@@ -6,7 +6,10 @@ import os
 import shutil
 import subprocess
 import warnings
+from collections.abc import Iterator
+from pathlib import Path
 
+import docker
 import pytest
 
 from shoal.builds.plan import plan_builds
@@ -58,3 +61,14 @@ def compose() -> str:
         environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
         subprocess.run(install, env=environment, check=True, capture_output=True, timeout=300)
     return "docker-compose"
+
+
+@pytest.fixture
+def left_by_compose(client: docker.DockerClient, tmp_path: Path) -> Iterator[None]:
+    """Removes the containers and the network that the SDKs leave."""
+    yield
+    for left in client.containers.list(all=True, filters={"label": "com.docker.compose.project"}):
+        if left.labels.get("com.docker.compose.project.working_dir", "").startswith(str(tmp_path)):
+            left.remove(force=True)
+    for made in client.networks.list(names=["sagemaker-local"]):
+        made.remove()

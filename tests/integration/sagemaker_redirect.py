@@ -1,4 +1,4 @@
-"""Runs a script or the cells of a notebook with a SageMaker SDK, and sends all its requests to AWS_ENDPOINT_URL.
+"""Runs a script with a SageMaker SDK, and sends all its requests to AWS_ENDPOINT_URL.
 
     python sagemaker_redirect.py SCRIPT [ARGUMENT ...]
 
@@ -7,11 +7,9 @@ The SDKs name the address of some services themselves, which is stronger than th
 
 from __future__ import annotations
 
-import json
 import os
 import runpy
 import sys
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -27,18 +25,6 @@ def send(session: Any, request: Any) -> Any:
     return _send(session, request)
 
 
-def run_cells(notebook: Path) -> None:
-    """Runs the code cells of a notebook in its directory, one after the other."""
-    os.chdir(notebook.parent)
-    names: dict[str, Any] = {"__name__": "__main__"}
-    for cell in json.loads(notebook.read_text())["cells"]:
-        if cell["cell_type"] == "code":
-            exec("".join(cell["source"]), names)
-
-
 URLLib3Session.send = send
 sys.argv = sys.argv[1:]
-if sys.argv[0].endswith(".ipynb"):
-    run_cells(Path(sys.argv[0]).resolve())
-else:
-    runpy.run_path(sys.argv[0], run_name="__main__")
+runpy.run_path(sys.argv[0], run_name="__main__")

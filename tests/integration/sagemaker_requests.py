@@ -1,4 +1,6 @@
-"""Records what the SageMaker SDKs send for the scripts of examples/sagemaker: data/sagemaker-requests.json.
+"""Records what the SageMaker SDKs send for the scripts of examples/sagemaker, and for notebooks.
+
+The file is data/sagemaker-requests.json.
 
     python tests/integration/sagemaker_requests.py [NAME ...]     record these cases, or all; part of `make sagemaker`
 
@@ -28,12 +30,12 @@ import requests
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples" / "sagemaker"
 RECORDINGS = Path(__file__).parent / "data" / "sagemaker-requests.json"
-REDIRECT = Path(__file__).with_name("sagemaker_redirect.py")
+REDIRECT, RUN_NOTEBOOK = (Path(__file__).with_name(name) for name in ("sagemaker_redirect.py", "run_notebook.py"))
 ENVIRONMENTS = ROOT / ".cache" / "sagemaker-sdk"
 SDKS = {
     "boto3": ("boto3==1.44.5",),
     "1": ("sagemaker==1.72.1", "protobuf<4"),
-    "2": ("sagemaker==2.257.7",),
+    "2": ("sagemaker==2.257.7", "ipython==9.18.1"),
     "3": ("sagemaker-train==1.27.0",),
 }
 IMAGE = "123456789012.dkr.ecr.us-west-2.amazonaws.com/pytorch-training:2.13.0-gpu-py311-cu130-debian12"
@@ -46,7 +48,7 @@ _REGION = "us-west-2"
 
 
 class Case(NamedTuple):
-    """A script or notebook of examples/sagemaker, and the SDK that runs it."""
+    """A script of examples/sagemaker, or a notebook beside it, and the SDK that runs it."""
 
     sdk: str
     script: str
@@ -55,6 +57,13 @@ class Case(NamedTuple):
     @property
     def name(self) -> str:
         return "-".join((Path(self.script).stem, *self.arguments[:1]))
+
+    @property
+    def command(self) -> list[str | Path]:
+        script = EXAMPLES / self.script
+        if script.suffix != ".ipynb":
+            return [script, IMAGE, ROLE, *self.arguments]
+        return [RUN_NOTEBOOK, script, f"image={IMAGE}", f"role={ROLE}", "instance_type=ml.p4d.24xlarge"]
 
 
 CASES = (
@@ -65,7 +74,9 @@ CASES = (
     Case("2", "pytorch_dataparallel.py"),
     Case("2", "pytorch_modelparallel.py"),
     Case("2", "tensorflow_dataparallel.py"),
-    Case("2", "notebook.ipynb"),
+    Case("2", "../notebooks/data_parallel_pytorch.ipynb"),
+    Case("2", "../notebooks/data_parallel_tensorflow.ipynb"),
+    Case("2", "../notebooks/model_parallel.ipynb"),
     Case("2", "huggingface_finetune.py", (BUCKET,)),
     Case("2", "channels_and_spot.py", (BUCKET, "fs-0123456789abcdef0", "subnet-0123", "sg-0123")),
     *(Case("3", "modeltrainer.py", (kind,)) for kind in ("mpi", "torchrun", "train")),
@@ -80,7 +91,7 @@ def example_digest(script: str) -> str:
 def make_environment(sdk: str) -> Path:
     """Makes the virtual environment of an SDK, unless it is there. Returns its Python."""
     directory = ENVIRONMENTS / sdk
-    python, stamp = directory / "bin" / "python", directory / SDKS[sdk][0]
+    python, stamp = directory / "bin" / "python", directory / "+".join(SDKS[sdk])
     if not stamp.exists():
         subprocess.run([sys.executable, "-m", "venv", "--clear", directory], check=True)
         subprocess.run([python, "-m", "pip", "install", "-qq", *SDKS[sdk]], check=True)
@@ -166,8 +177,7 @@ def record(case: Case) -> dict[str, Any]:
     python = make_environment(case.sdk)
     aws = FakeAws()
     try:
-        command: list[str | Path] = [python, REDIRECT, EXAMPLES / case.script, IMAGE, ROLE, *case.arguments]
-        output = _run_notebook(command, aws) if case.script.endswith(".ipynb") else _run_until_job(command, aws)
+        output = _run_until_job([python, REDIRECT, *case.command], aws)
         uploads = aws.uploads()
     finally:
         aws.stop()
@@ -201,12 +211,6 @@ def _run_until_job(command: list[str | Path], aws: FakeAws) -> str:
         process.wait()
         output.seek(0)
         return output.read()
-
-
-def _run_notebook(command: list[str | Path], aws: FakeAws) -> str:
-    """Runs all cells of a notebook, which does not wait for its job. Returns its output. Raises if a cell fails."""
-    variables = sdk_variables(AWS_ENDPOINT_URL=aws.endpoint)
-    return subprocess.run(command, env=variables, check=True, stdout=subprocess.PIPE, text=True, timeout=300).stdout
 
 
 def _digest(content: bytes) -> str | dict[str, str]:

@@ -224,17 +224,6 @@ def test_entry_point_and_arguments_of_a_request(
 # Local mode
 
 
-@pytest.fixture
-def left_by_compose(client: docker.DockerClient, tmp_path: Path) -> Iterator[None]:
-    """Removes the containers and the network that the SDKs leave."""
-    yield
-    for container in client.containers.list(all=True, filters={"label": "com.docker.compose.project"}):
-        if container.labels.get("com.docker.compose.project.working_dir", "").startswith(str(tmp_path)):
-            container.remove(force=True)
-    for network in client.networks.list(names=["sagemaker-local"]):
-        network.remove()
-
-
 @with_sdks
 @pytest.mark.usefixtures("compose", "left_by_compose")
 @pytest.mark.xdist_group("sagemaker-local")  # the SDKs' network has one name

@@ -60,7 +60,8 @@ PLANS = {
         {"algo-1": 8},
         ["train_torch.py", "--checkpoint-dir", "/opt/ml/checkpoints", "--epochs", "3"],
     ),
-    "notebook": Expected("torch_distributed", BOTH, ["train.py", "--epochs", "10", "--lr", "0.003"]),
+    "data_parallel_pytorch": Expected("smdataparallel", BOTH, ["train.py", "--epochs", "5"]),
+    "data_parallel_tensorflow": Expected("smdataparallel", BOTH, ["train_keras.py", "--epochs", "5"]),
     "huggingface_finetune-bucket-of-data": Expected(
         "smdataparallel", BOTH, ["train.py", "--epochs", "3", "--model", "distilbert-base-uncased"]
     ),
@@ -81,6 +82,12 @@ def test_a_request_starts_the_launcher_of_the_estimator(tree: Tree, name: str) -
     expected = PLANS[name]
     assert (plan.launcher.name, plan.ranks) == (expected.launcher, expected.ranks)
     assert list(plan.script[-len(expected.script) :]) == expected.script
+
+
+def test_the_notebook_of_model_parallelism_starts_mpirun(tree: Tree) -> None:
+    plan = plan_request(tree, "model_parallel")
+    assert (plan.launcher.name, plan.ranks) == ("mpi", {"algo-1": 2})
+    assert json.loads(plan.env["SM_HP_MP_PARAMETERS"])["partitions"] == 2
 
 
 def test_custom_mpi_options_reach_mpirun(tree: Tree) -> None:

@@ -258,10 +258,10 @@ TORCH_FULL = "[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 
         ),
         (MODULE.replace("yaml", "smdistributed.x"), 1, {}, "install nothing of that name."),
         (
-            MODULE.replace("yaml", "sagemaker_training.params"),
+            MODULE.replace("yaml", "sagemaker_training.modules"),
             1,
             {},
-            "This image only has sagemaker_training.environment;",
+            "This image has the modules of sagemaker_training that docs/toolkit.md lists;",
         ),
         (f"{BEGIN}AssertionError: Unknown backend type smddp", 1, {}, "Fix: import smdistributed.dataparallel.torch"),
         (f"{BEGIN}torch._inductor.exc.InductorError: InvalidCxxCompiler: No working C++", 1, {}, "ends in -devel"),

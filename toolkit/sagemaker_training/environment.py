@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from typing import Any
 
+from sagemaker_training._absent import refuse_others
 from shoal_toolkit.errors import did_you_mean
 
 
@@ -30,12 +32,20 @@ class Environment:
 
     If the variable is not set (too long for Linux, or not started by `train`), the files under /opt/ml are read.
 
+    Args:
+        hyperparameters: Decoded hyperparameters, in place of the job's, as `read_hyperparameters` returns them.
+
     Raises:
         shoal_toolkit.errors.ContractError: If these files are wrong or incomplete.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, hyperparameters: Mapping[str, Any] | None = None) -> None:
         self._values = _read_values()
+        if hyperparameters is not None:
+            from shoal_toolkit.job.contract import TOOLKIT_KEYS
+
+            own = {name: value for name, value in hyperparameters.items() if not name.startswith("sagemaker_")}
+            self._values["hyperparameters"] = {name: own[name] for name in own.keys() - TOOLKIT_KEYS}
 
     def __getattr__(self, name: str) -> Any:
         """Returns the value of a key. Raises AttributeError, with all keys in its message, if there is no such key."""
@@ -49,13 +59,23 @@ class Environment:
         return sorted([*super().__dir__(), *self._values])
 
     def to_cmd_args(self) -> list[str]:
-        """Returns the arguments of the script, from SM_USER_ARGS; none if it is not set."""
-        arguments: list[str] = json.loads(os.environ.get("SM_USER_ARGS", "[]"))
-        return arguments
+        """Returns the arguments of the script, from SM_USER_ARGS; if it is not set, from the hyperparameters."""
+        from sagemaker_training import mapping
+
+        text = os.environ.get("SM_USER_ARGS")
+        return list(json.loads(text)) if text else mapping.to_cmd_args(self.hyperparameters)
 
     def to_env_vars(self) -> dict[str, str]:
         """Returns the SM_* variables of this process."""
         return {name: value for name, value in os.environ.items() if name.startswith("SM_")}
+
+
+def read_hyperparameters() -> dict[str, Any]:
+    """Returns all hyperparameters of the job, decoded, also those for `train`. Raises ContractError."""
+    from shoal_toolkit.job import contract
+
+    environ = dict(os.environ)
+    return contract.read_all_hyperparameters(contract.read_paths(environ), environ)
 
 
 def _read_values() -> dict[str, Any]:
@@ -79,3 +99,26 @@ def _read_contract() -> dict[str, Any]:
     if gpus := environ.get("SM_NUM_GPUS"):  # also emulated ones, in a rehearsal
         machine = machine._replace(gpus=int(gpus))
     return build_training_environment(job, machine)
+
+
+_DIRECTORIES = {
+    "base_dir": "base",
+    "code_dir": "code",
+    "model_dir": "model",
+    "output_dir": "output",
+    "input_data_dir": "data",
+    "input_config_dir": "config",
+    "output_intermediate_dir": "intermediate",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Returns a directory of the job, such as `environment.model_dir`. Raises ImportError for other names."""
+    if name in _DIRECTORIES:
+        from shoal_toolkit.job.contract import read_paths
+
+        return getattr(read_paths(dict(os.environ)), _DIRECTORIES[name])
+    return _refuse(name)
+
+
+_refuse = refuse_others(__name__, (), {}, "an attribute of environment.Environment()")

@@ -11,8 +11,9 @@ Entry points:
 - `-m package.module`: runs as `python -m package.module`.
 - A name without a file, if the code is a package (setup.py, pyproject.toml): the package is installed, and
   `python -m name` runs it.
-- SAGEMAKER_TRAINING_MODULE="module:function": calls that function in a process of its own, and ignores
-  SAGEMAKER_PROGRAM. The values of the stock PyTorch and TensorFlow toolkits are ignored: `train` replaces them.
+- SAGEMAKER_TRAINING_MODULE="module:function": calls that function in a process of its own. SAGEMAKER_PROGRAM is only
+  named to it (SM_USER_ENTRY_POINT), for toolkits that run it themselves: sagemaker_training/entry_point.py. The values
+  of the stock PyTorch and TensorFlow toolkits are ignored: `train` replaces them.
 """
 
 from __future__ import annotations
@@ -171,7 +172,7 @@ class Script(NamedTuple):
     """The entry point of a job."""
 
     kind: str  # PYTHON, COMMAND, MODULE or FUNCTION
-    name: str  # as the user wrote it; empty for a function
+    name: str  # as the user wrote it; for a function, the program that is named beside it
     target: str  # the file, the module, or module:function
     interpreter: tuple[str, ...] = ()  # of a command
 
@@ -197,6 +198,7 @@ def find_script(code: Code, environ: Mapping[str, str], toolkit: Mapping[str, An
     Raises:
         ContractError: If no script is named, its name is wrong, or it does not exist; lists 20 names in the directory.
     """
+    name = str(environ.get("SAGEMAKER_PROGRAM") or toolkit.get("sagemaker_program") or "")
     function = environ.get("SAGEMAKER_TRAINING_MODULE")
     if function and function not in STOCK_TOOLKITS:
         if not re.fullmatch(rf"{_DOTTED}:[A-Za-z_]\w*", function):
@@ -204,8 +206,7 @@ def find_script(code: Code, environ: Mapping[str, str], toolkit: Mapping[str, An
                 f'SAGEMAKER_TRAINING_MODULE is {function!r}; it must be "package.module:function". '
                 "Fix: set it so, or unset it to run a script."
             )
-        return Script(FUNCTION, "", function)
-    name = str(environ.get("SAGEMAKER_PROGRAM") or toolkit.get("sagemaker_program") or "")
+        return Script(FUNCTION, name, function)
     if not name:
         raise ContractError(
             "No script is named. Fix: set the variable SAGEMAKER_PROGRAM, or the hyperparameter sagemaker_program, "

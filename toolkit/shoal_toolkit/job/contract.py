@@ -257,7 +257,7 @@ def read_job(
         LaunchError: If the code can't be fetched.
     """
     raw = _read_hyperparameters(paths, environ)
-    decoded = {key: decode(value) for key, value in (raw or {}).items()}
+    decoded = _decode_all(raw)
     reserved = {key for key in decoded if key in TOOLKIT_KEYS or key.startswith("sagemaker_")}
     toolkit = {key: decoded[key] for key in reserved if key in TOOLKIT_KEYS}
     region = _find_region(environ, toolkit)
@@ -351,6 +351,15 @@ def read_count(settings: Mapping[str, Any], key: str) -> int | None:
             f"{HYPERPARAMETERS}: {key} is {value!r}; it must be a whole number of at least 1. Fix: set it so."
         )
     return int(text)
+
+
+def read_all_hyperparameters(paths: Paths, environ: Mapping[str, str]) -> dict[str, Any]:
+    """Returns the hyperparameters of the job, decoded, also the reserved ones. Raises ContractError."""
+    return _decode_all(_read_hyperparameters(paths, environ))
+
+
+def _decode_all(raw: Mapping[str, Any] | None) -> dict[str, Any]:
+    return {key: decode(value) for key, value in (raw or {}).items()}
 
 
 def _read_hyperparameters(paths: Paths, environ: Mapping[str, str]) -> dict[str, Any] | None:

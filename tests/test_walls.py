@@ -50,8 +50,9 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "exceptions",
         "pipeline",
         "plan",
+        "nn",
         "script",
-        "amp nn optimizers patches state_mod utils",
+        "amp optimizers patches state_mod utils",
     ),
     "shoal_rehearsal": ("settings", "import_hooks", "torch tensorflow"),
 }

@@ -221,6 +221,6 @@ def find(module: str, name: str) -> Definition:
 @functools.cache
 def _refused_modules() -> tuple[str, ...]:
     """Returns the names of modules that `smp.nn` refuses."""
-    node = find("smdistributed.modelparallel.torch.script.unsupported", "MODULES").node
+    node = find("smdistributed.modelparallel.torch.nn.unsupported", "MODULES").node
     assert isinstance(node, ast.Assign)
     return tuple(ast.literal_eval(node.value))

@@ -66,7 +66,6 @@ def test_values_that_are_not_allowed_name_the_key(values: dict[str, Any], messag
 @pytest.mark.parametrize(
     ("key", "value", "instead"),
     [
-        ("tensor_parallel_degree", 2, "use_distributed_transformer=0"),
         ("offload_activations", True, "smp.set_activation_checkpointing"),
     ],
 )
@@ -97,14 +96,14 @@ def test_unknown_keys_are_errors_with_a_guess(key: str, hint: str) -> None:
 @pytest.mark.parametrize(
     ("key", "default", "other", "why"),
     [
-        ("prescaled_batch", False, True, "without tensor parallelism"),
+        ("prescaled_batch", False, True, "'tensor_parallel_degree' is 1"),
         ("fp16_params", False, True, "'fp16' trains in half precision"),
         ("activation_loading_horizon", 4, 2, "'offload_activations'"),
         ("contiguous", True, False, "modules that follow each other"),
         ("xla", False, True, "TensorFlow"),
         ("static_mode", False, True, "AWS has not published"),
         ("fork", False, True, "AWS has not published"),
-        ("checkpoint_attentions", False, True, "tensor-parallel modules"),
+        ("checkpoint_attentions", False, True, "smp.set_activation_checkpointing"),
         ("sdp_hierarchical_allgather", True, False, "the backend of the process group decides"),
         ("sdp_param_persistence_threshold", 1_000_000, 1, "splits parameters of any size"),
         ("sdp_reduce_bucket_size", 5e8, 1, "it is for 'sharded_data_parallel_degree' above 1"),

@@ -105,20 +105,21 @@ def test_translating_gives_hugging_faces_names_as_they_are() -> None:
         translate({"transformer.seq_layers.0.weight": torch.zeros(1)})
 
 
-def test_tensor_parallel_names_refuse_and_name_the_way_out(job: Any) -> None:
-    layer = nn.Linear(2, 2)
-    assert issubclass(smp.nn.DistributedLinear, nn.Module)  # type: ignore[attr-defined]
-    assert not isinstance(layer, smp.nn.FlashAttentionLayer)  # type: ignore[attr-defined]
-    for use in (
-        lambda: smp.nn.DistributedLinear(2, 2),  # type: ignore[attr-defined]
-        lambda: smp.set_tensor_parallelism(layer),
-        lambda: smp.model_creation(tensor_parallelism=True).__enter__(),
-    ):
-        with pytest.raises(SMPUnsupportedError, match="use_distributed_transformer=0"):
-            use()
-    smp.set_tensor_parallelism(layer, False)
-    with smp.tensor_parallelism(enabled=False):
-        pass
+def test_modules_are_replaced_with_degree_1_too(job: Any) -> None:
+    assert not isinstance(nn.Linear(2, 2), smp.nn.FlashAttentionLayer)  # type: ignore[attr-defined]
+    with smp.model_creation(tensor_parallelism=True):
+        module = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1))
+    smp.set_tensor_parallelism(module[2], False)
+    value = torch.randn(4, 2)
+    expected = module(value)
+    model = smp.DistributedModel(module)
+    assert [type(part) for part in module] == [smp.nn.DistributedLinear, nn.Tanh, nn.Linear]
+    assert list(model.distributed_modules()) == [module[0]]
+    torch.testing.assert_close(model(value), expected)
+    assert get_distribution_axis(next(model.parameters())) is None  # each rank has all of it
+
+
+def test_options_of_tensor_parallelism_warn_without_effect_and_have_no_typos(job: Any) -> None:
     with (
         pytest.warns(UserWarning, match="fused_softmax of smp.model_creation has no effect"),
         smp.model_creation(fused_softmax=True, attention_in_fp32=False, dtype=torch.float64),

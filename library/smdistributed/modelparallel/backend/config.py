@@ -54,6 +54,7 @@ class Config:
     xla: bool = False
     tensor_parallel_degree: int = 1
     prescaled_batch: bool = False
+    tensor_parallel_seed: int = 0
     shard_optimizer_state: bool = False
     offload_activations: bool = False
     activation_loading_horizon: int = 4
@@ -76,16 +77,13 @@ class Config:
 
 
 _KEYS = {field.name: field for field in fields(Config)} | {"partitions": None}
-_TENSOR_PARALLEL = "it concerns tensor-parallel modules, which are not implemented"
 _UNDOCUMENTED = "AWS has not published what it does"
 _WITHOUT_EFFECT: dict[str, tuple[Any, str]] = {
-    "prescaled_batch": (False, "without tensor parallelism all ranks of a replica have the same batch anyway"),
-    "fp16_params": (False, f"{_TENSOR_PARALLEL}. 'fp16' trains in half precision"),
+    "fp16_params": (False, "'fp16' trains in half precision"),
     "activation_loading_horizon": (4, "it concerns 'offload_activations', which is not implemented"),
     "contiguous": (True, "every stage has modules that follow each other"),
     "xla": (False, "it concerns TensorFlow"),
-    "checkpoint_attentions": (False, f"{_TENSOR_PARALLEL}. smp.set_activation_checkpointing works for any module"),
-    "tensor_parallel_seed": (0, _TENSOR_PARALLEL),
+    "checkpoint_attentions": (False, "smp.set_activation_checkpointing works for any module"),
     "load_partition": (False, "the model is cut by a trace, and a checkpoint keeps the cut"),
     "partition_file": ("", "the model is cut by a trace, and a checkpoint keeps the cut"),
     "static_mode": (False, _UNDOCUMENTED),
@@ -117,10 +115,6 @@ _CHOICES = {
     "ddp_dist_backend": BACKENDS,
 }
 _REFUSED: dict[str, tuple[Any, str]] = {
-    "tensor_parallel_degree": (
-        1,
-        "raise 'pipeline_parallel_degree' instead. To AWS's GPT scripts also give use_distributed_transformer=0",
-    ),
     "offload_activations": (False, "smp.set_activation_checkpointing saves the memory of activations"),
 }
 """Keys of AWS API 1.6 and later that are not implemented: the value that turns them off, and what to do instead."""
@@ -185,6 +179,7 @@ def check(given: dict[str, Any]) -> Config:
     values.setdefault("memory_weight", _MEMORY_WEIGHTS[values.get("optimize", "memory")])
     values.setdefault("active_microbatches", stages + 2)
     _check_together(values)
+    _check_tensor_parallelism(values, given)
     if values.get("sharded_data_parallel_degree", 1) > 1:
         _check_sharded(values)
         values["active_microbatches"] = 1  # torch's FSDP2 follows one forward and backward at a time
@@ -286,6 +281,24 @@ def _check_sharded(values: Mapping[str, Any]) -> None:
                 f"{name!r} is {values[name]!r}, and 'sharded_data_parallel_degree' is above 1: they are exclusive. "
                 f"Fix: set {name!r} to {neutral!r}, or 'sharded_data_parallel_degree' to 1."
             )
+
+
+def _check_tensor_parallelism(values: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """Raises SMPConfigError without `ddp`. Warns of keys that have no effect with the degree."""
+    if values.get("tensor_parallel_degree", 1) == 1:
+        for name in ("prescaled_batch", "tensor_parallel_seed"):
+            if values.get(name):
+                warn_without_effect(f"{name!r} of mp_parameters", "'tensor_parallel_degree' is 1")
+        return
+    if not values.get("ddp"):
+        raise SMPConfigError(
+            "'tensor_parallel_degree' needs 'ddp' to be set as well: the ranks that share tensors are replicas for "
+            "other modules. Fix: set 'ddp' to true."
+        )
+    for name in ("pipeline", "active_microbatches"):
+        if name in given and values["pipeline_parallel_degree"] > 1:
+            why = "with several stages and 'tensor_parallel_degree' above 1, one microbatch is in flight"
+            warn_without_effect(f"{name!r} of mp_parameters", why)
 
 
 def timeout_seconds() -> float:

@@ -16,6 +16,13 @@ from __future__ import annotations
 import smdistributed.core.torch  # raises an error with a fix if torch is not installed
 from smdistributed.modelparallel.backend.api import *  # noqa: F403 (ranks, groups, messages)
 from smdistributed.modelparallel.torch import amp, exceptions, nn, optimizers, state_mod, utils
+from smdistributed.modelparallel.torch.nn.replacement import (
+    set_tensor_parallelism,
+    tensor_parallelism,
+    tp_register,
+    tp_register_with_module,
+)
+from smdistributed.modelparallel.torch.nn.unsupported import prepare_optimizer
 from smdistributed.modelparallel.torch.pipeline.activations import set_activation_checkpointing
 from smdistributed.modelparallel.torch.plan.construction import delay_param_initialization
 from smdistributed.modelparallel.torch.plan.manual_partition import partition, set_partition
@@ -39,10 +46,3 @@ from smdistributed.modelparallel.torch.script.optimizer import DistributedOptimi
 from smdistributed.modelparallel.torch.script.sharding import register_parameter
 from smdistributed.modelparallel.torch.script.state import state
 from smdistributed.modelparallel.torch.script.step import StepOutput, step
-from smdistributed.modelparallel.torch.script.unsupported import (
-    prepare_optimizer,
-    set_tensor_parallelism,
-    tensor_parallelism,
-    tp_register,
-    tp_register_with_module,
-)

@@ -13,10 +13,10 @@ from smdistributed.modelparallel.torch.script.state import state
 
 
 class GradScaler(torch.cuda.amp.GradScaler):
-    """torch's GradScaler, over stages: if gradients overflow on one stage, all stages skip the step (AWS API)."""
+    """torch's GradScaler, over stages and shares: if gradients overflow on one rank, all skip the step (AWS API)."""
 
     def unscale_(self, optimizer: Any) -> None:
-        """Divides this stage's gradients by the scale, and notes overflows on any stage. All ranks call it.
+        """Divides this rank's gradients by the scale, and notes overflows on any of the replica. All ranks call it.
 
         Copies of parameters first get the gradients. Does nothing if the scaler is disabled.
         """
@@ -28,7 +28,7 @@ class GradScaler(torch.cuda.amp.GradScaler):
             optimizer.update_master_grads()  # what is updated may be copies
         super().unscale_(optimizer)
         found = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
-        group = state.process_group("PP_GROUP")
+        group = state.process_group("MP_GROUP")
         worst = torch.tensor([max([float(value) for value in found.values()], default=0.0)], device=device_of(group))
         dist.all_reduce(worst, dist.ReduceOp.MAX, group=group)
         for key in list(found) or [_own_device()]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from smdistributed.modelparallel.torch.nn.module import split_of
 from smdistributed.modelparallel.torch.script.state import state
 
 __all__ = ["get_distribution_axis", "rmsg"]
@@ -15,5 +16,6 @@ def rmsg(msg: object) -> str:
 
 
 def get_distribution_axis(param: torch.Tensor) -> int | None:
-    """The axis along which tensor parallelism splits a parameter: None, as it splits none (AWS API 1.6)."""
-    return None
+    """The axis along which tensor parallelism splits a parameter; None if each rank has all of it (AWS API 1.6)."""
+    split = split_of(param)
+    return None if split is None else split.axis

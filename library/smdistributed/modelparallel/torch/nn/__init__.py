@@ -1,11 +1,13 @@
-"""Modules of AWS API 1.6: FusedLayerNorm, and the names of the tensor-parallel ones."""
+"""Modules of AWS API 1.6: the tensor-parallel ones, and FusedLayerNorm."""
 
 from __future__ import annotations
 
 from torch import nn
 
 from smdistributed.modelparallel.torch.nn import huggingface
-from smdistributed.modelparallel.torch.script.unsupported import MODULES, unsupported_module
+from smdistributed.modelparallel.torch.nn.layers import DistributedEmbedding, DistributedLinear
+from smdistributed.modelparallel.torch.nn.module import DistributedModule
+from smdistributed.modelparallel.torch.nn.unsupported import MODULES, unsupported_module
 
 
 class FusedLayerNorm(nn.LayerNorm):
@@ -13,4 +15,11 @@ class FusedLayerNorm(nn.LayerNorm):
 
 
 globals().update({name: unsupported_module(name) for name in MODULES})
-__all__ = ["FusedLayerNorm", "huggingface", *MODULES]
+__all__ = [
+    "DistributedEmbedding",
+    "DistributedLinear",
+    "DistributedModule",
+    "FusedLayerNorm",
+    "huggingface",
+    *MODULES,
+]

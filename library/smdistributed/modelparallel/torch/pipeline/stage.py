@@ -54,6 +54,8 @@ class Stage:
         self._lock = threading.Lock()
         self.steps = 0
         """How many steps this rank has entered."""
+        self.common_seed: int | None = None
+        """The seed of all ranks that compute the same rows; None: torch's own."""
         self._steps_before = 0
         self._is_in_step = self._had_backward = False
         self._early: list[StageMessage] = []
@@ -68,6 +70,9 @@ class Stage:
         remember_device()
         simple, microbatches = config.pipeline == "simple", config.microbatches
         window = microbatches if simple else config.active_microbatches - self.index
+        if config.tensor_parallel_degree > 1 and len(self.ranks) > 1:
+            # Ranks that share tensors must compute in one order, and answers of other stages arrive in any.
+            simple, window = False, 1
         slot = Slot(Schedule(window, config.deterministic_server))
         step = RunningStep(slot, config.deterministic_server, forwards=microbatches if simple else 0)
         with self._lock:
@@ -101,7 +106,8 @@ class Stage:
 
     def seed_of(self, microbatch: int) -> int:
         """The seed of a microbatch's random numbers in the step that runs, or that ran last."""
-        return derive_seed(torch.initial_seed(), self.all_steps, microbatch)
+        seed = torch.initial_seed() if self.common_seed is None else self.common_seed
+        return derive_seed(seed, self.all_steps, microbatch)
 
     @property
     def all_steps(self) -> int:

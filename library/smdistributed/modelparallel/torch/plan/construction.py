@@ -121,6 +121,7 @@ def materialize_module(module: nn.Module, name: str) -> dict[nn.Parameter, nn.Pa
         if parameter is not None and parameter.is_meta:
             values = materialize(parameter, f"{name}.{key}")
             replaced[parameter] = module._parameters[key] = nn.Parameter(values, parameter.requires_grad)
+            vars(replaced[parameter]).update(vars(parameter))  # such as how it is split
     for key, buffer in module._buffers.items():
         if buffer is not None and buffer.is_meta:
             module._buffers[key] = materialize(buffer, f"{name}.{key}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,6 +14,8 @@ from smdistributed.modelparallel.torch.pipeline.module_routing import routing_ma
 
 _PARTITION = "_smp_partition"
 _active_partitions: list[int] = []
+_constructed: list[Callable[[nn.Module], None]] = []
+"""Called with each new module, after the constructor of nn.Module itself."""
 
 
 @contextmanager
@@ -25,7 +27,7 @@ def partition(index: int) -> Iterator[None]:
     Args:
         index: The partition, from 0.
     """
-    _patch_constructor()
+    note_constructions(_note_partition)
     _active_partitions.append(index)
     try:
         yield
@@ -80,16 +82,23 @@ def manual_stages(manager: ModuleManager, default: int, partitions: int) -> dict
     return stages
 
 
-def _patch_constructor() -> None:
-    """Patches nn.Module.__init__, once, so that new modules note the active partition."""
+def note_constructions(on_constructed: Callable[[nn.Module], None]) -> None:
+    """Calls a function with each new module from now on. The first use patches nn.Module.__init__."""
+    if on_constructed not in _constructed:
+        _constructed.append(on_constructed)
     if getattr(nn.Module.__init__, "_smp", False):
         return
     original = nn.Module.__init__
 
     def __init__(self: nn.Module, *args: Any, **kwargs: Any) -> None:  # noqa: N807
         original(self, *args, **kwargs)
-        if _active_partitions:
-            self.__dict__[_PARTITION] = _active_partitions[-1]
+        for call in _constructed:
+            call(self)
 
     __init__._smp = True  # type: ignore[attr-defined]
     nn.Module.__init__ = __init__  # type: ignore[method-assign]
+
+
+def _note_partition(module: nn.Module) -> None:
+    if _active_partitions:
+        module.__dict__[_PARTITION] = _active_partitions[-1]

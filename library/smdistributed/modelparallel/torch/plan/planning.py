@@ -103,7 +103,12 @@ def _parse_made(factory: str, made: Any) -> tuple[nn.Module, tuple[Any, ...], di
 
 
 def plan(model: PlannedModel, config: Config, optimizer: str = "adam", replicas: int = 1) -> EstimatedPlan:
-    """Raises SMPConfigError if the model has fewer modules than there are stages."""
+    """Raises SMPConfigError if the model has fewer modules than there are stages, or for tensor parallelism."""
+    if config.tensor_parallel_degree > 1:
+        raise SMPConfigError(
+            "Estimates do not know 'tensor_parallel_degree' above 1. Fix: leave it out, and take the memory of split "
+            "modules divided by the degree."
+        )
     found = model.found.of_part(config.microbatches)  # the first step of a run would trace one microbatch
     cut = partition(model.module, config, found)
     stages, count = cut.stages, config.partitions

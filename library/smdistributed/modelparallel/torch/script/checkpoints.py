@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from smdistributed.core.options import only_known, warn_without_effect
-from smdistributed.modelparallel.backend.api import barrier, dp_rank, mp_rank, pp_rank, rdp_rank, tp_rank
+from smdistributed.modelparallel.backend.api import barrier, dp_rank, mp_rank, pp_rank, rdp_rank, tp_rank, tp_size
 from smdistributed.modelparallel.backend.exceptions import SMPRuntimeError
 from smdistributed.modelparallel.torch.script.checkpoint_files import (
     SAFE_WEIGHTS,
@@ -50,7 +50,8 @@ def save(
 
     Args:
         obj: The object.
-        f: The file. With `partial`, the object goes to `f_{mp_rank}`, and every stage calls this.
+        f: The file. With `partial`, the object goes to `f_{mp_rank}`, and every stage calls this. With tensor
+            parallelism it goes to `f_{pp_rank}_{tp_rank}`, and every rank of a replica calls this.
         partial: Whether each stage saves a file of its own.
         pickle_module: See torch.save.
         pickle_protocol: See torch.save.
@@ -100,7 +101,7 @@ def load(
 
 
 def _of_this_stage(f: str | os.PathLike[str]) -> Path:
-    return Path(f"{os.fspath(f)}_{mp_rank()}")
+    return Path(f"{os.fspath(f)}_{mp_rank()}" if tp_size() == 1 else f"{os.fspath(f)}_{pp_rank()}_{tp_rank()}")
 
 
 def _of_this_replica(f: str | os.PathLike[str]) -> Path:
@@ -211,9 +212,9 @@ def _save_full(
     directory: Path, tag: str, model: DistributedModel | None, optimizer: DistributedOptimizer | None, content: Any
 ) -> None:
     """All ranks call it. Only rank 0 of the first replica writes files."""
-    gathered = optimizer.local_state_dict() if optimizer else None  # from all replicas
+    gathered = optimizer.join_shares(optimizer.local_state_dict()) if optimizer else None  # from all replicas
     is_sharded = state.cfg.sharded_data_parallel_degree > 1  # then all ranks have a part
-    if dp_rank() == 0 or is_sharded:
+    if rdp_rank() == 0 or is_sharded:
         whole = model.state_dict(gather_to_rank0=True) if model else {}
         states = optimizer.with_other_stages(gathered, gather_to_rank0=True) if optimizer and gathered else {}
         if pp_rank() == 0 and dp_rank() == 0:

@@ -1,4 +1,4 @@
-"""Patches of torch.nn.utils.clip_grad_norm_, to clip by the norm over all stages, and of clip_grad_value_.
+"""Patches of torch.nn.utils.clip_grad_norm_, to clip by the norm over all stages and shares, and of clip_grad_value_.
 
 Scripts and trainers clip `model.parameters()`. With the norm of one stage alone, each stage would scale its gradients
 by a different factor, without any error. If all given parameters are on one stage, such as the result of
@@ -38,6 +38,20 @@ def updated_parameters(state: TorchState, parameters: Iterable[nn.Parameter]) ->
     return list(parameters) if state.optimizer is None else state.optimizer.master_weights.updated(parameters)
 
 
+def clip_over_model(
+    state: TorchState, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float, group: str = "MP_GROUP"
+) -> float:
+    """Clips as `clip_gradients` does, by the norm over a group, or over a sharded replica. All its ranks call it."""
+    ranks = (state.model and state.model.shard_ranks) or state.group(group)
+    return clip_gradients(
+        parameters,
+        max_norm,
+        norm_type,
+        lambda part: state.objects.gather(part, ranks),
+        only_shares=state.rank != state.group("TP_GROUP")[0],
+    )
+
+
 def _replace(original: Any, patched: Any) -> None:
     for module in list(sys.modules.values()):
         names = getattr(module, "__dict__", {})
@@ -46,7 +60,7 @@ def _replace(original: Any, patched: Any) -> None:
 
 
 def _patch_norm(original: Any) -> Any:
-    """Wraps torch's function: if parameters are on several stages, it clips by the norm over all, which all call.
+    """Wraps torch's function: if parameters are on several ranks, it clips by the norm over all, which all call.
 
     With `error_if_nonfinite` it raises RuntimeError if that norm is not finite.
     """
@@ -61,9 +75,11 @@ def _patch_norm(original: Any) -> Any:
         **kwargs: Any,
     ) -> Any:
         given, stages = _find_updated(parameters)
-        if len(stages) < 2 and not (stages and state.model and state.model.shard_ranks):
+        shared = stages and (len(state.group("TP_GROUP")) > 1 or (state.model and state.model.shard_ranks))
+        if len(stages) < 2 and not shared:
             return original(given, max_norm, norm_type, error_if_nonfinite, *args, **kwargs)
-        norm = clip_gradients(given, float(max_norm), float(norm_type), state.gather_over_stages)
+        group = "TP_GROUP" if len(stages) < 2 else "MP_GROUP"
+        norm = clip_over_model(state, given, float(max_norm), float(norm_type), group)
         if error_if_nonfinite and not norm < float("inf"):
             raise RuntimeError(
                 f"The norm of the gradients over all stages is {norm}: they have not been clipped. Fix: lower the "

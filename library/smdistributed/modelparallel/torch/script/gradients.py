@@ -2,7 +2,8 @@
 
 torch's DistributedDataParallel needs a forward of the whole model on each rank, which no rank has. Here a gradient
 counts as complete when it was accumulated as often as in earlier steps. Complete ones are averaged in buckets, while
-later gradients are computed. At the end of a step the replicas agree on which buckets were sent too early, and send
+later gradients are computed. Parameters that tensor parallelism splits are averaged over the ranks that have the same
+share, in buckets of their own. At the end of a step the replicas agree on which buckets were sent too early, and send
 those again. For a norm, each GPU is waited for once, not once per tensor.
 """
 
@@ -12,6 +13,7 @@ import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,21 +22,29 @@ from torch import nn
 
 from smdistributed.core.torch.devices import device_of
 from smdistributed.modelparallel.backend.exceptions import StepUsageError
+from smdistributed.modelparallel.torch.nn.module import split_of
 
 
 def clip_gradients(
-    parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float, gather: Callable[[float], Sequence[Any]]
+    parameters: Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float,
+    gather: Callable[[float], Sequence[Any]],
+    only_shares: bool = False,
 ) -> float:
     """Scales gradients down, in place, to a norm over all stages of at most `max_norm`. Returns the norm before.
 
-    `gather` exchanges this stage's part of the norm, and returns the parts of all. If the norm is NaN, gradients stay.
+    `gather` exchanges this rank's part of the norm, and returns the parts of all. With `only_shares`, the part has no
+    gradients that another rank of TP_GROUP also counts. If the norm is NaN, gradients stay.
     """
-    gradients = [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    given = [parameter for parameter in parameters if parameter.grad is not None]
+    gradients = [local_part(parameter.grad) for parameter in given if parameter.grad is not None]
+    counted = [g for p, g in zip(given, gradients) if split_of(p) or not only_shares]
     infinite = norm_type == float("inf")
     if infinite:
-        part = largest_element(gradients)
+        part = largest_element(counted)
     else:
-        part = sum(float((norms**norm_type).sum()) for norms in _norms(gradients, norm_type))
+        part = sum(float((norms**norm_type).sum()) for norms in _norms(counted, norm_type))
     parts = gather(part)
     total = _maximum(parts) if infinite else sum(parts) ** (1 / norm_type)
     if total > max_norm and gradients:
@@ -73,14 +83,32 @@ def _norms(gradients: Sequence[torch.Tensor], norm_type: float) -> Iterator[torc
 _BROADCAST_BYTES = 25 << 20  # as DistributedDataParallel has it
 
 
+@dataclass(frozen=True)
+class Replicas:
+    """Ranks that have the same parameters. Averages are sums over `ranks`, divided by `divisor`."""
+
+    group: Any
+    ranks: Sequence[int]
+    divisor: float
+
+
+def by_replicas(tensors: Iterable[Any], replicas: tuple[Replicas, Replicas]) -> Iterator[tuple[Replicas, list[Any]]]:
+    """Yields which replicas have which tensors, in their order. `replicas`: of whole ones, and of TP_GROUP's shares."""
+    given = list(tensors)
+    for its_replicas, is_share in zip(replicas, (False, True)):
+        its = [tensor for tensor in given if (split_of(tensor) is not None) is is_share]
+        if its:
+            yield its_replicas, its
+
+
 class _Bucket:
-    """Parameters with gradients that travel together, and their copy `flat` while it does.
+    """Parameters with gradients that travel together to `replicas`, and their copy `flat` while it does.
 
     `is_early`: whether a gradient has changed since the copy.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        self.parameters = parameters
+    def __init__(self, parameters: Sequence[nn.Parameter], replicas: Replicas) -> None:
+        self.parameters, self.replicas = parameters, replicas
         self.flat: torch.Tensor | None = None
         self.work: Any = None
         self.is_early = False
@@ -90,19 +118,18 @@ class Reducer:
     """Averages the gradients of parameters over replicas. Hooks on their gradients count and send them.
 
     `overlap`: whether a bucket is sent as soon as it is complete, or at the end of the step. `every`: how many steps
-    are accumulated before they are averaged.
+    are accumulated before they are averaged. `replicas`: see `by_replicas`.
     """
 
     def __init__(
         self,
         parameters: Sequence[tuple[str, nn.Parameter]],
-        group: Any,
-        ranks: Sequence[int],
+        replicas: tuple[Replicas, Replicas],
         overlap: bool,
         bucket_bytes: int,
         every: int,
     ) -> None:
-        self._group, self._ranks, self._overlap, self._every = group, ranks, overlap, every
+        self._replicas, self._overlap, self._every = replicas, overlap, every
         self._bucket_bytes = bucket_bytes
         self._buckets: list[_Bucket] = []
         self._bucket_of: dict[nn.Parameter, _Bucket] = {}
@@ -120,7 +147,11 @@ class Reducer:
         if not trained:
             return
         self._frozen = [parameter for parameter in self._frozen if not parameter.requires_grad]
-        new = [_Bucket(part) for part in _split_into_buckets(trained, self._bucket_bytes)]
+        new = [
+            _Bucket(part, replicas)
+            for replicas, its in by_replicas(trained, self._replicas)
+            for part in _split_into_buckets(its, self._bucket_bytes)
+        ]
         self._buckets += new
         self._bucket_of.update((parameter, bucket) for bucket in new for parameter in bucket.parameters)
         self._kept += [self._hook_gradient(parameter) for parameter in trained]
@@ -170,8 +201,9 @@ class Reducer:
         """Returns buckets that any replica sent too early, and parameters with a gradient on any. A collective."""
         parameters = list(self._bucket_of)
         own = [bucket.is_early for bucket in self._buckets] + [p.grad is not None for p in parameters]
-        flags = torch.tensor([float(flag) for flag in own], device=device_of(self._group))
-        dist.all_reduce(flags, group=self._group)
+        group = self._replicas[0].group  # includes the replicas of shares, which have as many buckets
+        flags = torch.tensor([float(flag) for flag in own], device=device_of(group))
+        dist.all_reduce(flags, group=group)
         found = flags.tolist()  # waits for the device, if they are on one
         return (
             {bucket for bucket, flag in zip(self._buckets, found) if flag},
@@ -209,8 +241,8 @@ class Reducer:
         """Starts to average a copy of a bucket's gradients; missing ones count as 0. Does not wait."""
         gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in bucket.parameters]
         bucket.flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-        bucket.flat /= len(self._ranks)
-        bucket.work = dist.all_reduce(bucket.flat, group=self._group, async_op=True)
+        bucket.flat /= bucket.replicas.divisor
+        bucket.work = dist.all_reduce(bucket.flat, group=bucket.replicas.group, async_op=True)
 
     def _put_back(self, bucket: _Bucket, trained: set[nn.Parameter]) -> None:
         """Writes averages into gradients, in place. Parameters that are not in `trained` stay."""

@@ -18,6 +18,7 @@ from torch.nn import functional
 from smdistributed.core.options import did_you_mean
 from smdistributed.core.torch.devices import device_of
 from smdistributed.modelparallel.backend.exceptions import SMPConfigError, SMPRuntimeError, StepUsageError
+from smdistributed.modelparallel.torch.nn.module import copy_split
 from smdistributed.modelparallel.torch.plan.construction import cast
 from smdistributed.modelparallel.torch.script.gradients import StepGradients, largest_element, local_part
 
@@ -226,6 +227,7 @@ class MasterWeights:
             for place, parameter in enumerate(group["params"]):
                 if parameter.dtype in (torch.float16, torch.bfloat16) and parameter.numel():
                     copy = nn.Parameter(parameter.detach().float(), parameter.requires_grad)
+                    copy_split(parameter, copy)
                     group["params"][place] = self.copies[parameter] = copy
 
     def model_parameters(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:

@@ -8,12 +8,10 @@ from typing import Any
 
 import torch
 
-from smdistributed.modelparallel.backend.config import VERIFY_VARIABLE
-from smdistributed.modelparallel.backend.exceptions import SMPUnsupportedError
+from smdistributed.modelparallel.torch.nn.replacement import mark_inside
 from smdistributed.modelparallel.torch.plan.construction import delay_param_initialization
 from smdistributed.modelparallel.torch.script.sharding import require_torch
 from smdistributed.modelparallel.torch.script.state import state
-from smdistributed.modelparallel.torch.script.unsupported import refuse_tensor_parallelism
 
 
 def init(config: Mapping[str, Any] | None = None) -> None:
@@ -35,11 +33,6 @@ def init(config: Mapping[str, Any] | None = None) -> None:
     state.init(config)
     if state.cfg.sharded_data_parallel_degree > 1:
         require_torch()
-        if state.verify_steps:
-            raise SMPUnsupportedError(
-                f"{VERIFY_VARIABLE} is set, and 'sharded_data_parallel_degree' is above 1: nothing can be compared, as "
-                f"there is one stage. Fix: unset {VERIFY_VARIABLE}."
-            )
 
 
 @contextmanager
@@ -51,21 +44,22 @@ def model_creation(
     With `delayed_parameter_initialization` in mp_parameters it also acts as `delay_param_initialization`.
 
     Args:
-        tensor_parallelism: Must be False: tensor parallelism is not implemented.
+        tensor_parallelism: Whether it also acts as `smp.tensor_parallelism`, with the options.
         dtype: The dtype of parameters; None: torch's default.
-        **options: Options of tensor-parallel modules. They have no effect, and warn.
+        **options: See `smp.tensor_parallelism`.
 
     Raises:
-        SMPUnsupportedError: If `tensor_parallelism` is true.
         StepUsageError: Before `smp.init`.
         TypeError: If an option is unknown.
     """
-    refuse_tensor_parallelism("smp.model_creation", tensor_parallelism, options)
     state.require()
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype or before)
     try:
-        with delay_param_initialization(state.cfg.delayed_parameter_initialization):
+        with (
+            mark_inside("smp.model_creation", tensor_parallelism, options),
+            delay_param_initialization(state.cfg.delayed_parameter_initialization),
+        ):
             yield
     finally:
         torch.set_default_dtype(before)

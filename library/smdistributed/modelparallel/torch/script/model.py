@@ -5,6 +5,7 @@ It runs calls and backward, places the modules, and has hooks. `model_parts` has
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, NoReturn
@@ -20,6 +21,7 @@ from smdistributed.modelparallel.backend.exceptions import (
     SMPUnsupportedError,
     StepUsageError,
 )
+from smdistributed.modelparallel.torch.nn.replacement import distribute
 from smdistributed.modelparallel.torch.pipeline.module_manager import ModuleManager
 from smdistributed.modelparallel.torch.pipeline.module_routing import route_calls
 from smdistributed.modelparallel.torch.pipeline.tasks import current_task, move_all_here
@@ -28,9 +30,10 @@ from smdistributed.modelparallel.torch.plan.manual_partition import manual_stage
 from smdistributed.modelparallel.torch.script import clipping
 from smdistributed.modelparallel.torch.script.gradients import (
     Reducer,
+    Replicas,
     StepGradients,
     broadcast_in_buckets,
-    clip_gradients,
+    by_replicas,
 )
 from smdistributed.modelparallel.torch.script.half_precision import convert, to_half, to_single
 from smdistributed.modelparallel.torch.script.model_parts import ModelParts
@@ -73,8 +76,9 @@ class DistributedModel(ModelParts):
 
         Other arguments then have no effect.
         """
-        if isinstance(state.model, DistributedModel) and state.model.module is module:
-            return state.model
+        known = state.model
+        if isinstance(known, DistributedModel) and (known.module is module or known._given() is module):
+            return known
         return super().__new__(cls)
 
     @only_known
@@ -101,6 +105,8 @@ class DistributedModel(ModelParts):
             )
         _warn_of_tracing(trace_device, trace_execution_times, trace_memory_usage, gradient_as_bucket_view)
         self._state = state
+        self._given = weakref.ref(module)
+        module = distribute(module)
         self._dtype = dtype_of(state.cfg)
         if self._dtype is not None:
             convert(module, self._dtype)
@@ -223,6 +229,9 @@ class DistributedModel(ModelParts):
         """
         if not self.partitioned:
             self.manager.refresh_modules()
+        ranks = self._state.group("TP_GROUP")
+        if self._state.cfg.prescaled_batch and len(ranks) > 1:  # dropout of the same rows must be the same
+            self._state.stage.common_seed = self._state.objects.gather(torch.initial_seed(), ranks)[0]
         if self._is_whole:
             self._is_whole = False
             self.manager.release_remote_tensors()
@@ -269,10 +278,9 @@ class DistributedModel(ModelParts):
         if self._to_load:
             self.load_state_dict(*self._to_load)
             self._to_load = None
-        ranks = self._state.group("DP_GROUP")
-        if len(ranks) > 1 and self.shards is None:
-            parameters, group = list(self.local_named_parameters()), self._state.process_group("DP_GROUP")
-            reducer = self.gradients.reducer = Reducer(parameters, group, ranks, *self._reducer_options)
+        if len(self._state.group("DP_GROUP")) > 1 and self.shards is None:
+            reducer = Reducer(list(self.local_named_parameters()), self._replicas(), *self._reducer_options)
+            self.gradients.reducer = reducer
             self._copy_from_first_replica((*self.local_parameters(), *self.local_buffers()))
             reducer.begin()
         for hook in list(self._placement_hooks.values()):
@@ -289,9 +297,18 @@ class DistributedModel(ModelParts):
 
     def _copy_from_first_replica(self, tensors: Iterable[torch.Tensor]) -> None:
         """Copies tensors of the first replica to the others. All replicas call it."""
-        ranks = self._state.group("DP_GROUP")
-        if len(ranks) > 1:
-            broadcast_in_buckets(tensors, self._state.process_group("DP_GROUP"), ranks[0])
+        for replicas, its in by_replicas(tensors, self._replicas()):
+            if len(replicas.ranks) > 1:
+                broadcast_in_buckets(its, replicas.group, replicas.ranks[0])
+
+    def _replicas(self) -> tuple[Replicas, Replicas]:
+        """The replicas of whole parameters, and of shares. Each has the batches of all ranks that share tensors."""
+        state, whole, shares = self._state, self._state.group("DP_GROUP"), self._state.group("RDP_GROUP")
+        batches = len(shares) if state.cfg.prescaled_batch else len(whole)
+        return (
+            Replicas(state.process_group("DP_GROUP"), whole, len(whole)),
+            Replicas(state.process_group("RDP_GROUP"), shares, batches),
+        )
 
     def adopt_stages(self, stages: Mapping[str, int]) -> bool:
         """Keeps the stages of a checkpoint for the first call, if nothing else is decided. Places nothing now.
@@ -336,7 +353,7 @@ class DistributedModel(ModelParts):
             The norm before clipping.
         """
         parameters = clipping.updated_parameters(self._state, self.local_parameters())
-        return clip_gradients(parameters, max_norm, norm_type, self._state.gather_over_stages)
+        return clipping.clip_over_model(self._state, parameters, max_norm, norm_type)
 
     def join(self) -> NoReturn:
         """Not implemented (AWS API 1.2). Raises SMPUnsupportedError."""

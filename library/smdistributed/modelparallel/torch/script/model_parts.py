@@ -11,6 +11,7 @@ from torch import nn
 
 from smdistributed.core.options import warn_without_effect
 from smdistributed.modelparallel.backend.exceptions import SMPUnsupportedError, StepUsageError
+from smdistributed.modelparallel.torch.nn.module import DistributedModule, Split, join_shares, split_of
 from smdistributed.modelparallel.torch.pipeline.module_manager import ModuleManager
 from smdistributed.modelparallel.torch.script.sharding import make_whole, pack_parts, place_like
 from smdistributed.modelparallel.torch.script.state import TorchState, WrappedModel
@@ -58,27 +59,29 @@ class ModelParts(WrappedModel):
         return (module for _, module in self.local_named_modules())
 
     def default_reducer_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yields this stage's parameters with gradients that are averaged over DP_GROUP: all (AWS API 1.6)."""
-        return self.local_named_parameters()
+        """Yields this stage's parameters with gradients that are averaged over DP_GROUP (AWS API 1.6)."""
+        return ((name, p) for name, p in self.local_named_parameters() if split_of(p) is None)
 
     def scaled_batch_reducer_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yields parameters with gradients that are averaged over RDP_GROUP: none (AWS API 1.6)."""
-        return iter(())
+        """Yields this stage's parameters with gradients that are averaged over RDP_GROUP (AWS API 1.6)."""
+        return ((name, p) for name, p in self.local_named_parameters() if split_of(p) is not None)
 
     def distributed_modules(self) -> Iterator[nn.Module]:
-        """Yields the tensor-parallel modules: none (AWS API 1.6)."""
-        return iter(())
+        """Yields the tensor-parallel modules of all stages (AWS API 1.6)."""
+        return (module for module in self.module.modules() if isinstance(module, DistributedModule))
 
     def is_distributed_parameter(self, param: torch.Tensor) -> bool:
-        """Whether tensor-parallel ranks have a part each: no (AWS API 1.6)."""
-        return False
+        """Whether tensor-parallel ranks have a share each (AWS API 1.6)."""
+        return split_of(param) is not None
 
     def is_distributed_buffer(self, buf: torch.Tensor) -> bool:
-        """Whether tensor-parallel ranks have a part each: no (AWS API 1.6)."""
+        """Whether tensor-parallel ranks have a share each: no (AWS API 1.6)."""
         return False
 
-    is_scaled_batch_parameter = is_distributed_parameter
-    """Whether it gets the batches of all tensor-parallel ranks: no (AWS API 1.6)."""
+    def is_scaled_batch_parameter(self, param: torch.Tensor) -> bool:
+        """Whether its gradient has the different batches of all tensor-parallel ranks (AWS API 1.6)."""
+        return split_of(param) is not None and not self._state.cfg.prescaled_batch
+
     is_scaled_batch_buffer = is_distributed_buffer
 
     def virtual_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -98,8 +101,8 @@ class ModelParts(WrappedModel):
     def state_dict(self, *args: Any, gather_to_rank0: bool = False, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """The whole model's state dict, in plain PyTorch's names; all ranks of the first replica call it.
 
-        With `sharded_data_parallel_degree` all ranks of the job call it. Before the model is placed, it is the wrapped
-        model's own state dict, and no rank waits.
+        Before the model is placed, no rank waits for other stages. With tensor parallelism all ranks of MP_GROUP call
+        it, and shares are joined. With `sharded_data_parallel_degree` all ranks of the job call it.
 
         Args:
             *args: Ignored.
@@ -110,11 +113,26 @@ class ModelParts(WrappedModel):
             Tensors on the CPU, by name.
         """
         if not self.partitioned:
-            return dict(self.module.state_dict())
-        local = {key: _to_cpu(make_whole(value)) for key, value in select_local(self.manager).items()}
+            return self.join_shares(dict(self.module.state_dict()))
+        own = self.join_shares(select_local(self.manager))
+        local = {key: _to_cpu(make_whole(value)) for key, value in own.items()}
         ranks, objects = self._state.group("PP_GROUP"), self._state.objects
         parts = objects.gather_to_first(local, ranks, "state") if gather_to_rank0 else objects.gather(local, ranks)
         return merge_parts(self.manager, parts)
+
+    def join_shares(self, own: dict[str, Any]) -> dict[str, Any]:
+        """Returns a state dict of this rank with whole tensors instead of shares; all ranks of TP_GROUP call it."""
+        splits = {name: split for name, split in self.splits().items() if name in own}
+        if not splits:
+            return own
+        shares = self._state.objects.gather({name: own[name].cpu() for name in splits}, self._state.group("TP_GROUP"))
+        joined = {name: join_shares([share[name] for share in shares], split) for name, split in splits.items()}
+        return {name: joined.get(name, value) for name, value in own.items()}
+
+    def splits(self) -> dict[str, Split]:
+        """How the parameters of all stages are split, by name; those that are not are left out."""
+        found = ((n, split_of(p)) for n, p in self.module.named_parameters(remove_duplicate=False))
+        return {name: split for name, split in found if split is not None}
 
     def load_state_dict(
         self,
@@ -148,6 +166,8 @@ class ModelParts(WrappedModel):
 
     def cpu(self) -> ModelParts:
         """Gathers the parameters and buffers of all stages on every stage, on the CPU (AWS API).
+
+        With tensor parallelism each rank keeps its shares.
 
         All ranks of a replica call it. `get_module()` is then the whole model, but calls of it still go to the stages:
         load its `state_dict` into another model. The next step frees the parameters of other stages again. Before the
@@ -213,9 +233,10 @@ def merge_parts(manager: ModuleManager, parts: Iterable[Mapping[str, Any]]) -> d
 
 
 def load_local(manager: ModuleManager, state_dict: Mapping[str, Any], strict: bool) -> None:
-    """Ignores other stages' entries. With `strict`, missing and unexpected keys raise RuntimeError."""
+    """Ignores other ranks' entries. With `strict`, missing and unexpected keys raise RuntimeError."""
     local, own = set(select_local(manager)), manager.root.state_dict()
-    wanted = OrderedDict((key, place_like(value, own[key])) for key, value in state_dict.items() if key in local)
+    targets = {**own, **dict(manager.root.named_parameters(remove_duplicate=False))}  # which tell how they are split
+    wanted = OrderedDict((key, place_like(value, targets[key])) for key, value in state_dict.items() if key in local)
     # Without versions, torch assumes an old BatchNorm, and fills in buffers that are on other stages.
     wanted._metadata = getattr(state_dict, "_metadata", None) or own._metadata  # type: ignore[attr-defined]
     missing = sorted(local - _with_aliases(manager.root, wanted))

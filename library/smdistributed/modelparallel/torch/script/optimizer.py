@@ -15,8 +15,11 @@ from torch.utils._pytree import tree_map
 from smdistributed.core.options import did_you_mean, only_known, warn_without_effect
 from smdistributed.modelparallel.backend.exceptions import SMPRuntimeError, SMPUnsupportedError, StepUsageError
 from smdistributed.modelparallel.backend.partition import assign_owners
+from smdistributed.modelparallel.torch.nn.module import Split, join_shares, split_of
+from smdistributed.modelparallel.torch.nn.replacement import was_replaced
 from smdistributed.modelparallel.torch.pipeline.tasks import current_task
-from smdistributed.modelparallel.torch.script.gradients import broadcast_in_buckets, clip_gradients, local_part
+from smdistributed.modelparallel.torch.script.clipping import clip_over_model
+from smdistributed.modelparallel.torch.script.gradients import broadcast_in_buckets, local_part
 from smdistributed.modelparallel.torch.script.half_precision import LossScale, MasterWeights
 from smdistributed.modelparallel.torch.script.model import DistributedModel, script_model
 from smdistributed.modelparallel.torch.script.sharding import make_whole, pack_parts, place_like
@@ -103,6 +106,7 @@ class DistributedOptimizer(WrappedOptimizer):
         if not state.cfg.fp16:
             scale = LossScale(1.0, False, None)
         self.optimizer = optimizer
+        self._is_sound = False
         self.master_weights = MasterWeights(
             optimizer,
             state.cfg.fp16 or state.cfg.bf16,
@@ -232,7 +236,7 @@ class DistributedOptimizer(WrappedOptimizer):
         if self.overflow:
             return -1.0
         parameters = self.master_weights.with_gradients()
-        return clip_gradients(parameters, max_norm, norm_type, self._state.gather_over_stages)
+        return clip_over_model(self._state, parameters, max_norm, norm_type)
 
     def step(self, closure: Any = None) -> Any:
         """Updates the parameters of this stage. If gradients overflowed on any rank, updates the loss scale only.
@@ -248,8 +252,13 @@ class DistributedOptimizer(WrappedOptimizer):
 
         Raises:
             StepUsageError: Inside a step, or if gradients were not computed by `model.backward`.
+            SMPRuntimeError: If tensor parallelism has replaced parameters of the optimizer.
+            SMPUnsupportedError: If the optimizer uses norms of whole parameters that tensor parallelism splits.
         """
         _refuse_in_step("step")
+        if not self._is_sound:
+            _require_sound_updates(self.optimizer)
+            self._is_sound = True
         master = self.master_weights
         if not master.is_unscaled:
             self.update_master_grads()
@@ -271,7 +280,7 @@ class DistributedOptimizer(WrappedOptimizer):
         """Clips by `sdp_gradient_clipping`, unless that is 0. Keeps the norm before, which published scripts read."""
         most = self._state.cfg.sdp_gradient_clipping or float("inf")
         parameters = self.master_weights.with_gradients()
-        self._global_grad_norm = clip_gradients(parameters, most, 2.0, self._state.gather_over_stages)
+        self._global_grad_norm = clip_over_model(self._state, parameters, most, 2.0)
 
     @property
     def fp16_groups(self) -> list[list[nn.Parameter]]:
@@ -336,7 +345,7 @@ class DistributedOptimizer(WrappedOptimizer):
         return local
 
     def state_dict(self, gather_to_rank0: bool = False) -> dict[str, Any]:
-        """The wrapped optimizer's state dict for all stages; all ranks of a replica call it.
+        """The wrapped optimizer's state dict for all stages; all ranks of a replica call it. Shares are joined.
 
         Args:
             gather_to_rank0: Whether only the first stage gets it; the others get an empty one.
@@ -344,7 +353,29 @@ class DistributedOptimizer(WrappedOptimizer):
         Returns:
             As `local_state_dict`.
         """
-        return self.with_other_stages(self.local_state_dict(), gather_to_rank0)
+        return self.with_other_stages(self.join_shares(self.local_state_dict()), gather_to_rank0)
+
+    def join_shares(self, local: dict[str, Any]) -> dict[str, Any]:
+        """Returns a result of `local_state_dict` with whole tensors instead of shares. TP_GROUP calls it."""
+        splits, ranks = self._splits(), self._state.group("TP_GROUP")
+        if len(ranks) == 1:
+            return local
+        own = {
+            "state": {i: {k: _to_cpu(v) for k, v in s.items()} for i, s in local["state"].items() if i in splits},
+            "masters": {i: _to_cpu(value) for i, value in local["masters"].items() if i in splits},
+        }
+        parts = self._state.objects.gather(own, ranks)
+        state = {
+            i: {k: join_shares([part["state"][i][k] for part in parts], splits[i]) for k in values}
+            for i, values in own["state"].items()
+        }
+        masters = {i: join_shares([part["masters"][i] for part in parts], splits[i]) for i in own["masters"]}
+        return {**local, "state": {**local["state"], **state}, "masters": {**local["masters"], **masters}}
+
+    def _splits(self) -> dict[int, Split]:
+        """How parameters are split, by their numbers; those that are not are left out."""
+        found = ((number, split_of(p)) for number, p in enumerate(self.master_weights.parameters()))
+        return {number: split for number, split in found if split is not None}
 
     def with_other_stages(self, local: dict[str, Any], gather_to_rank0: bool = False) -> dict[str, Any]:
         """Adds the other stages' states to a result of `local_state_dict`. All ranks of a replica call it."""
@@ -438,10 +469,29 @@ def _refuse_in_step(name: str) -> None:
 
 
 def _place_state(state: Any, parameter: nn.Parameter) -> Any:
-    """Splits the tensors in the state of one parameter as the parameter is. Without sharding nothing changes."""
+    """Splits the tensors in the state of one parameter as the parameter is."""
     if not isinstance(state, Mapping):
         return state
     return {key: place_like(value, parameter) for key, value in state.items()}
+
+
+_NORMS = ("FusedLAMB", "FusedLamb", "FusedNovoGrad", "Lamb", "LAMB", "LARS", "Adafactor", "LBFGS", "Muon")
+"""Optimizers that use norms of whole parameters."""
+
+
+def _require_sound_updates(optimizer: torch.optim.Optimizer) -> None:
+    """Raises an error if tensor parallelism makes the optimizer update other parameters, or by other numbers."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if any(map(was_replaced, parameters)):
+        raise SMPRuntimeError(
+            "The optimizer has parameters of modules that tensor parallelism has replaced: it would not train the new "
+            "ones. Fix: create the optimizer after smp.DistributedModel, of model.parameters()."
+        )
+    if type(optimizer).__name__ in _NORMS and any(map(split_of, parameters)):
+        raise SMPUnsupportedError(
+            f"{type(optimizer).__name__} uses the norms of whole parameters, and tensor parallelism splits some. Fix: "
+            "use an optimizer that updates each element on its own, such as AdamW."
+        )
 
 
 def _to_cpu(value: Any) -> Any:

@@ -165,12 +165,13 @@ def _write_stage(
 ) -> None:
     """Writes the files of this rank's stage or shard, on the first replica.
 
-    All ranks call it: shares of `shard_optimizer_state` are gathered.
+    All ranks call it: shares of `shard_optimizer_state` and of tensor parallelism are gathered.
     """
     shards = script_model(state).shards
     is_first = shards.is_first_replica if shards else dp_rank() == 0
-    gathered = optimizer.local_state_dict(gather_if_shard=shards is None) if optimizer else None  # from all replicas
-    tensors = model.local_state_dict() if model else None
+    own = optimizer.local_state_dict(gather_if_shard=shards is None) if optimizer else None  # from all replicas
+    gathered = optimizer.join_shares(own) if optimizer and own else None
+    tensors = model.join_shares(model.local_state_dict()) if model else None
     if is_first and tensors is not None:
         write_object(tensors, directory / f"model_{_place(state)}.pt")
     if is_first and gathered is not None:

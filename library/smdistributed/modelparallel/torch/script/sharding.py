@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from smdistributed.modelparallel.backend.exceptions import SMPUnsupportedError, StepUsageError
+from smdistributed.modelparallel.torch.nn.module import split_of, take_share
 from smdistributed.modelparallel.torch.pipeline.module_manager import ModuleManager
 from smdistributed.modelparallel.torch.script.state import TorchState
 
@@ -64,8 +65,13 @@ def make_whole(value: Any) -> Any:
 def place_like(value: Any, target: Any) -> Any:
     """Splits a whole tensor as `target` is, or wraps a part that `pack_parts` made. Else returns `value` itself.
 
+    `target` is a DTensor, or a parameter that tensor parallelism splits.
+
     Raises StepUsageError if a part has another size than this rank's part of `target`.
     """
+    split = split_of(target)
+    if split is not None and isinstance(value, torch.Tensor):
+        return take_share(value, split)
     is_part = isinstance(value, Mapping) and set(value) == {_PART}
     if not _is_split(target) or not (is_part or _has_shape(value, target.shape)):
         return value

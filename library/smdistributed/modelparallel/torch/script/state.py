@@ -17,11 +17,12 @@ from torch._C._distributed_c10d import HashStore, PrefixStore
 from smdistributed.core.launch import set_torch_environment
 from smdistributed.core.torch.backend import BACKEND, register
 from smdistributed.core.torch.devices import select_device
-from smdistributed.modelparallel.backend.config import read_verify_steps, timeout_seconds
+from smdistributed.modelparallel.backend.config import VERIFY_VARIABLE, read_verify_steps, timeout_seconds
 from smdistributed.modelparallel.backend.context import GROUPS, Context, Grid, start_timeline
-from smdistributed.modelparallel.backend.exceptions import StepUsageError
+from smdistributed.modelparallel.backend.exceptions import SMPUnsupportedError, StepUsageError
 from smdistributed.modelparallel.backend.rendezvous import connect_ranks
 from smdistributed.modelparallel.backend.transport import Access, Transport
+from smdistributed.modelparallel.torch.nn.tensor_group import TensorGroup, set_tensor_group
 from smdistributed.modelparallel.torch.pipeline.messages import MessageKind, open_object_exchange, receive
 from smdistributed.modelparallel.torch.pipeline.module_manager import ModuleManager
 from smdistributed.modelparallel.torch.pipeline.stage import Stage
@@ -83,6 +84,12 @@ class TorchState(Context):
         set_torch_environment(os.environ)
         launch = self.configure(argument)
         self.verify_steps = read_verify_steps(os.environ)
+        for name in ("tensor_parallel_degree", "sharded_data_parallel_degree") if self.verify_steps else ():
+            if getattr(self.cfg, name) > 1:
+                raise SMPUnsupportedError(
+                    f"{VERIFY_VARIABLE} is set, and {name!r} is {getattr(self.cfg, name)}: no rank has whole "
+                    f"parameters to compare with. Fix: unset {VERIFY_VARIABLE}, or set {name!r} to 1."
+                )
         register()
         self._start_process_group(launch.rank, launch.world_size)
         self.rank = dist.get_rank()
@@ -90,6 +97,7 @@ class TorchState(Context):
         for name in GROUPS:
             for ranks in self.grid.groups(name):
                 self.open_group(ranks)
+        self.open_tensor_group()
         if torch.cuda.is_available():
             select_device()
         remember_device()
@@ -109,6 +117,13 @@ class TorchState(Context):
     def process_group_of(self, ranks: tuple[int, ...]) -> Any:
         """torch's group of these ranks, which `open_group` has made."""
         return self._process_groups[ranks]
+
+    def open_tensor_group(self) -> None:
+        """Makes TP_GROUP the group of tensor-parallel modules."""
+        ranks, cfg = self.grid.group("TP_GROUP", self.rank), self.cfg
+        group, size = self._process_groups[ranks], len(ranks)
+        place = ranks.index(self.rank)
+        set_tensor_group(TensorGroup(group, place, size, cfg.prescaled_batch, cfg.tensor_parallel_seed))
 
     def gather_over_stages(self, obj: object) -> list[Any]:
         """Exchanges one object between the ranks that hold one replica together: its stages, or its shards.

@@ -1,0 +1,53 @@
+"""Tensor parallelism on real ranks: equal to one process, with pipelines and replicas; what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.launching import Mpirun
+
+from smdistributed.modelparallel.backend.config import check
+from smdistributed.modelparallel.backend.exceptions import SMPConfigError
+
+RANKS = Path(__file__).with_name("ranks") / "tensor_parallel.py"
+
+
+def start(mpirun: Mpirun, ranks: int, case: str, *arguments: object, **parameters: Any) -> str:
+    given = {"partitions": 1, "tensor_parallel_degree": 2, "ddp": True, **parameters}
+    return mpirun(ranks, RANKS, case, *arguments, SM_HP_MP_PARAMETERS=json.dumps(given))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "parameters"),
+    [
+        (2, {}),
+        (2, {"prescaled_batch": True, "microbatches": 2}),
+        (4, {"partitions": 2, "microbatches": 2, "placement_strategy": "spread"}),
+        (4, {"prescaled_batch": True, "shard_optimizer_state": True, "placement_strategy": "TDP"}),
+    ],
+)
+def test_training_equals_that_of_one_process(mpirun: Mpirun, ranks: int, parameters: dict[str, Any]) -> None:
+    start(mpirun, ranks, "trains_as_one_process", **parameters)
+
+
+def test_checkpoints_of_shares_resume_on_other_degrees(mpirun: Mpirun, tmp_path: Path) -> None:
+    start(mpirun, 2, "saves", tmp_path)
+    start(mpirun, 2, "resumes", tmp_path)
+    start(mpirun, 2, "resumes", tmp_path, tensor_parallel_degree=1, partitions=2)
+
+
+def test_half_precision_scales_and_clips_shares(mpirun: Mpirun) -> None:
+    start(mpirun, 2, "trains_in_half_precision", bf16=True)
+    start(mpirun, 2, "trains_in_half_precision", fp16=True, prescaled_batch=True)
+
+
+def test_modules_of_scripts_are_replaced_by_what_they_registered(mpirun: Mpirun) -> None:
+    start(mpirun, 2, "registers", prescaled_batch=True)
+
+
+def test_the_degree_needs_ddp() -> None:
+    with pytest.raises(SMPConfigError, match="'tensor_parallel_degree' needs 'ddp'"):
+        check({"partitions": 1, "tensor_parallel_degree": 2})

@@ -15,7 +15,7 @@ import inspect
 import re
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -147,7 +147,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a page is stale")
     check = parser.parse_args().check
-    pages = {"dataparallel.md": page, **{name: partial(api.write, name) for name in api.PAGES}}
+    pages: dict[str, Callable[[], str]] = {
+        "dataparallel.md": page,
+        **{name: partial(api.write, name) for name in api.PAGES},
+    }
     stale = []
     for name, write in pages.items():
         path, text = DIRECTORY / name, write()

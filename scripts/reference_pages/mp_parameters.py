@@ -30,9 +30,6 @@ Keys of the launch override keys of the script, one by one. An unknown key is an
 
 `shoal estimate` recommends values: [plan memory first](../modelparallel.md#plan-memory-first). The column "AWS" has the
 [version of AWS's interface](python.md) that has the key first."""
-_REFUSED = """## Not supported
-
-Any value but the neutral one raises `SMPUnsupportedError`, with an alternative."""
 _WITHOUT = """## No effect here
 
 Any value but the neutral one warns."""
@@ -55,14 +52,14 @@ def write() -> str:
         SystemExit: If a key has no description, or a description has no key.
     """
     effects = tomllib.loads(EFFECTS.read_text())
-    without, refused = config._WITHOUT_EFFECT, config._REFUSED
-    working = [each for each in fields(config.Config) if each.name not in {**without, **refused}]
+    without = config._WITHOUT_EFFECT
+    working = [each for each in fields(config.Config) if each.name not in without]
     for name in sorted({each.name for each in working} ^ effects.keys()):
         raise SystemExit(f"{name} is only in the library's Config, or only in {EFFECTS.name}. Fix: describe it there.")
     versions = read_versions("mp_parameters")
     rows = (_row(each.name, versions, each.default, " ".join(effects[each.name].split())) for each in working)
     keys = table(("key", "AWS", "type", "default", "effect"), rows)
-    return page(_HEAD, "## Keys that work", keys, _REFUSED, _reasons(refused), _WITHOUT, _reasons(without))
+    return page(_HEAD, "## Keys that work", keys, _WITHOUT, _reasons(without))
 
 
 def _row(name: str, versions: dict[str, str], default: Any, effect: str) -> tuple[str, str, str, str, str]:

@@ -64,17 +64,8 @@ def test_values_that_are_not_allowed_name_the_key(values: dict[str, Any], messag
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "instead"),
-    [
-        ("offload_activations", True, "smp.set_activation_checkpointing"),
-    ],
+    ("key", "value"), [("partitions", 2), ("tensor_parallel_degree", 2), ("shard_optimizer_state", True)]
 )
-def test_what_is_not_implemented_is_an_error_with_a_fix(key: str, value: object, instead: str) -> None:
-    with pytest.raises(SMPUnsupportedError, match=f"'{key}' is {value}: .* Fix: leave it out.*{instead}"):
-        check({"partitions": 2, key: value})
-
-
-@pytest.mark.parametrize(("key", "value"), [("partitions", 2), ("shard_optimizer_state", True)])
 def test_what_excludes_sharded_data_parallelism_is_an_error(key: str, value: object) -> None:
     with pytest.raises(SMPUnsupportedError, match=f"is {value}, and 'sharded_data_parallel_degree' is above 1.*Fix: "):
         check({"partitions": 1, "sharded_data_parallel_degree": 2, key: value})
@@ -96,7 +87,7 @@ def test_unknown_keys_are_errors_with_a_guess(key: str, hint: str) -> None:
 @pytest.mark.parametrize(
     ("key", "default", "other", "why"),
     [
-        ("prescaled_batch", False, True, "'tensor_parallel_degree' is 1"),
+        ("prescaled_batch", False, True, "it is for 'tensor_parallel_degree', which is not set"),
         ("fp16_params", False, True, "'fp16' trains in half precision"),
         ("activation_loading_horizon", 4, 2, "'offload_activations'"),
         ("contiguous", True, False, "modules that follow each other"),
@@ -106,8 +97,8 @@ def test_unknown_keys_are_errors_with_a_guess(key: str, hint: str) -> None:
         ("checkpoint_attentions", False, True, "smp.set_activation_checkpointing"),
         ("sdp_hierarchical_allgather", True, False, "the backend of the process group decides"),
         ("sdp_param_persistence_threshold", 1_000_000, 1, "splits parameters of any size"),
-        ("sdp_reduce_bucket_size", 5e8, 1, "it is for 'sharded_data_parallel_degree' above 1"),
-        ("sdp_gradient_clipping", 1, 0.5, "it is for 'sharded_data_parallel_degree' above 1"),
+        ("sdp_reduce_bucket_size", 5e8, 1, "it is for 'sharded_data_parallel_degree'"),
+        ("sdp_gradient_clipping", 1, 0.5, "it is for 'sharded_data_parallel_degree'"),
     ],
 )
 def test_published_keys_without_effect_warn_once_and_not_with_their_default(

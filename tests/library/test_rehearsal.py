@@ -173,6 +173,14 @@ def test_as_many_gpus_as_ranks_on_the_host() -> None:
 
 
 @pytest.mark.mpi
+@pytest.mark.skipif(TORCH < (2, 1), reason="checkpoints of torch before 2.1 keep their inputs")
+@pytest.mark.parametrize("stages", [1, pytest.param(2, marks=pytest.mark.once)])
+def test_inputs_of_checkpoints_leave_the_gpu(mpirun: Mpirun, stages: int) -> None:
+    output = mpirun(stages, RANKS / "modelparallel_offloaded.py", STAGES=str(stages), **REHEARSE)
+    assert output.count("horizon 4: ") == stages
+
+
+@pytest.mark.mpi
 def test_a_model_on_two_stages(mpirun: Mpirun, tmp_path: Path) -> None:
     """Every stage's threads, which torch gives device 0, are on that of the rank."""
     output = mpirun(2, RANKS / "modelparallel_rehearsed.py", tmp_path, **REHEARSE)

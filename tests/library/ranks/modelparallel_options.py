@@ -38,6 +38,7 @@ CONFIG: dict[str, dict[str, Any]] = {
     "by hand": {"auto_partition": False, "default_partition": 0},
     "sharded state": {"shard_optimizer_state": True},
     "delayed": {"delayed_parameter_initialization": True},
+    "offloaded": {"offload_activations": True, "activation_loading_horizon": 2},
     "fp16": {"fp16": True},
     "bf16": {"bf16": True},
 }
@@ -76,7 +77,7 @@ def options() -> list[str]:
     """All of them; half precision only where this torch has it on the CPU."""
     old = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 2)
     names = [*CONFIG, *MODEL, *OPTIMIZER, *KINDS, *OTHERS, *HABITS]
-    return [name for name in names if not (old and name == "fp16")]
+    return [name for name in names if not (old and name in ("fp16", "offloaded"))]
 
 
 def fits(names: tuple[str, ...]) -> bool:

@@ -80,7 +80,6 @@ _KEYS = {field.name: field for field in fields(Config)} | {"partitions": None}
 _UNDOCUMENTED = "AWS has not published what it does"
 _WITHOUT_EFFECT: dict[str, tuple[Any, str]] = {
     "fp16_params": (False, "'fp16' trains in half precision"),
-    "activation_loading_horizon": (4, "it concerns 'offload_activations', which is not implemented"),
     "contiguous": (True, "every stage has modules that follow each other"),
     "xla": (False, "it concerns TensorFlow"),
     "checkpoint_attentions": (False, "smp.set_activation_checkpointing works for any module"),
@@ -104,9 +103,17 @@ _MINIMUM = {
     "sharded_data_parallel_degree": 1,
     "sdp_reduce_bucket_size": 1,
     "sdp_max_live_parameters": 2,
+    "activation_loading_horizon": 1,
 }
-_SHARDED_KEYS = ("sdp_reduce_bucket_size", "sdp_max_live_parameters", "sdp_gradient_clipping")
-"""Keys that have an effect with `sharded_data_parallel_degree` above 1 only."""
+_NEEDS = {
+    "sdp_reduce_bucket_size": "sharded_data_parallel_degree",
+    "sdp_max_live_parameters": "sharded_data_parallel_degree",
+    "sdp_gradient_clipping": "sharded_data_parallel_degree",
+    "activation_loading_horizon": "offload_activations",
+    "prescaled_batch": "tensor_parallel_degree",
+    "tensor_parallel_seed": "tensor_parallel_degree",
+}
+"""Keys that have an effect beside another key only."""
 _VALUE_FIX = "Fix: set one of these, or leave the key out."
 _CHOICES = {
     "pipeline": PIPELINES,
@@ -114,10 +121,6 @@ _CHOICES = {
     "placement_strategy": tuple(PLACEMENTS),
     "ddp_dist_backend": BACKENDS,
 }
-_REFUSED: dict[str, tuple[Any, str]] = {
-    "offload_activations": (False, "smp.set_activation_checkpointing saves the memory of activations"),
-}
-"""Keys of AWS API 1.6 and later that are not implemented: the value that turns them off, and what to do instead."""
 
 
 def read_config(argument: Mapping[str, Any] | None, environ: Mapping[str, str]) -> Config:
@@ -179,18 +182,23 @@ def check(given: dict[str, Any]) -> Config:
     values.setdefault("memory_weight", _MEMORY_WEIGHTS[values.get("optimize", "memory")])
     values.setdefault("active_microbatches", stages + 2)
     _check_together(values)
-    _check_tensor_parallelism(values, given)
     if values.get("sharded_data_parallel_degree", 1) > 1:
         _check_sharded(values)
         values["active_microbatches"] = 1  # torch's FSDP2 follows one forward and backward at a time
-    else:
-        for name in _SHARDED_KEYS:
-            if values.get(name, _KEYS[name].default) != _KEYS[name].default:  # type: ignore[union-attr]
-                warn_without_effect(f"{name!r} of mp_parameters", "it is for 'sharded_data_parallel_degree' above 1")
+    if values.get("tensor_parallel_degree", 1) > 1:
+        _check_tensor_parallelism(values, given)
+    for name, needed in _NEEDS.items():
+        if _is_default(needed, values) and not _is_default(name, values):
+            warn_without_effect(f"{name!r} of mp_parameters", f"it is for {needed!r}, which is not set")
     for name, (neutral, why) in _WITHOUT_EFFECT.items():
         if name in given and {**given, **values}[name] != neutral:
             warn_without_effect(f"{name!r} of mp_parameters", why)
     return Config(**values)
+
+
+def _is_default(name: str, values: Mapping[str, Any]) -> bool:
+    default = _KEYS[name].default  # type: ignore[union-attr]
+    return bool(values.get(name, default) == default)
 
 
 def _check_names(given: Mapping[str, Any]) -> None:
@@ -209,7 +217,7 @@ def _typed(name: str, value: Any) -> Any:
         return _boolean(name, value)
     if kind is float and isinstance(value, (int, float)) and not isinstance(value, bool):
         return _fraction(name, value)
-    if name in _SHARDED_KEYS and isinstance(value, float) and value.is_integer():
+    if name in _NEEDS and isinstance(value, float) and value.is_integer():
         value = int(value)  # 5e8
     if kind is int and isinstance(value, int) and not isinstance(value, bool):
         if value < _MINIMUM.get(name, 0):
@@ -261,12 +269,6 @@ def _check_together(values: Mapping[str, Any]) -> None:
         raise SMPConfigError("'ddp' and 'horovod' cannot be simultaneously enabled. Fix: leave one out.")
     if values.get("fp16") and values.get("bf16"):
         raise SMPConfigError("'fp16' and 'bf16' cannot be simultaneously enabled. Fix: leave one out.")
-    for name, (neutral, instead) in _REFUSED.items():
-        if values.get(name, neutral) != neutral:
-            raise SMPUnsupportedError(
-                f"{name!r} is {values[name]!r}: it came with version 1.6 of the interface and is not implemented. "
-                f"Fix: leave it out, or set it to {neutral!r}: {instead}."
-            )
 
 
 def _check_sharded(values: Mapping[str, Any]) -> None:
@@ -284,12 +286,7 @@ def _check_sharded(values: Mapping[str, Any]) -> None:
 
 
 def _check_tensor_parallelism(values: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    """Raises SMPConfigError without `ddp`. Warns of keys that have no effect with the degree."""
-    if values.get("tensor_parallel_degree", 1) == 1:
-        for name in ("prescaled_batch", "tensor_parallel_seed"):
-            if values.get(name):
-                warn_without_effect(f"{name!r} of mp_parameters", "'tensor_parallel_degree' is 1")
-        return
+    """Raises SMPConfigError without `ddp`. Warns of keys that have no effect with a degree above 1."""
     if not values.get("ddp"):
         raise SMPConfigError(
             "'tensor_parallel_degree' needs 'ddp' to be set as well: the ranks that share tensors are replicas for "

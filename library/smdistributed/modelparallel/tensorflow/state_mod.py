@@ -22,6 +22,7 @@ _UNSUPPORTED = (
     "uneven_microbatches",
     "shard_optimizer_state",
     "sharded_data_parallel_degree",
+    "offload_activations",
     "fp16",
     "bf16",
     "xla",

@@ -1,6 +1,6 @@
 """Activation checkpointing by hand: compute a part of a model again in backward instead of keeping its activations.
 
-torch's own functions work inside a step; these have the published names and arguments.
+torch's own functions work inside a step; these have the published names and arguments, and `offload_activations`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import nn
-from torch.utils.checkpoint import checkpoint as _checkpoint
+
+from smdistributed.modelparallel.torch.pipeline.offloading import checkpoint as _checkpoint
 
 
 def checkpoint(fn: Callable[..., Any], *args: Any, preserve_rng_state: bool = True, **kwargs: Any) -> Any:
@@ -24,7 +25,7 @@ def checkpoint(fn: Callable[..., Any], *args: Any, preserve_rng_state: bool = Tr
     Returns:
         The result of the function.
     """
-    return _checkpoint(fn, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state, **kwargs)
+    return _checkpoint(fn, *args, preserve_rng_state=preserve_rng_state, **kwargs)
 
 
 def checkpoint_sequential(

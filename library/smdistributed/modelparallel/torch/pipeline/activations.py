@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from smdistributed.core.options import only_known, warn_without_effect
+from smdistributed.modelparallel.torch.pipeline.offloading import checkpoint
 
 _MARK = "_smp_checkpointing"
 
@@ -68,7 +68,7 @@ def run_checkpointed(call: Callable[..., Any], module: nn.Module, args: tuple[An
     how = active_checkpointing(module)
     if how is None:
         return call(module, *args, **kwargs)
-    return checkpoint(call, module, *args, use_reentrant=False, preserve_rng_state=how.preserve_rng_state, **kwargs)
+    return checkpoint(call, module, *args, preserve_rng_state=how.preserve_rng_state, **kwargs)
 
 
 def run_sequence(modules: Sequence[nn.Module], value: Any, how: Checkpointing | None) -> Any:
@@ -78,7 +78,7 @@ def run_sequence(modules: Sequence[nn.Module], value: Any, how: Checkpointing | 
     size = how.group or max(1, len(modules))
     for begin in range(0, len(modules), size):
         group = modules[begin : begin + size]
-        value = checkpoint(_one_by_one, group, value, use_reentrant=False, preserve_rng_state=how.preserve_rng_state)
+        value = checkpoint(_one_by_one, group, value, preserve_rng_state=how.preserve_rng_state)
     return value
 
 

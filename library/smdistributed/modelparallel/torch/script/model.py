@@ -24,6 +24,7 @@ from smdistributed.modelparallel.backend.exceptions import (
 from smdistributed.modelparallel.torch.nn.replacement import distribute
 from smdistributed.modelparallel.torch.pipeline.module_manager import ModuleManager
 from smdistributed.modelparallel.torch.pipeline.module_routing import route_calls
+from smdistributed.modelparallel.torch.pipeline.offloading import offload_activations
 from smdistributed.modelparallel.torch.pipeline.tasks import current_task, move_all_here
 from smdistributed.modelparallel.torch.plan.construction import dtype_of
 from smdistributed.modelparallel.torch.plan.manual_partition import manual_stages
@@ -265,8 +266,10 @@ class DistributedModel(ModelParts):
         self.manager.assign(stages)
         route_calls(self.manager)
         clipping.install()
+        cfg = self._state.cfg
+        offload_activations(cfg.activation_loading_horizon if cfg.offload_activations else 0)
         self.partitioned = True
-        if self._state.cfg.sharded_data_parallel_degree > 1:
+        if cfg.sharded_data_parallel_degree > 1:
             self.shards = Shards(self._state, self.manager)
             self.shards.split(self._make_unit)
             self._replaced = self.shards.parameters

@@ -66,6 +66,8 @@ class _Recording(TorchDispatchMode):
             if math.prod(on_meta.shape) < _SMALL:
                 return func(*args, **kwargs)
             result = on_meta
+            if any(argument.name == "dtype" for argument in func._schema.arguments):
+                kwargs["dtype"] = on_meta.dtype  # the default may be another one later
         else:
             result = func(*args, **kwargs)
         tensors = [*_meta_tensors((args, kwargs)), *_meta_tensors(result)]

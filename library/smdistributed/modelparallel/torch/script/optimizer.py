@@ -115,6 +115,8 @@ class DistributedOptimizer(WrappedOptimizer):
         )
         self._require_only_one()
         self._shards: OptimizerShards | None = None
+        if state.cfg.sharded_data_parallel_degree > 1:
+            self._global_grad_norm = 0.0
         if isinstance(state.model, DistributedModel):
             state.model.replace_parameters(optimizer)
         state.optimizer = self
@@ -141,7 +143,7 @@ class DistributedOptimizer(WrappedOptimizer):
         if hasattr(inner, name):
             return getattr(inner, name)
         if name == "_global_grad_norm":
-            raise AttributeError(f"{name!r} is there after a step with 'sharded_data_parallel_degree' above 1.")
+            raise AttributeError(f"{name!r} is there with 'sharded_data_parallel_degree' above 1.")
         hint = did_you_mean(name, (known for known in (*dir(type(self)), *dir(inner)) if not known.startswith("_")))
         raise AttributeError(
             f"smp.DistributedOptimizer has no attribute {name!r}, nor has the {type(inner).__name__} that it wraps."

@@ -59,7 +59,7 @@ def test_training_on_several_hosts_is_that_of_one_process(mpirun: Mpirun, free_p
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_compressed_gradients_train(mpirun: Mpirun, free_port: int, ranks: int) -> None:
     """Between two hosts, with one rank on each, or two."""
-    checks = "average", "other_dtypes", "errors", *(["decisions", "training"] if ranks == 2 else [])
+    checks = "average", "other_dtypes", "errors", *(["bytes", "decisions", "training"] if ranks == 2 else [])
     host = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port)}
     assert mpirun(ranks, *as_hosts(ranks // 2, "compressed.py"), *checks, **host).count("equal") == ranks
 

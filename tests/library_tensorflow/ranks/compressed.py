@@ -8,6 +8,7 @@ import time
 import warnings
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import tensorflow as tf
@@ -16,6 +17,8 @@ from tests.library_tensorflow.ranks.printing import print_line
 import smdistributed.dataparallel.tensorflow as sdp
 from smdistributed.core.compression import COMPARED_STEPS, WARM_STEPS
 from smdistributed.core.exceptions import SMDDPError
+from smdistributed.core.flat import Flat
+from smdistributed.core.mpi import MpiTransport
 from smdistributed.core.network_engines import NetworkEngine
 from smdistributed.dataparallel.tensorflow import Compression
 from smdistributed.dataparallel.tensorflow import horovod as hvd
@@ -57,6 +60,24 @@ def check_average() -> None:
             np.testing.assert_array_equal(sdp.broadcast(found, 0), found)
         total += found.numpy()
     assert np.abs(total / 20 - mean).max() < 0.006
+
+
+def check_bytes() -> None:
+    """Messages of a step, against those without compression. `make bench-compression` counts them on a wire."""
+    real, sent = MpiTransport.send, []
+
+    def send(self: MpiTransport, message: Flat, *place: int) -> Any:
+        sent.append(message.bytes)
+        return real(self, message, *place)
+
+    totals = []
+    for compression in (Compression.none, Compression.bf16, Compression.int8_always):
+        reduce = reduced_by(compression, tf.Variable(np.zeros(100_000, np.float32)))
+        with patch.object(MpiTransport, "send", send):
+            reduce(values(RANK)[:100_000])
+        totals.append(sum(sent))
+        sent.clear()
+    assert totals[1] == totals[0] / 2 and totals[2] <= 0.27 * totals[0], totals
 
 
 def check_other_dtypes() -> None:

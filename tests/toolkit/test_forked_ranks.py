@@ -130,7 +130,8 @@ def test_packages_that_do_not_survive_a_fork_are_imported_by_the_ranks(
 ) -> None:
     """One starts a thread, one fails, and one only says something, which every rank repeats."""
     packages = tmp_path / "packages"
-    say = "import os, sys; print('imported by', os.getpid()); print('warned', file=sys.stderr)\n"
+    say = "import os, sys; os.environ['TF_SET'] = 'yes'\n"
+    say += "print('imported by', os.getpid()); print('warned', file=sys.stderr)\n"
     write(
         packages,
         lightning="import threading, time\nwork = threading.Thread(target=time.sleep, args=(2,)); work.start()\n",
@@ -141,6 +142,7 @@ def test_packages_that_do_not_survive_a_fork_are_imported_by_the_ranks(
         "import os, lightning, transformers\n"
         "try:\n    import accelerate\nexcept ImportError as error:\n    print(error)\n"
         "import torch\nprint('drawn', torch.rand(1).item())\n"
+        "print('variable', os.environ['TF_SET'])\n"
         "print('alive', lightning.work.is_alive(), os.getpid(), flush=True)\n"
     )
     tree.hyperparameters(**launcher)
@@ -150,6 +152,7 @@ def test_packages_that_do_not_survive_a_fork_are_imported_by_the_ranks(
     importers, ranks = re.findall(r"imported by (\d+)", done.out), re.findall(r"alive True (\d+)", done.out)
     assert len(importers) == 2 and len(set(importers)) == 1, "once, and written by both ranks"
     assert not {*importers} & {*ranks}
+    assert done.out.count("variable yes") == 2, "set by an import"
     assert len(set(re.findall(r"drawn (.*)", done.out))) == 2
 
 

@@ -31,7 +31,7 @@ import socket
 import struct
 import sys
 import types
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from shoal_toolkit.files import read_table
@@ -51,12 +51,14 @@ def preload(imports: Sequence[tuple[str, str]]) -> str:
         The first package that a rank has to import itself; empty if there is none.
     """
     for module, name in imports:
-        threads = _count_threads()
+        package, threads = module.partition(".")[0], _count_threads()
         try:
             getattr(importlib.import_module(module), name or "__name__", None)
+        except ModuleNotFoundError as error:
+            if error.name != package:  # one that is not installed changes nothing
+                return package
         except BaseException:  # the script gets the same error, if it needs this module
-            return module.partition(".")[0]
-        package = module.partition(".")[0]
+            return package
         if (_count_threads() > threads and package not in read_table("standby")["threads"]) or _has_device():
             return package
     gc.collect()
@@ -95,7 +97,9 @@ def _has_device() -> bool:
     return any(os.readlink(link).startswith("/dev/nvidia") for link in links if os.path.islink(link))
 
 
-def import_for(arguments: Sequence[str], sockets: Sequence[socket.socket]) -> tuple[int, int]:
+def import_for(
+    arguments: Sequence[str], sockets: Sequence[socket.socket], begun_with: Mapping[str, str]
+) -> tuple[int, int]:
     """Imports for `python ARGUMENT ...`, and returns files with its output on stdout and stderr.
 
     If a package has to be imported by ranks, this process starts again without it.
@@ -112,20 +116,23 @@ def import_for(arguments: Sequence[str], sockets: Sequence[socket.socket]) -> tu
         os.dup2(old, descriptor)
         os.close(old)
     if spoiled_by:
-        os.environ[_LATER] = ",".join([*later, spoiled_by])
         for each in sockets:
             each.set_inheritable(True)
-        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+        env = {**begun_with, _LATER: ",".join([*later, spoiled_by])}
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], env)
     return files
 
 
-def serve(server: socket.socket, listener: socket.socket | None, arguments: Sequence[str]) -> dict[str, Any]:
+def serve(
+    server: socket.socket, listener: socket.socket | None, arguments: Sequence[str], begun_with: Mapping[str, str]
+) -> dict[str, Any]:
     """Answers requests. Returns the request in the process that is forked for it, and never in this one.
 
     Args:
         server: The socket to `train`.
         listener: Listens for ranks that mpirun has started.
         arguments: The arguments of the script, for such a rank.
+        begun_with: The environment of this process before the imports.
     """
     poll = select.poll()
     for each in filter(None, (server, listener)):
@@ -137,7 +144,7 @@ def serve(server: socket.socket, listener: socket.socket | None, arguments: Sequ
         if server.fileno() in ready:
             request = _fork_for_train(server)
         elif listener is not None:
-            request = _fork_for_mpirun(listener, arguments)
+            request = _fork_for_mpirun(listener, arguments, begun_with)
         if request is not None:
             return request
 
@@ -177,7 +184,9 @@ def _fork_for_train(server: socket.socket) -> dict[str, Any] | None:
     return None
 
 
-def _fork_for_mpirun(listener: socket.socket, arguments: Sequence[str]) -> dict[str, Any] | None:
+def _fork_for_mpirun(
+    listener: socket.socket, arguments: Sequence[str], begun_with: Mapping[str, str]
+) -> dict[str, Any] | None:
     """Returns a request in the process of a rank that mpirun has started; None in this one."""
     from shoal_toolkit.sidecars.standby_ranks import fork_for
 
@@ -186,7 +195,7 @@ def _fork_for_mpirun(listener: socket.socket, arguments: Sequence[str]) -> dict[
         connection.close()
         return None
     listener.close()
-    rank = fork_for(connection)
+    rank = fork_for(connection, begun_with)
     number, local = (rank.env[f"OMPI_COMM_WORLD_{name}"] for name in ("RANK", "LOCAL_RANK"))
     _report(rank.directory, f"forked {number} {local} {os.getpid()}")
     return {"argv": arguments, "env": rank.env, "cwd": rank.cwd, "ranks": []}
@@ -202,18 +211,20 @@ def _receive(server: socket.socket, size: int) -> bytes:
     return data
 
 
-def run_request(request: dict[str, Any], written: Sequence[int] = ()) -> None:
+def run_request(request: dict[str, Any], written: Sequence[int] = (), set_by_imports: Mapping[str, str] = {}) -> None:
     """Becomes the script of a request; or forks a rank for each of its `ranks`, and ends when all have ended.
 
     Args:
         request: From `train`.
         written: Files with the output of the imports, on stdout and stderr.
+        set_by_imports: Variables that the imports have set.
     """
     if os.getsid(0) != os.getpid():
         os.setsid()
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["env"])
+    os.environ.update(set_by_imports)
     ranks: dict[int, int] = {}
     for local, variables in enumerate(request["ranks"]):
         pid = os.fork()
@@ -327,9 +338,12 @@ def main() -> None:
     server, *listeners = (socket.socket(fileno=int(number)) for number in first.split(","))
     for each in (server, *listeners):
         each.set_inheritable(False)
-    written = import_for(script, (server, *listeners))
+    begun_with = dict(os.environ)
+    written = import_for(script, (server, *listeners), begun_with)
+    changed = {name: value for name, value in os.environ.items() if begun_with.get(name) != value}
     server.sendall(b"r")
-    run_request(serve(server, listeners[0] if listeners else None, arguments), written)
+    request = serve(server, listeners[0] if listeners else None, arguments, begun_with)
+    run_request(request, written, changed)
 
 
 if __name__ == "__main__":

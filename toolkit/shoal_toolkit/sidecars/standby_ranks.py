@@ -52,10 +52,15 @@ class Rank(NamedTuple):
     affinity: set[int]
 
 
-def fork_for(connection: socket.socket) -> Rank:
-    """Returns in the process of a rank. The calling process, one for each connection, never returns."""
+def fork_for(connection: socket.socket, begun_with: Mapping[str, str]) -> Rank:
+    """Returns in the process of a rank. The calling process, one for each connection, never returns.
+
+    Args:
+        connection: The rank's.
+        begun_with: The environment of the standby before its imports.
+    """
     rank = _receive(connection)
-    if find_early_differences(rank.env, os.environ):
+    if find_early_differences(rank.env, begun_with):
         _answer(connection, b"x")
         os._exit(0)
     pid = os.fork()

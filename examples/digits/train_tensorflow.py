@@ -102,6 +102,7 @@ def make_train_step(model: Any, optimizer: Any) -> Any:
 def main() -> None:
     parser = arguments_parser(__doc__)
     parser.add_argument("--batch-size", type=int, default=32, help="images per rank and step (default: 32)")
+    parser.add_argument("--model_dir", dest="not_used", help="SageMaker's TensorFlow estimator passes it: not used")
     arguments = parser.parse_args()
     sdp.init()
     rank, world_size = sdp.rank(), sdp.size()

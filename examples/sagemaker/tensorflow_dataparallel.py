@@ -16,7 +16,6 @@ estimator = TensorFlow(
     source_dir=str(Path(__file__).parents[1] / "digits"),
     image_uri=image,
     role=role,
-    model_dir=False,  # otherwise the SDK passes --model_dir, which this script does not have
     instance_count=2,
     instance_type=os.environ.get("INSTANCE_TYPE", "ml.p3.16xlarge"),
     hyperparameters={"epochs": 3},

@@ -71,6 +71,7 @@ CASES = (
     Case("2", "generic_estimator.py"),
     Case("2", "tensorflow_modelparallel.py"),
     Case("1", "sdk1_dataparallel.py"),
+    Case("1", "sdk1_tensorflow.py"),
     Case("2", "pytorch_dataparallel.py"),
     Case("2", "pytorch_modelparallel.py"),
     Case("2", "tensorflow_dataparallel.py"),

@@ -51,10 +51,13 @@ class Expected(NamedTuple):
 
 
 BOTH = {"algo-1": 8, "algo-2": 8}
+MODEL_DIR = ("--model_dir", "s3://sagemaker-us-west-2-123456789012/JOB/model")
+"""The TensorFlow estimator passes it, unless it has `model_dir=False`."""
 PLANS = {
     "pytorch_dataparallel": Expected("smdataparallel", BOTH, ["train.py", "--epochs", "3"]),
     "sdk1_dataparallel": Expected("smdataparallel", BOTH, ["train.py", "--epochs", "3"]),
-    "tensorflow_dataparallel": Expected("smdataparallel", BOTH, ["train_tensorflow.py", "--epochs", "3"]),
+    "sdk1_tensorflow": Expected("smdataparallel", BOTH, ["train_tensorflow.py", "--epochs", "3", *MODEL_DIR]),
+    "tensorflow_dataparallel": Expected("smdataparallel", BOTH, ["train_tensorflow.py", "--epochs", "3", *MODEL_DIR]),
     "channels_and_spot-bucket-of-data": Expected(
         "torch_distributed",
         {"algo-1": 8},

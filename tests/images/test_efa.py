@@ -20,16 +20,20 @@ from ..tested_images import PYTORCH_CU117 as GPU
 PLUGIN = b"an archive"
 
 
+def turn_on(project: Project, directory: Path, plugin: bytes = PLUGIN) -> Project:
+    """Writes this checkout's definitions with the axis on, and a plugin, to a directory."""
+    shutil.copytree(project.templates, directory / "dockerfiles", ignore=shutil.ignore_patterns("rendered"))
+    text = project.buildspec.read_text().replace("variant: [runtime, devel]", "variant: [runtime, devel, efa]")
+    digest = hashlib.sha256(plugin).hexdigest()
+    (directory / "buildspec.yml").write_text(f"{text}\nnccl_plugin: {{file: nccl/plugin.tar.gz, sha256: {digest}}}\n")
+    (directory / "nccl").mkdir()
+    (directory / "nccl/plugin.tar.gz").write_bytes(plugin)
+    return Project(directory)
+
+
 @pytest.fixture
 def with_efa(project: Project, tmp_path: Path) -> Project:
-    """This checkout's definitions with the axis on, and a plugin."""
-    shutil.copytree(project.templates, tmp_path / "dockerfiles", ignore=shutil.ignore_patterns("rendered"))
-    text = project.buildspec.read_text().replace("variant: [runtime, devel]", "variant: [runtime, devel, efa]")
-    digest = hashlib.sha256(PLUGIN).hexdigest()
-    (tmp_path / "buildspec.yml").write_text(f"{text}\nnccl_plugin: {{file: nccl/plugin.tar.gz, sha256: {digest}}}\n")
-    (tmp_path / "nccl").mkdir()
-    (tmp_path / "nccl/plugin.tar.gz").write_bytes(PLUGIN)
-    return Project(tmp_path)
+    return turn_on(project, tmp_path)
 
 
 def test_an_efa_image_extends_its_runtime_image(project: Project, matrix: BuildSpec, with_efa: Project) -> None:

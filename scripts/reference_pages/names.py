@@ -101,8 +101,6 @@ def read_versions(package: str) -> dict[str, str]:
 
 def explain(package: str, name: str) -> tuple[str, str]:
     """Returns whether a name works, and the first line of its docstring."""
-    if package.endswith(".nn") and name in _refused_modules():
-        return UNSUPPORTED, "A tensor-parallel module."
     module, node = find(package, name)
     if module.endswith(".unsupported"):
         return UNSUPPORTED, _first_line(node) or "For tensor parallelism."
@@ -162,8 +160,6 @@ def list_names(package: str) -> list[str]:
     """Returns the names in `__all__`; without it, the names that a module imports (a package) or defines."""
     tree = read(package)
     listed = [name for node in tree.body for name in _listed_in(node, package)]
-    if package.endswith(".nn"):
-        listed += _refused_modules()
     defined = [each.name for each in tree.body if isinstance(each, (ast.ClassDef, ast.FunctionDef))]
     is_package = (LIBRARY / package.replace(".", "/")).is_dir()
     names = listed or defined or [name for name in _imports(package) if is_package]
@@ -216,11 +212,3 @@ def find(module: str, name: str) -> Definition:
         if name in names:
             return Definition(module, node)
     raise SystemExit(f"{module}.{name}: its definition was not found. Fix: extend scripts/reference_pages/names.py.")
-
-
-@functools.cache
-def _refused_modules() -> tuple[str, ...]:
-    """Returns the names of modules that `smp.nn` refuses."""
-    node = find("smdistributed.modelparallel.torch.nn.unsupported", "MODULES").node
-    assert isinstance(node, ast.Assign)
-    return tuple(ast.literal_eval(node.value))

@@ -97,16 +97,22 @@ def test_small_functions_of_published_scripts(job: Any) -> None:
         verify("anything")
 
 
-def test_translating_gives_hugging_faces_names_as_they_are() -> None:
-    plain = {"transformer.h.0.ln_1.weight": torch.zeros(1)}
-    translate: Any = smp.nn.huggingface.gpt2.translate_state_dict_to_hf_gpt2
-    assert translate(plain, max_seq_len=8) is plain
-    with pytest.raises(SMPUnsupportedError, match=r"translate_state_dict_to_hf_gpt2: .*'seq_layers'"):
-        translate({"transformer.seq_layers.0.weight": torch.zeros(1)})
+def test_translations_of_state_dicts_are_inverse_and_leave_other_names() -> None:
+    huggingface: Any = smp.nn.huggingface
+    plain = {"transformer.h.1.attn.c_attn.weight": torch.randn(2, 6), "transformer.h.1.attn.bias": torch.ones(1)}
+    ours = huggingface.gpt2.translate_hf_state_dict_to_smdistributed({**plain, "own.weight": torch.ones(1)}, 8)
+    names = {f"transformer.seq_layers.1.attention.{name}.weight" for name in ("query", "key", "value")}
+    assert set(ours) == {"own.weight", *names}
+    torch.testing.assert_close(
+        ours["transformer.seq_layers.1.attention.key.weight"], plain["transformer.h.1.attn.c_attn.weight"].t()[2:4]
+    )
+    back = huggingface.gpt2.translate_state_dict_to_hf_gpt2(ours, max_seq_len=8)
+    assert set(back) == {"own.weight", "transformer.h.1.attn.c_attn.weight"}
+    assert torch.equal(back["transformer.h.1.attn.c_attn.weight"], plain["transformer.h.1.attn.c_attn.weight"])
 
 
 def test_modules_are_replaced_with_degree_1_too(job: Any) -> None:
-    assert not isinstance(nn.Linear(2, 2), smp.nn.FlashAttentionLayer)  # type: ignore[attr-defined]
+    assert not isinstance(nn.Linear(2, 2), smp.nn.FlashAttentionLayer)
     with smp.model_creation(tensor_parallelism=True):
         module = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1))
     smp.set_tensor_parallelism(module[2], False)
@@ -117,6 +123,35 @@ def test_modules_are_replaced_with_degree_1_too(job: Any) -> None:
     assert list(model.distributed_modules()) == [module[0]]
     torch.testing.assert_close(model(value), expected)
     assert get_distribution_axis(next(model.parameters())) is None  # each rank has all of it
+
+
+def test_attention_without_parameters_equals_its_definition(job: Any) -> None:
+    qkv = torch.randn(2, 5, 3, 4, 8)
+    query, key, value = qkv.permute(2, 0, 3, 1, 4)
+    scores = query @ key.transpose(2, 3) / (8**0.5 * 3)
+    hidden = ~torch.ones(5, 5, dtype=torch.bool).tril()
+    attention = smp.nn.FlashAttentionLayer(0.0, scale_attn_by_layer_idx=True, layer_idx=2)
+    torch.testing.assert_close(attention(qkv), scores.softmax(-1) @ value)
+    found = attention(qkv, causal=True)
+    torch.testing.assert_close(found, scores.masked_fill(hidden, float("-inf")).softmax(-1) @ value)
+    mask = torch.randn(2, 1, 1, 5)
+    torch.testing.assert_close(attention(qkv, mask), (scores + mask).softmax(-1) @ value)
+
+
+def test_alibi_adds_a_slope_of_the_distance_to_scores(job: Any) -> None:
+    options: dict[str, Any] = {"attention_dropout_prob": 0.0, "hidden_dropout_prob": 0.0, "post_layernorm": False}
+    states, slopes = torch.randn(2, 6, 16), torch.tensor([2.0**-2, 2.0**-4, 2.0**-6, 2.0**-8])
+    torch.manual_seed(0)
+    attention = smp.nn.DistributedAttentionLayer(4, 4, 16, pre_layernorm=True, use_alibi=True, **options)
+    torch.manual_seed(0)
+    plain = smp.nn.DistributedAttentionLayer(4, 4, 16, pre_layernorm=True, **options)
+    distances = torch.arange(6.0)[:, None] - torch.arange(6.0)
+    bias = -slopes[:, None, None] * distances
+    torch.testing.assert_close(attention((states, None)), plain((states, bias)))
+    with pytest.raises(SMPUnsupportedError, match="use_alibi with 3 heads"):
+        smp.nn.DistributedAttentionLayer(3, 4, 12, use_alibi=True)
+    with pytest.raises(SMPUnsupportedError, match="neither pre_layernorm nor post_layernorm"):
+        smp.nn.DistributedTransformerLayer(post_layernorm=False)
 
 
 def test_options_of_tensor_parallelism_warn_without_effect_and_have_no_typos(job: Any) -> None:
@@ -170,8 +205,7 @@ def test_other_arguments_without_effect_warn(job: Any, tmp_path: Any) -> None:
     model, optimizer = wrapped()
     with pytest.warns(UserWarning, match="pack_args_as_tuple has no effect"):
         smp.set_activation_checkpointing(model.module, pack_args_as_tuple=True)
-    with pytest.warns(UserWarning, match="translate_if_full of smp.save_checkpoint has no effect"):
-        smp.save_checkpoint(tmp_path, "full", partial=False, model=model, translate_if_full=False)
+    smp.save_checkpoint(tmp_path, "full", partial=False, model=model, translate_if_full=False)
     with pytest.warns(UserWarning, match="load_sharded_optimizer_state of smp.resume_from_checkpoint has no effect"):
         smp.resume_from_checkpoint(tmp_path, "full", partial=False, load_sharded_optimizer_state=False)
     with pytest.warns(UserWarning, match="The loss scale has no effect: it is for 'fp16'"):

@@ -44,6 +44,34 @@ def test_half_precision_scales_and_clips_shares(mpirun: Mpirun) -> None:
     start(mpirun, 2, "trains_in_half_precision", fp16=True, prescaled_batch=True)
 
 
+@pytest.mark.parametrize("prescaled", [False, True])
+def test_transformer_layers_equal_the_published_reference(mpirun: Mpirun, prescaled: bool) -> None:
+    start(mpirun, 2, "transformer_layers", prescaled_batch=prescaled)
+    start(mpirun, 2, "normalizes", prescaled_batch=prescaled)
+
+
+def test_a_language_model_trains_as_on_one_rank(mpirun: Mpirun) -> None:
+    start(mpirun, 2, "language_model", prescaled_batch=True)
+    start(mpirun, 4, "language_model", partitions=2, microbatches=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("gpt2", {}),
+        ("gptj", {"prescaled_batch": True}),
+        ("gptneo", {}),
+        ("gptneox", {"delayed_parameter_initialization": True, "prescaled_batch": True}),
+        ("bert", {}),
+    ],
+)
+def test_hugging_faces_models_train_as_themselves(
+    mpirun: Mpirun, tmp_path: Path, name: str, parameters: dict[str, Any]
+) -> None:
+    pytest.importorskip("transformers")
+    start(mpirun, 2, "trains_hugging_face", name, tmp_path, **parameters)
+
+
 def test_modules_of_scripts_are_replaced_by_what_they_registered(mpirun: Mpirun) -> None:
     start(mpirun, 2, "registers", prescaled_batch=True)
 

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 import smdistributed.modelparallel.torch as smp
+from smdistributed.modelparallel.torch.nn.module import split_of, take_share
 from smdistributed.modelparallel.torch.utils import get_distribution_axis
 
 STEPS, BATCH, TOLERANCE = 20, 16, 1e-6
@@ -216,6 +217,252 @@ def registers() -> None:
         assert "create the optimizer after smp.DistributedModel" in str(error)
     else:
         raise AssertionError("an optimizer of replaced parameters was accepted")
+
+
+class Attention(nn.Module):
+    """AWS's published reference of DistributedAttentionLayer, with a residual in any case."""
+
+    def __init__(self, size: int, heads: int, causal: bool, pre: bool, post: bool) -> None:
+        super().__init__()
+        self.heads, self.causal = heads, causal
+        self.query, self.key, self.value, self.dense = (nn.Linear(size, size) for _ in range(4))
+        self.pre_layernorm = nn.LayerNorm(size) if pre else None
+        self.layernorm = nn.LayerNorm(size) if post else None
+
+    def forward(self, hidden: torch.Tensor, cross: torch.Tensor | None, mask: torch.Tensor) -> torch.Tensor:
+        normed = hidden if self.pre_layernorm is None else self.pre_layernorm(hidden)
+        source = normed if cross is None else cross
+        query, key, value = (
+            layer(given).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for layer, given in ((self.query, normed), (self.key, source), (self.value, source))
+        )
+        scores = query @ key.transpose(2, 3) / query.shape[-1] ** 0.5
+        if self.causal:
+            scores = scores.masked_fill(~torch.ones(scores.shape[-2:], dtype=torch.bool).tril(), -1e9)
+        context = (scores + mask).softmax(-1) @ value
+        output = hidden + self.dense(context.transpose(1, 2).flatten(2))
+        return output if self.layernorm is None else self.layernorm(output)  # type: ignore[no-any-return]
+
+
+class Output(nn.Module):
+    """AWS's published reference of DistributedTransformerOutputLayer, with a residual in any case."""
+
+    def __init__(self, size: int, pre: bool, post: bool) -> None:
+        super().__init__()
+        self.dense1, self.dense2 = nn.Linear(size, 4 * size), nn.Linear(4 * size, size)
+        self.pre_layernorm = nn.LayerNorm(size) if pre else None
+        self.layernorm = nn.LayerNorm(size) if post else None
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        normed = hidden if self.pre_layernorm is None else self.pre_layernorm(hidden)
+        output = hidden + self.dense2(functional.gelu(self.dense1(normed)))
+        return output if self.layernorm is None else self.layernorm(output)  # type: ignore[no-any-return]
+
+
+class Layer(nn.Module):
+    def __init__(self, size: int, heads: int, causal: bool, cross: bool, pre: bool, post: bool) -> None:
+        super().__init__()
+        self.attention, self.output = Attention(size, heads, causal, pre, post), Output(size, pre, post)
+        self.cross_attention = Attention(size, heads, False, pre, post) if cross else None
+
+    def forward(self, hidden: torch.Tensor, mask: torch.Tensor, cross: torch.Tensor) -> torch.Tensor:
+        hidden = self.attention(hidden, None, mask)
+        if self.cross_attention is not None:
+            hidden = self.cross_attention(hidden, cross, mask)
+        return self.output(hidden)  # type: ignore[no-any-return]
+
+
+class Holder(nn.Module):
+    """A transformer layer, as a script would hold it."""
+
+    def __init__(self, layer: nn.Module, cross: bool) -> None:
+        super().__init__()
+        self.layer, self.cross = layer, cross
+
+    def forward(self, hidden: torch.Tensor, mask: torch.Tensor, cross: torch.Tensor) -> torch.Tensor:
+        given = (hidden, cross, mask, mask) if self.cross else (hidden, mask)
+        return self.layer(given)[0]  # type: ignore[no-any-return]
+
+
+@smp.step
+def layer_step(model: Any, *given: torch.Tensor) -> torch.Tensor:
+    output: torch.Tensor = model(*given)
+    model.backward(output.square().mean())
+    return output
+
+
+def is_as_published(causal: bool, cross: bool, pre: bool, post: bool) -> None:
+    """Outputs and gradients of a layer equal those of the published reference, which has its state dict."""
+    torch.manual_seed(1)
+    plain = Layer(16, 4, causal, cross, pre, post)
+    smp.state.model = smp.state.optimizer = None
+    layer = smp.nn.DistributedTransformerLayer(
+        4, 4, 16, 64, 0.0, 0.0, causal_mask_size=8 if causal else None,
+        add_cross_attention=cross, pre_layernorm=pre, post_layernorm=post,
+    )  # fmt: skip
+    model = smp.DistributedModel(Holder(layer, cross))
+    model.load_state_dict({f"layer.{name}": value for name, value in plain.state_dict().items()})
+    generator = torch.Generator().manual_seed(3)
+    hidden, other = torch.randn(2, 8, 6, 16, generator=generator)
+    mask = torch.zeros(8, 1, 1, 6).masked_fill(torch.rand(8, 1, 1, 6, generator=generator) < 0.2, -1e9)
+    mask[..., 0] = 0.0
+    expected = plain(hidden, mask, other)
+    torch.autograd.backward(expected.square().mean())
+    found = layer_step(model, *map(own_rows, (hidden, mask, other))).concat()
+    close(found, own_rows(expected), 1e-5)
+    gradients = {f"layer.{name}": p.grad for name, p in plain.named_parameters()}
+    for name, parameter in model.local_named_parameters():
+        split, gradient = split_of(parameter), gradients[name]
+        assert gradient is not None and parameter.grad is not None
+        close(parameter.grad, gradient if split is None else take_share(gradient, split), 1e-5)
+
+
+def transformer_layers() -> None:
+    for causal, cross, pre, post in (
+        (True, False, True, False),
+        (False, True, False, True),
+        (False, False, True, True),
+    ):
+        is_as_published(causal, cross, pre, post)
+
+
+def language_model() -> None:
+    """A GPT trains as its own copy does with degree 1, with a split embedding and checkpointed layers."""
+    from smdistributed.modelparallel.torch.nn import tensor_group
+
+    options: dict[str, Any] = {
+        "num_layers": 2, "num_attention_heads": 4, "attention_head_size": 4, "hidden_size": 16,
+        "intermediate_size": 32, "vocab_size": 50, "num_positions": 8, "attention_dropout_prob": 0.0,
+        "hidden_dropout_prob": 0.0, "causal_mask_size": 8, "pre_layernorm": True, "post_layernorm": False,
+        "num_token_types": 2,
+    }  # fmt: skip
+    own = tensor_group.tensor_group()
+    torch.manual_seed(5)
+    tensor_group.set_tensor_group(tensor_group.TensorGroup(None, 0, 1, True))
+    plain = smp.nn.DistributedTransformerLMHead(**options)
+    tensor_group.set_tensor_group(own)
+    model = smp.DistributedModel(smp.nn.DistributedTransformerLMHead(**options, distribute_embedding=True))
+    model.load_state_dict(plain.state_dict())
+    layers: Any = model.get_module().transformer
+    smp.set_activation_checkpointing(layers.seq_layers)
+    optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), 1e-2))
+    generator = torch.Generator().manual_seed(7)
+    ids = torch.randint(0, 50, (8, 8), generator=generator)
+    mask = (torch.rand(8, 8, generator=generator) < 0.2).long()
+    mask[:, 0] = 0
+
+    @smp.step
+    def step(model: Any, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        loss, _ = model((ids, mask, ids % 2, None, ids))
+        model.backward(loss)
+        return loss  # type: ignore[no-any-return]
+
+    losses = []
+    for _ in range(5):
+        optimizer.zero_grad()
+        losses.append(mean_over_replicas(step(model, own_rows(ids), own_rows(mask)).reduce_mean()))
+        optimizer.step()
+    tensor_group.set_tensor_group(tensor_group.TensorGroup(None, 0, 1, True))
+    other, expected = torch.optim.AdamW(plain.parameters(), 1e-2), []
+    for _ in range(5):
+        other.zero_grad()
+        loss, _ = plain((ids, mask, ids % 2, None, ids))
+        torch.autograd.backward(loss)
+        other.step()
+        expected.append(loss.item())
+    close(torch.tensor(losses), torch.tensor(expected))
+
+
+def normalizes() -> None:
+    """DistributedLayerNorm equals torch's, with its gradients."""
+    torch.manual_seed(2)
+    plain = nn.LayerNorm(12)
+    nn.init.normal_(plain.weight)
+    value = torch.randn(8, 3, 12)
+    model = smp.DistributedModel(nn.Sequential(smp.nn.DistributedLayerNorm(12)))
+    model.load_state_dict({f"0.{name}": tensor for name, tensor in plain.state_dict().items()})
+    given = own_rows(value).requires_grad_()
+    whole = value.clone().requires_grad_()
+    output, expected = model(given), plain(whole)
+    close(output, own_rows(expected))
+    torch.autograd.backward(expected.pow(3).mean())
+    model.backward(output.pow(3).mean())
+    assert given.grad is not None and whole.grad is not None and plain.weight.grad is not None
+    close(given.grad, own_rows(whole.grad) * (len(value) / len(given)))
+    gradient = next(model.local_parameters()).grad
+    assert gradient is not None
+    close(gradient, plain.weight.grad.chunk(2)[smp.tp_rank()])
+
+
+def hugging_face_models() -> dict[str, Callable[[], Any]]:
+    from transformers import (
+        BertConfig,
+        BertForMaskedLM,
+        GPT2Config,
+        GPT2LMHeadModel,
+        GPTJConfig,
+        GPTJForCausalLM,
+        GPTNeoConfig,
+        GPTNeoForCausalLM,
+        GPTNeoXConfig,
+        GPTNeoXForCausalLM,
+    )
+
+    sizes = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 32, "max_position_embeddings": 16}
+    old = {"vocab_size": 50, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 16}
+    local: dict[str, Any] = {"attention_types": [[["global", "local"], 1]], "window_size": 3}
+    return {
+        "gpt2": lambda: GPT2LMHeadModel(GPT2Config(**old, scale_attn_by_inverse_layer_idx=True)),
+        "gptj": lambda: GPTJForCausalLM(GPTJConfig(**old, rotary_dim=2)),
+        "gptneo": lambda: GPTNeoForCausalLM(GPTNeoConfig(**sizes, num_layers=2, num_heads=4, **local)),
+        "gptneox": lambda: GPTNeoXForCausalLM(
+            GPTNeoXConfig(**sizes, num_hidden_layers=2, num_attention_heads=4, rotary_pct=0.5)
+        ),
+        "bert": lambda: BertForMaskedLM(BertConfig(**sizes, num_hidden_layers=2, num_attention_heads=4)),
+    }
+
+
+@smp.step
+def hugging_face_step(model: Any, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = model(input_ids=ids, attention_mask=mask, labels=ids)["loss"]
+    model.backward(loss)
+    return loss
+
+
+def trains_hugging_face(name: str, directory: str) -> None:
+    """Losses equal the plain model's, and a full checkpoint is one of the plain model, which both load."""
+    torch.manual_seed(0)
+    plain = hugging_face_models()[name]().eval()  # without dropout
+    for parameter in plain.parameters():
+        nn.init.normal_(parameter, float(parameter.dim() == 1), 0.2)
+    with smp.model_creation(tensor_parallelism=True):
+        given = hugging_face_models()[name]().eval()
+    given.load_state_dict(plain.state_dict())
+    model = smp.DistributedModel(given)
+    assert any("seq_layers" in key for key in model.local_state_dict())
+    # Adam would divide the gradients of keys' biases, which are 0 but for rounding, by themselves.
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1))
+    other = torch.optim.SGD(plain.parameters(), 0.1)
+    ids = torch.randint(2, 50, (8, 8), generator=torch.Generator().manual_seed(7))
+    mask = torch.ones_like(ids)
+    mask[:, 6:] = 0
+    for _ in range(4):
+        optimizer.zero_grad()
+        loss = mean_over_replicas(hugging_face_step(model, own_rows(ids), own_rows(mask)).reduce_mean())
+        optimizer.step()
+        other.zero_grad()
+        expected = plain(input_ids=ids, attention_mask=mask, labels=ids)["loss"]
+        torch.autograd.backward(expected)
+        other.step()
+        close(torch.tensor(loss), expected.detach(), 1e-5)
+    smp.save_checkpoint(directory, name, False, model)
+    saved = torch.load(f"{directory}/{name}", weights_only=True)
+    assert set(saved) == set(plain.state_dict())
+    for key, value in plain.state_dict().items():
+        close(saved[key], value, 1e-5)
+    before = model.state_dict()
+    smp.resume_from_checkpoint(directory, name, False)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
 
 
 if __name__ == "__main__":

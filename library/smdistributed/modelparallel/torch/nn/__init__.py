@@ -1,25 +1,32 @@
-"""Modules of AWS API 1.6: the tensor-parallel ones, and FusedLayerNorm."""
-
-from __future__ import annotations
-
-from torch import nn
+"""Modules of AWS API 1.6: the tensor-parallel ones, FlashAttentionLayer and FusedLayerNorm."""
 
 from smdistributed.modelparallel.torch.nn import huggingface
-from smdistributed.modelparallel.torch.nn.layers import DistributedEmbedding, DistributedLinear
+from smdistributed.modelparallel.torch.nn.attention import DistributedAttentionLayer, FlashAttentionLayer
+from smdistributed.modelparallel.torch.nn.layers import (
+    DistributedEmbedding,
+    DistributedLayerNorm,
+    DistributedLinear,
+    FusedLayerNorm,
+)
 from smdistributed.modelparallel.torch.nn.module import DistributedModule
-from smdistributed.modelparallel.torch.nn.unsupported import MODULES, unsupported_module
+from smdistributed.modelparallel.torch.nn.transformer import (
+    DistributedTransformer,
+    DistributedTransformerLayer,
+    DistributedTransformerLMHead,
+    DistributedTransformerOutputLayer,
+)
 
-
-class FusedLayerNorm(nn.LayerNorm):
-    """torch's LayerNorm, which is one kernel too. Scripts look for this class to exclude it from weight decay."""
-
-
-globals().update({name: unsupported_module(name) for name in MODULES})
 __all__ = [
+    "DistributedAttentionLayer",
     "DistributedEmbedding",
+    "DistributedLayerNorm",
     "DistributedLinear",
     "DistributedModule",
+    "DistributedTransformer",
+    "DistributedTransformerLMHead",
+    "DistributedTransformerLayer",
+    "DistributedTransformerOutputLayer",
+    "FlashAttentionLayer",
     "FusedLayerNorm",
     "huggingface",
-    *MODULES,
 ]

@@ -12,6 +12,7 @@ from smdistributed.modelparallel.torch.nn.tensor_group import (
     channels_to_rows,
     gather_rows,
     rows_to_channels,
+    sum_over_group,
     sum_partial,
     tensor_group,
 )
@@ -138,3 +139,36 @@ class DistributedEmbedding(DistributedModule):
     def extra_repr(self) -> str:
         """As torch's Embedding."""
         return f"{self.num_embeddings}, {self.embedding_dim}"
+
+
+class DistributedLayerNorm(DistributedModule):
+    """torch's LayerNorm over the last axis, with its channels split over TP_GROUP (AWS API 1.6).
+
+    Input and output are [N, ..., normalized_shape]. Means and variances are computed in float32, over all ranks.
+
+    Args:
+        normalized_shape: The number of channels, over all ranks.
+        eps: Added to the variance.
+
+    Raises:
+        SMPUnsupportedError: If `tensor_parallel_degree` does not divide the number of channels.
+        StepUsageError: Before `smp.init`.
+    """
+
+    def __init__(self, normalized_shape: int, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.normalized_shape, self.eps = normalized_shape, eps
+        self.weight, self.bias = nn.Parameter(torch.ones(normalized_shape)), nn.Parameter(torch.zeros(normalized_shape))
+        for name in ("weight", "bias"):
+            self.split_parameter(name, 0)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 (torch's name)
+        channels = rows_to_channels(input).float()
+        centered = channels - sum_over_group(channels.sum(-1, keepdim=True)) / self.normalized_shape
+        variance = sum_over_group(centered.square().sum(-1, keepdim=True)) / self.normalized_shape
+        normalized = (centered * (variance + self.eps).rsqrt()).to(input.dtype)
+        return channels_to_rows(normalized * self.weight + self.bias)
+
+
+class FusedLayerNorm(nn.LayerNorm):
+    """torch's LayerNorm, which is one kernel too. Scripts look for this class to exclude it from weight decay."""

@@ -60,11 +60,11 @@ def split_of(tensor: torch.Tensor) -> Split | None:
     return getattr(tensor, _MARK, None)
 
 
-def copy_split(parameter: torch.Tensor, copy: torch.Tensor) -> None:
-    """Notes that a copy of a parameter is split as the parameter is."""
-    split = split_of(parameter)
+def copy_split(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Marks a parameter as split as another one is."""
+    split = split_of(source)
     if split is not None:
-        setattr(copy, _MARK, split)
+        setattr(target, _MARK, split)
 
 
 def take_share(tensor: torch.Tensor, split: Split) -> torch.Tensor:

@@ -27,15 +27,15 @@ WITHOUT_EFFECT = {
     "fused_bias_gelu": "torch fuses operations itself",
     "fused_dropout": "torch fuses operations itself",
     "fused_softmax": "torch fuses operations itself",
+    "flash_attention": "torch chooses the kernel",
+    "query_key_layer_scaling": "torch computes the softmax in float32",
     "zero_init": "AWS has not published its effect",
 }
 """Published options that have no effect here, and why."""
 OPTIONS = (
     "attention_in_fp32",
     "distribute_embedding",
-    "flash_attention",
     "fp32_residual_addition",
-    "query_key_layer_scaling",
     "use_alibi",
     *WITHOUT_EFFECT,
 )

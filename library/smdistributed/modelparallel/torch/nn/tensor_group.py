@@ -69,6 +69,13 @@ def sum_partial(tensor: torch.Tensor) -> torch.Tensor:
     return _Sum.apply(tensor) if own.same_rows else _SumRows.apply(tensor)  # type: ignore[no-any-return,no-untyped-call]
 
 
+def sum_over_group(tensor: torch.Tensor) -> torch.Tensor:
+    """Sums the ranks' results for the same rows. Each rank computes other results from the sum."""
+    if tensor_group().size == 1:
+        return tensor
+    return _Copy.apply(_Sum.apply(tensor))  # type: ignore[no-any-return,no-untyped-call]
+
+
 def rows_to_channels(tensor: torch.Tensor) -> torch.Tensor:
     """Returns this rank's part of the channels (the last axis) for the rows of all ranks."""
     own = tensor_group()

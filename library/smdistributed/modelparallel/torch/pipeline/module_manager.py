@@ -41,7 +41,7 @@ class ModuleManager:
         self.stages: dict[str, int] = {}
         self._without_gradients: set[nn.Parameter] = set()
         self.translate_functions: list[tuple[Callable[..., Any], Callable[..., Any]]] = []
-        """Functions that translate state dicts of `smp.nn` modules to other libraries and back (AWS 1.10): none yet."""
+        """Functions that translate state dicts of `smp.nn` modules to other libraries and back (AWS 1.10)."""
 
     @property
     def index(self) -> int:

@@ -133,15 +133,13 @@ def save_checkpoint(
         optimizer: Its state is saved.
         user_content: Anything that can be pickled; `resume_from_checkpoint` returns it. It warns if loading it will
             require `weights_only=False`.
-        translate_if_full: No effect, and a warning if it is false. Full checkpoints have the model's own names; for a
-            Hugging Face model these are Hugging Face's.
+        translate_if_full: Whether Hugging Face's models that are tensor-parallel have Hugging Face's names in a full
+            checkpoint. Other models have their own names.
         num_kept_partial_checkpoints: How many partial checkpoints to keep, the newest; None: all.
 
     Raises:
         SMPRuntimeError: If neither a model nor an optimizer is given.
     """
-    if not translate_if_full:
-        warn_without_effect("translate_if_full of smp.save_checkpoint", "full checkpoints have the model's own names")
     if model is None and optimizer is None:
         raise SMPRuntimeError(
             f"save_checkpoint of {tag!r} has nothing to save. Fix: give a model, an optimizer or both."
@@ -152,7 +150,7 @@ def save_checkpoint(
         if save_partial(state, directory, tag, model, optimizer, user_content):
             remove_old(directory, num_kept_partial_checkpoints)
     else:
-        _save_full(directory, tag, model, optimizer, user_content)
+        _save_full(directory, tag, model, optimizer, user_content, translate_if_full)
     barrier()
 
 
@@ -209,7 +207,12 @@ def resume_from_checkpoint(
 
 
 def _save_full(
-    directory: Path, tag: str, model: DistributedModel | None, optimizer: DistributedOptimizer | None, content: Any
+    directory: Path,
+    tag: str,
+    model: DistributedModel | None,
+    optimizer: DistributedOptimizer | None,
+    content: Any,
+    translate: bool,
 ) -> None:
     """All ranks call it. Only rank 0 of the first replica writes files."""
     gathered = optimizer.join_shares(optimizer.local_state_dict()) if optimizer else None  # from all replicas
@@ -222,6 +225,8 @@ def _save_full(
             if optimizer:
                 write_object(states, directory / f"optimizer_{tag}")
             if model:
+                for to_other, _ in model.manager.translate_functions if translate else ():
+                    whole = to_other(whole)
                 write_object(whole, directory / tag)
             write_newest(directory, tag, "full")
 

@@ -21,6 +21,7 @@ from smdistributed.modelparallel.backend.exceptions import (
     SMPUnsupportedError,
     StepUsageError,
 )
+from smdistributed.modelparallel.torch.nn.huggingface import translations
 from smdistributed.modelparallel.torch.nn.replacement import distribute
 from smdistributed.modelparallel.torch.pipeline.module_manager import ModuleManager
 from smdistributed.modelparallel.torch.pipeline.module_routing import route_calls
@@ -113,6 +114,7 @@ class DistributedModel(ModelParts):
             convert(module, self._dtype)
         self.module = module
         self.manager = ModuleManager(module, lambda: self._state.stage)
+        self.manager.translate_functions = list(translations(module))
         self.partitioned = False
         self.weights: list[float] = []
         """The share of each microbatch of the running step in its batch."""

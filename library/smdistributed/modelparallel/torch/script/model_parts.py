@@ -146,7 +146,7 @@ class ModelParts(WrappedModel):
 
         Args:
             state_dict: The whole model's, or at least what this stage has of it. Each stage takes its own part, and
-                asks no other.
+                asks no other. It may have Hugging Face's names.
             strict: Whether missing and unexpected keys are errors.
             assign: No effect, and a warning if it is True: the parameters stay the same objects.
             same_partition_load: Whether `local_state_dict` returned it for the same partition. Either is as fast.
@@ -156,6 +156,8 @@ class ModelParts(WrappedModel):
         """
         if assign:
             warn_without_effect("assign=True of load_state_dict", "the optimizer knows the model's parameters")
+        for _, from_other in self.manager.translate_functions:
+            state_dict = from_other(state_dict)
         if not self.partitioned:
             self._to_load = dict(state_dict), strict
             return None

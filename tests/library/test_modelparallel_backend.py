@@ -112,6 +112,12 @@ def test_published_keys_without_effect_warn_once_and_not_with_their_default(
         check({"partitions": 2, key: default})
 
 
+@pytest.mark.parametrize("name", ["SMP_NCCL_THROTTLE_LIMIT", "SMP_DISABLE_D2D", "SMP_ENABLE_CROSS_NODE_D2D"])
+def test_published_variables_without_effect_warn(name: str) -> None:
+    with pytest.warns(UserWarning, match=f"The variable {name} has no effect: "):
+        read_config({"partitions": 2}, {name: "8"})
+
+
 @pytest.mark.parametrize("strategy", sorted(PLACEMENTS))
 @pytest.mark.parametrize(("replicas", "stages", "tensors"), [(1, 4, 1), (2, 4, 1), (3, 2, 2)])
 def test_every_rank_is_in_one_group_of_each_kind(strategy: str, replicas: int, stages: int, tensors: int) -> None:

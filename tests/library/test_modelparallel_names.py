@@ -405,9 +405,11 @@ def test_model_names_of_tensor_and_data_parallelism(job: Any) -> None:
     assert [name for name, _ in model.default_reducer_named_parameters()] == [name for name, _ in everything]
     state = {**model.local_state_dict(), "_smp_is_partial": True}
     model.load_state_dict(state, same_partition_load=True)
-    for refused in (model.join, lambda: model.register_comm_hook(None, None)):
-        with pytest.raises(SMPUnsupportedError, match="Fix: "):
-            refused()
+    with pytest.raises(SMPUnsupportedError, match="Fix: "):
+        model.join()
+    model.register_comm_hook(None, lambda state, bucket: None)
+    with pytest.raises(SMPRuntimeError, match="has a communication hook already"):
+        model.register_comm_hook(None, lambda state, bucket: None)
 
 
 def test_optimizer_names_of_published_scripts(job: Any) -> None:

@@ -35,7 +35,7 @@ def test_sharded_training_equals_that_of_one_process(mpirun: Mpirun, ranks: int,
 @pytest.mark.long
 @pytest.mark.mpi
 def test_what_scripts_do_beside_sharding_changes_no_result(mpirun: Mpirun) -> None:
-    job(mpirun, 2, 2, "checkpointed,habits,outside,half,names,foreign")
+    job(mpirun, 2, 2, "kinds,checkpointed,habits,outside,half,names,foreign")
 
 
 @NEEDS_FSDP2

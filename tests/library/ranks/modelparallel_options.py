@@ -13,14 +13,16 @@ import random
 import runpy
 import sys
 import warnings
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 import smdistributed.modelparallel.torch as smp
-from smdistributed.modelparallel.torch.optimizers import FusedLAMB, FusedNovoGrad
+from smdistributed.modelparallel.torch.optimizers import FusedAdam, FusedLAMB, FusedNovoGrad
 
 COMMON: Any = runpy.run_path(str(Path(__file__).with_name("modelparallel.py")))
 NORM, VALUE = 0.1, 0.002
@@ -56,8 +58,14 @@ OPTIMIZER: dict[str, dict[str, Any]] = {
 KINDS: dict[str, Any] = {
     "adam": lambda parameters: torch.optim.Adam(parameters, 1e-3, eps=1e-4),
     "lamb": lambda parameters: FusedLAMB(parameters, 1e-3, eps=1e-4, max_grad_norm=0.1),
+    "fused adam": lambda parameters: FusedAdam(parameters, 1e-3, eps=1e-4, weight_decay=0.1),
     "novograd": lambda parameters: FusedNovoGrad(parameters, 1e-3, weight_decay=0.1),
 }
+if find_spec("pytorch_optimizer"):  # only a checkout has it, and not an image
+    import pytorch_optimizer
+
+    KINDS["lamb, large batches"] = lambda parameters, **how: pytorch_optimizer.Lamb(parameters, 1e-3, eps=1e-4, **how)
+    KINDS["lars, large batches"] = lambda parameters, **how: pytorch_optimizer.LARS(parameters, 1e-2, **how)
 OTHERS: tuple[str, ...] = (
     "checkpointed each",
     "checkpointed contiguous",
@@ -65,7 +73,7 @@ OTHERS: tuple[str, ...] = (
     "optimizer.backward",
     "resumed",
 )
-OTHERS += ("graph kept",)
+OTHERS += ("graph kept", "hooked")
 HABITS: tuple[str, ...] = ("clipped", "clipped by torch", "clipped by the model", "clipped by value")
 HABITS += ("frozen", "unfrozen", "scheduled", "smaller batches", "evaluated between")
 EXCLUDED: tuple[set[str], ...] = ({"fp16", "bf16"}, {"uneven", "summed"}, {"frozen", "unfrozen"})
@@ -165,6 +173,8 @@ class Job:
             warnings.simplefilter("ignore" if scale else "error")
             self.optimizer = smp.DistributedOptimizer(inner, **scale)
         self.model = smp.DistributedModel(self.module, **given[1])
+        if "hooked" in names:
+            self.model.register_comm_hook(smp.get_dp_process_group(), allreduce_hook)
         self.step = smp.step(self._step, detach_outputs="graph kept" not in names)
 
     def _mark(self) -> None:

@@ -15,6 +15,9 @@ from torch.nn.utils import clip_grad_norm_
 import smdistributed.modelparallel.torch as smp
 
 COMMON: Any = runpy.run_path(str(Path(__file__).with_name("modelparallel.py")))
+KINDS: Any = runpy.run_path(str(Path(__file__).with_name("modelparallel_options.py")))["KINDS"]
+KINDS["adamw"] = lambda parameters: torch.optim.AdamW(parameters, 1e-3, eps=1e-4)
+KINDS["sgd"] = lambda parameters: torch.optim.SGD(parameters, 0.02, momentum=0.9)
 STEPS, TOLERANCE, CLIPPING = 6, 1e-6, 0.05
 DEGREE, STAGES = int(os.environ["DEGREE"]), int(os.environ.get("STAGES", "1"))
 CLIPPED = {"sdp_gradient_clipping": CLIPPING} if DEGREE > 1 else {}
@@ -61,11 +64,11 @@ def configure(**values: Any) -> None:
     COMMON["configure"](**{"sharded_data_parallel_degree": DEGREE, "microbatches": 2, **values})
 
 
-def alone(clipping: float, steps: int = STEPS) -> tuple[list[float], Net]:
+def alone(clipping: float, kind: str) -> tuple[list[float], Net]:
     """Plain torch's losses and model, with the batches of all ranks."""
     module, losses = fresh(), []
-    optimizer = torch.optim.AdamW(module.parameters(), 1e-3, eps=1e-4)
-    for tokens, target in COMMON["batches"](steps):
+    optimizer = KINDS[kind](module.parameters())
+    for tokens, target in COMMON["batches"](STEPS):
         optimizer.zero_grad()
         loss = COMMON["loss_of"](module(tokens), target)
         loss.backward()
@@ -83,11 +86,13 @@ def train_step(model: Any, tokens: torch.Tensor, target: torch.Tensor) -> torch.
 
 
 class Job:
-    def __init__(self, early: bool = True, **options: Any) -> None:
+    def __init__(self, early: bool = True, kind: str = "adamw") -> None:
         self.module = fresh()
-        inner = torch.optim.AdamW(self.module.parameters(), 1e-3, eps=1e-4) if early else None
-        self.model = smp.DistributedModel(self.module, **options)
-        self.optimizer = smp.DistributedOptimizer(inner or torch.optim.AdamW(self.model.parameters(), 1e-3, eps=1e-4))
+        # Their joint functions for all parameters refuse DTensors.
+        options = {"foreach": False} if kind.endswith("large batches") else {}
+        inner = KINDS[kind](self.module.parameters(), **options) if early else None
+        self.kind, self.model = kind, smp.DistributedModel(self.module)
+        self.optimizer = smp.DistributedOptimizer(inner or KINDS[kind](self.model.parameters(), **options))
 
     def train(self, first: int = 0, last: int = STEPS) -> list[float]:
         losses = []
@@ -101,7 +106,7 @@ class Job:
 
 
 def compare(job: Job, losses: list[float], clipping: float, tolerance: float = TOLERANCE, first: int = 0) -> None:
-    expected, module = alone(clipping)
+    expected, module = alone(clipping, job.kind)
     worst = max(abs(one - other) for one, other in zip(losses, expected[first:], strict=True))
     assert worst <= tolerance, (worst, losses, expected)
     found = job.model.state_dict()
@@ -121,6 +126,14 @@ def equal() -> None:
     held = sum(part.to_local().numel() for part in parts)
     whole = sum(p.numel() for p in fresh().parameters())
     assert held < whole / DEGREE * 1.2, (held, whole)
+
+
+def kinds() -> None:
+    """Optimizers that use the norm of a whole parameter, or of all gradients."""
+    for kind in sorted(KINDS.keys() - {"lamb, large batches"}):  # it changes a norm in place, which DTensor refuses
+        configure(sdp_gradient_clipping=0)
+        job = Job(kind=kind)
+        compare(job, job.train(), 0)
 
 
 def checkpointed() -> None:

@@ -17,6 +17,13 @@ from smdistributed.modelparallel.backend.exceptions import SMPConfigError, SMPUn
 
 LAUNCH_VARIABLE = "SM_HP_MP_PARAMETERS"
 VERIFY_VARIABLE = "SMP_VERIFY_STEPS"
+_WITHOUT_EFFECT_VARIABLES = {
+    "SMP_NCCL_THROTTLE_LIMIT": "NCCL's operations are not limited",
+    "SMP_DISABLE_D2D": "tensors pass between stages through the host's memory",
+    "SMP_D2D_GPU_BUFFER_SIZE_BYTES": "tensors pass between stages through the host's memory",
+    "SMP_ENABLE_CROSS_NODE_D2D": "tensors pass between stages through the host's memory",
+}
+"""Published variables that have no effect here, and the reason."""
 PIPELINES = ("interleaved", "simple")
 OPTIMIZE = ("memory", "speed")
 PLACEMENTS = {"cluster": "DPT", "spread": "TPD", **{"".join(p): "".join(p) for p in itertools.permutations("DPT")}}
@@ -129,6 +136,9 @@ def read_config(argument: Mapping[str, Any] | None, environ: Mapping[str, str]) 
     Raises SMPConfigError if `partitions` is missing, a key is unknown, or values are wrong or contradict each other.
     Raises SMPUnsupportedError for keys that are not implemented.
     """
+    for name, why in _WITHOUT_EFFECT_VARIABLES.items():
+        if name in environ:
+            warn_without_effect(f"The variable {name}", why)
     launched: Any = {}
     text = environ.get(LAUNCH_VARIABLE)
     if text is not None:

@@ -13,9 +13,10 @@ import torch
 from torch import nn
 
 from smdistributed.modelparallel.backend.exceptions import SMPConfigError
+from smdistributed.modelparallel.torch.script.gradients import local_part
 from smdistributed.modelparallel.torch.script.state import state
 
-__all__ = ["FusedLAMB", "FusedLamb", "FusedNovoGrad"]
+__all__ = ["FusedAdam", "FusedLAMB", "FusedLamb", "FusedNovoGrad"]
 
 
 class _Layerwise(torch.optim.Optimizer):
@@ -60,6 +61,74 @@ class _Layerwise(torch.optim.Optimizer):
 
     def _gradients(self) -> Iterator[torch.Tensor]:
         return (p.grad for group in self.param_groups for p in group["params"] if p.grad is not None)
+
+
+class FusedAdam(_Layerwise):
+    """Adam, with weight decay in the gradient or beside the moments (apex's arguments).
+
+    Args:
+        params: Parameters or groups of them.
+        lr: The learning rate.
+        bias_correction: Whether moments are corrected for their beginning at 0.
+        betas: The decay of the first and the second moment.
+        eps: Added to the root of the second moment.
+        adam_w_mode: Whether weight decay is beside the moments, as AdamW has it, or in the gradient.
+        weight_decay: The fraction of a parameter that is added to its update or its gradient.
+        amsgrad: Must be False.
+        set_grad_none: Whether `zero_grad` removes gradients.
+
+    Raises:
+        SMPConfigError: For `amsgrad`.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        adam_w_mode: bool = True,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        set_grad_none: bool = True,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "bias_correction": bias_correction,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+        }
+        super().__init__(params, defaults, amsgrad, set_grad_none)
+        self._decays_beside = adam_w_mode
+
+    def _update(self, parameter: nn.Parameter, group: dict[str, Any], own: dict[str, Any]) -> None:
+        """As apex's FusedAdam."""
+        assert parameter.grad is not None
+        update = _adam_update(parameter, parameter.grad, group, own, 1 - group["betas"][0], self._decays_beside)
+        parameter.sub_(update, alpha=group["lr"])
+
+
+def _adam_update(
+    parameter: nn.Parameter,
+    gradient: torch.Tensor,
+    group: dict[str, Any],
+    own: dict[str, Any],
+    share: float,
+    decays_beside: bool,
+) -> torch.Tensor:
+    """Moves the moments in `own`, of which the first takes `share` of the gradient. Returns the step, with decay."""
+    (beta1, beta2), decay = group["betas"], group["weight_decay"]
+    if decay and not decays_beside:
+        gradient = gradient + decay * parameter
+    first = own.setdefault("exp_avg", torch.zeros_like(parameter))
+    second = own.setdefault("exp_avg_sq", torch.zeros_like(parameter))
+    first.mul_(beta1).add_(gradient, alpha=share)
+    second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+    age = group["step"] if group["bias_correction"] else float("inf")
+    update: torch.Tensor = (first / (1 - beta1**age)) / ((second / (1 - beta2**age)).sqrt() + group["eps"])
+    return update + decay * parameter if decay and decays_beside else update
 
 
 class FusedLAMB(_Layerwise):
@@ -118,22 +187,12 @@ class FusedLAMB(_Layerwise):
 
     def _update(self, parameter: nn.Parameter, group: dict[str, Any], own: dict[str, Any]) -> None:
         """As apex's FusedLAMB. With weight decay or `use_nvlamb`, the step is scaled to the parameter's norm."""
-        beta1, beta2 = group["betas"]
-        most, decay = group["max_grad_norm"], group["weight_decay"]
+        most, share = group["max_grad_norm"], 1 - group["betas"][0] if group["grad_averaging"] else 1.0
         assert parameter.grad is not None
         gradient = parameter.grad / (self._norm / most if most and self._norm > most else 1.0)
-        if decay and not self._decays_beside:
-            gradient = gradient + decay * parameter
-        first = own.setdefault("exp_avg", torch.zeros_like(parameter))
-        second = own.setdefault("exp_avg_sq", torch.zeros_like(parameter))
-        first.mul_(beta1).add_(gradient, alpha=1 - beta1 if group["grad_averaging"] else 1.0)
-        second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-        age = group["step"] if group["bias_correction"] else float("inf")
-        update = (first / (1 - beta1**age)) / ((second / (1 - beta2**age)).sqrt() + group["eps"])
-        if decay and self._decays_beside:
-            update = update + decay * parameter
+        update = _adam_update(parameter, gradient, group, own, share, self._decays_beside)
         ratio = torch.ones((), device=parameter.device)
-        if decay or self._scales_all:
+        if group["weight_decay"] or self._scales_all:
             size, change = parameter.norm(), update.norm()
             ratio = torch.where((size > 0) & (change > 0), size / change, ratio)
         parameter.sub_(update * (group["lr"] * ratio))
@@ -222,11 +281,15 @@ class FusedNovoGrad(_Layerwise):
 
 def _norm_over_stages(gradients: Iterable[torch.Tensor], parameters: set[int]) -> float:
     """Returns the 2-norm; over all stages, which then call it, if `parameters` has the id of one of the model."""
-    square = sum(float(gradient.float().square().sum()) for gradient in gradients)
+    square = sum(float(local_part(gradient).float().square().sum()) for gradient in gradients)
     if parameters & _updated_ids():
         # With sharded optimizer state every replica has the gradients of its share, otherwise all of them.
-        group = "WORLD" if state.cfg.shard_optimizer_state else "PP_GROUP"
-        square = sum(state.objects.gather(square, state.group(group)))
+        is_shared = state.cfg.shard_optimizer_state
+        square = sum(
+            state.objects.gather(square, state.group("WORLD")) if is_shared else state.gather_over_stages(square)
+        )
+        if is_shared:
+            square /= len(state.group("TP_GROUP"))  # which have the same ones: split parameters are refused
     return float(square**0.5)
 
 

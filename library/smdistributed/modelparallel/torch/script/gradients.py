@@ -113,13 +113,57 @@ class _Bucket:
         self.work: Any = None
         self.is_early = False
 
+    def wait(self) -> None:
+        """Waits for the averages, which are then in `flat`. A hook gives a future of the tensor, or of a list of it."""
+        value = self.work.wait()
+        if isinstance(value, list):
+            (value,) = value
+        if isinstance(value, torch.Tensor):
+            self.flat = value
+
+
+class HookedBucket:
+    """A bucket as communication hooks get it, with the methods of torch.distributed.GradBucket."""
+
+    def __init__(self, bucket: _Bucket, index: int, count: int) -> None:
+        self._bucket, self._index, self._count = bucket, index, count
+
+    def index(self) -> int:
+        """The number of the bucket, from 0, in the order of sending."""
+        return self._index
+
+    def is_last(self) -> bool:
+        """Whether it is the last bucket of the step."""
+        return self._index == self._count - 1
+
+    def buffer(self) -> torch.Tensor:
+        """All gradients of the bucket in one vector."""
+        assert self._bucket.flat is not None
+        return self._bucket.flat
+
+    def set_buffer(self, tensor: torch.Tensor) -> None:
+        """Replaces the vector."""
+        self._bucket.flat = tensor
+
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters of the bucket."""
+        return list(self._bucket.parameters)
+
+    def gradients(self) -> list[torch.Tensor]:
+        """The parts of the vector, with the shapes of the parameters."""
+        parts = self.buffer().split([parameter.numel() for parameter in self._bucket.parameters])  # type: ignore[no-untyped-call]
+        return [part.view_as(parameter) for part, parameter in zip(parts, self._bucket.parameters)]
+
 
 class Reducer:
     """Averages the gradients of parameters over replicas. Hooks on their gradients count and send them.
 
     `overlap`: whether a bucket is sent as soon as it is complete, or at the end of the step. `every`: how many steps
-    are accumulated before they are averaged. `replicas`: see `by_replicas`.
+    are accumulated before they are averaged. `replicas`: see `by_replicas`. `hook`: computes the averages of a bucket
+    instead: see `DistributedModel.register_comm_hook`.
     """
+
+    hook: Callable[[HookedBucket], Any] | None = None
 
     def __init__(
         self,
@@ -185,12 +229,12 @@ class Reducer:
         self._send_next(lambda _: True)
         early, trained = self._agree_on_flags()
         for bucket in self._buckets:
-            bucket.work.wait()
+            bucket.wait()
             if bucket in early:
                 bucket.flat, bucket.work = None, None
                 self._send(bucket)
         for bucket in self._buckets:
-            bucket.work.wait()
+            bucket.wait()
             self._put_back(bucket, trained)
         self._expected |= self._seen
 
@@ -241,6 +285,9 @@ class Reducer:
         """Starts to average a copy of a bucket's gradients; missing ones count as 0. Does not wait."""
         gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in bucket.parameters]
         bucket.flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        if self.hook is not None:
+            bucket.work = self.hook(HookedBucket(bucket, self._buckets.index(bucket), len(self._buckets)))
+            return
         bucket.flat /= bucket.replicas.divisor
         bucket.work = dist.all_reduce(bucket.flat, group=bucket.replicas.group, async_op=True)
 

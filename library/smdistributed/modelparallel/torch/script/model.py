@@ -5,6 +5,7 @@ It runs calls and backward, places the modules, and has hooks. `model_parts` has
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -127,6 +128,7 @@ class DistributedModel(ModelParts):
         self._to_load = None
         self._resumed_stages: dict[str, int] | None = None
         self._replaced: dict[nn.Parameter, nn.Parameter] = {}
+        self._comm_hook: Callable[[Any], Any] | None = None
         self.shards: Shards | None = None
         """With `sharded_data_parallel_degree`, the shards of the placed model."""
         self._is_whole = False
@@ -285,7 +287,7 @@ class DistributedModel(ModelParts):
             self._to_load = None
         if len(self._state.group("DP_GROUP")) > 1 and self.shards is None:
             reducer = Reducer(list(self.local_named_parameters()), self._replicas(), *self._reducer_options)
-            self.gradients.reducer = reducer
+            reducer.hook, self.gradients.reducer = self._comm_hook, reducer
             self._copy_from_first_replica((*self.local_parameters(), *self.local_buffers()))
             reducer.begin()
         for hook in list(self._placement_hooks.values()):
@@ -367,12 +369,38 @@ class DistributedModel(ModelParts):
             "loader's sampler drop_last=True, and call step functions outside of model.join()."
         )
 
-    def register_comm_hook(self, state: Any, hook: Any) -> NoReturn:
-        """Not implemented (AWS API 1.3). Raises SMPUnsupportedError."""
-        raise SMPUnsupportedError(
-            "model.register_comm_hook() is not implemented: it belongs to torch's DistributedDataParallel. "
-            "Fix: leave it out; bucket_cap_mb and overlapping_allreduce say how gradients are averaged."
-        )
+    def register_comm_hook(self, state: Any, hook: Callable[[Any, Any], Any]) -> None:
+        """Has a hook average gradients over the replicas, one bucket at a time (AWS API 1.3).
+
+        torch's hooks work (torch.distributed.algorithms.ddp_comm_hooks). All ranks call it, before the first step.
+
+        Args:
+            state: The hook's first argument: for torch's a process group, or a state with one. With several partitions
+                it must be `smp.get_dp_process_group()`, or have that.
+            hook: Called as `hook(state, bucket)`. `bucket` has the methods of torch.distributed.GradBucket, and the
+                result is a torch.futures.Future of the bucket's averages.
+
+        Raises:
+            SMPConfigError: With several partitions, if `state` has no process group: torch's hooks take all ranks then.
+            SMPRuntimeError: If there is a hook already.
+            SMPUnsupportedError: With `sharded_data_parallel_degree` or `tensor_parallel_degree` above 1.
+        """
+        for name in ("sharded_data_parallel_degree", "tensor_parallel_degree"):
+            if getattr(self._state.cfg, name) > 1:
+                raise SMPUnsupportedError(
+                    f"model.register_comm_hook() is called, and {name!r} is above 1: gradients of split parameters are "
+                    "reduced in another way. Fix: leave one of them out."
+                )
+        if self._comm_hook is not None:
+            raise SMPRuntimeError("The model has a communication hook already. Fix: register one.")
+        if self._state.cfg.partitions > 1 and getattr(state, "process_group", state) is None:
+            raise SMPConfigError(
+                "model.register_comm_hook() has no process group, so that torch's hooks would average over all stages. "
+                "Fix: pass smp.get_dp_process_group() as the state, or to the state."
+            )
+        self._comm_hook = functools.partial(hook, state)
+        if self.gradients.reducer:
+            self.gradients.reducer.hook = self._comm_hook
 
     # --- hooks
 

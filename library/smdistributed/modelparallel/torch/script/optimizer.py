@@ -169,6 +169,9 @@ class DistributedOptimizer(WrappedOptimizer):
         """The current factor of losses; 1 without `fp16`."""
         return self.master_weights.scale.value
 
+    redefined_params = False
+    """Whether the library updates other parameters than the model's. With `shard_optimizer_state` AWS's does."""
+
     # --- inside a step
 
     def backward(self, loss: torch.Tensor, update_master_grads: bool = False) -> None:
@@ -345,6 +348,10 @@ class DistributedOptimizer(WrappedOptimizer):
         local["loss_scale"] = self.master_weights.scale.state_dict()
         local["gathered"] = gather_if_shard or not sharded
         return local
+
+    def orig_state_dict(self) -> dict[str, Any]:
+        """Returns `local_state_dict` with this rank's share alone. Published scripts compare it with saved shares."""
+        return self.local_state_dict(gather_if_shard=False)
 
     def state_dict(self, gather_to_rank0: bool = False) -> dict[str, Any]:
         """The wrapped optimizer's state dict for all stages; all ranks of a replica call it. Shares are joined.

@@ -154,6 +154,20 @@ def test_alibi_adds_a_slope_of_the_distance_to_scores(job: Any) -> None:
         smp.nn.DistributedTransformerLayer(post_layernorm=False)
 
 
+@pytest.mark.parametrize("delayed", [False, True])
+def test_models_without_initialization_get_new_weights(job: Any, delayed: bool, monkeypatch: Any) -> None:
+    transformers = pytest.importorskip("transformers")
+    job(delayed_parameter_initialization=delayed)
+    monkeypatch.setattr(transformers.PreTrainedModel, "init_weights", lambda _: None)  # as AWS's scripts do
+    config = transformers.GPT2Config(vocab_size=100, n_embd=64, n_layer=1, n_head=4, initializer_range=0.05)
+    with smp.model_creation(tensor_parallelism=True):
+        module = transformers.GPT2LMHeadModel(config)
+    state = smp.DistributedModel(module).state_dict()
+    for name in ("word_embedding.weight", "transformer.seq_layers.0.output.dense1.weight"):
+        assert 0.04 < float(state[name].std()) < 0.06
+    assert not state["transformer.seq_layers.0.attention.query.bias"].any()
+
+
 def test_options_of_tensor_parallelism_warn_without_effect_and_have_no_typos(job: Any) -> None:
     with (
         pytest.warns(UserWarning, match="fused_softmax of smp.model_creation has no effect"),

@@ -21,6 +21,7 @@ from smdistributed.modelparallel.backend.exceptions import SMPUnsupportedError
 from smdistributed.modelparallel.torch.nn.module import copy_split, split_of, take_share
 from smdistributed.modelparallel.torch.nn.replacement import Registration, register_late
 from smdistributed.modelparallel.torch.nn.transformer import DistributedTransformer, DistributedTransformerLMHead
+from smdistributed.modelparallel.torch.plan.construction import delay_param_initialization
 
 TRANSLATIONS = {
     "bert": "hf_state_dict_to_smdistributed hf_state_dict_to_smdistributed_bert state_dict_to_hf_bert",
@@ -442,11 +443,27 @@ def make_causal_lm(
         **arguments(config),
     }
     given["attention_in_fp32"] = attention_in_fp32 or given.get("attention_in_fp32", False)
-    with torch.device("meta"):
-        made = DistributedCausalLM(**given)
+    if _has_initial_weights(module):
+        with torch.device("meta"):
+            made = DistributedCausalLM(**given)
+        _take_weights(made, module, family)
+    else:
+        is_delayed = any(parameter.is_meta for parameter in module.parameters())
+        with delay_param_initialization(is_delayed):
+            made = DistributedCausalLM(
+                **given, use_normal_initialization=True, initializer_range=config.initializer_range
+            )
     made.dropout.p = _embedding_dropout(config)
-    _finish(made, module, family)
+    made.family, made.config, made.heads = family, config, config.num_attention_heads
     return made
+
+
+def _has_initial_weights(module: Any) -> bool:
+    """Whether transformers has initialized a model.
+
+    Published scripts replace `init_weights`, because AWS's library draws new weights for the modules that it replaces.
+    """
+    return bool(type(module).init_weights.__module__.startswith("transformers."))
 
 
 def _embedding_dropout(config: Any) -> float:
@@ -474,7 +491,8 @@ def make_encoder(
             attention_in_fp32=attention_in_fp32,
             fp32_residual_addition=fp32_residual_addition,
         )
-    _finish(made, module, family, "encoder.")
+    _take_weights(made, module, family, "encoder.")
+    made.family, made.config, made.heads = family, config, config.num_attention_heads
     return made
 
 
@@ -487,12 +505,11 @@ def _common_arguments(config: Any) -> dict[str, Any]:
     }
 
 
-def _finish(made: Any, module: nn.Module, family: Family, prefix: str = "") -> None:
+def _take_weights(made: Any, module: nn.Module, family: Family, prefix: str = "") -> None:
     """Gives a module on the meta device the weights of Hugging Face's. `prefix`: its name in a whole model."""
     config: Any = module.config
-    made.family, made.config, made.heads = family, config, config.num_attention_heads
     plain = {f"{prefix}{name}": p for name, p in module.named_parameters(remove_duplicate=False)}
-    weights = to_smdistributed(family, {name: p.detach() for name, p in plain.items()}, made.heads)
+    weights = to_smdistributed(family, {name: p.detach() for name, p in plain.items()}, config.num_attention_heads)
     trained = all(p.requires_grad for p in plain.values())
     if not trained and any(p.requires_grad for p in plain.values()):
         raise SMPUnsupportedError("some of its parameters are frozen. Fix: freeze them after smp.DistributedModel.")

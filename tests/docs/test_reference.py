@@ -76,9 +76,8 @@ def test_shoal_and_train_agree_on_exit_codes() -> None:
     [
         ("smdistributed.modelparallel.torch", "DistributedModel", "works"),
         ("smdistributed.modelparallel.torch", "model_creation", "works"),
-        ("smdistributed.modelparallel.torch", "tp_register", "not supported"),
-        ("smdistributed.modelparallel.torch", "tensor_parallelism", "not supported"),
-        ("smdistributed.modelparallel.torch.nn", "DistributedLinear", "not supported"),
+        ("smdistributed.modelparallel.torch", "tp_register", "works"),
+        ("smdistributed.modelparallel.torch.nn", "DistributedLinear", "works"),
         ("smdistributed.modelparallel.torch", "nn", "module"),
         ("smdistributed.dataparallel.tensorflow", "allreduce", "works"),
         ("smdistributed.dataparallel.tensorflow", "overlap", "no effect"),

@@ -96,7 +96,9 @@ def _methods(home: str, node: ast.ClassDef, name: str, versions: dict[str, str])
             continue
         found = _find_method(home, node, method)
         yield f"#### {full}"
-        if found:
+        if found and found.name != method:
+            yield f"{_state(full, names.state_of(found), versions)} The same as `{name}.{found.name}`."
+        elif found:
             yield f"```python\n{show_definition(found)}\n```"
             yield _state(full, names.state_of(found), versions)
             yield prose(ast.get_docstring(found) or "")
@@ -105,8 +107,10 @@ def _methods(home: str, node: ast.ClassDef, name: str, versions: dict[str, str])
 
 
 def _find_method(home: str, node: ast.ClassDef, method: str) -> ast.FunctionDef | None:
-    """Looks in a class, and in its bases that are the library's."""
+    """Looks in a class, and in its bases that are the library's. Another name of a method is that method."""
     for each in node.body:
+        if isinstance(each, ast.Assign) and isinstance(each.value, ast.Name) and ast.unparse(each.targets[0]) == method:
+            return _find_method(home, node, each.value.id)
         if isinstance(each, ast.FunctionDef) and each.name == method:
             return each
     for base in node.bases:

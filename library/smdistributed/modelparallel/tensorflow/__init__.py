@@ -1,21 +1,23 @@
 """Model parallel training in TensorFlow: `import smdistributed.modelparallel.tensorflow as smp` (AWS API 1.x).
 
-smp.init()
+    smp.init()
 
-class Model(smp.DistributedModel):
-    def call(self, inputs, training=None): ...
+    class Model(smp.DistributedModel):
+        def call(self, inputs, training=None): ...
 
-@smp.step
-def get_grads(images, labels):
-    predictions = model(images, training=True)
-    loss = loss_of(labels, predictions)
-    return optimizer.get_gradients(loss, model.trainable_variables), loss
+    @smp.step
+    def get_grads(images, labels):
+        predictions = model(images, training=True)
+        loss = loss_of(labels, predictions)
+        return optimizer.get_gradients(loss, model.trainable_variables), loss
 
-@tf.function
-def train_step(images, labels):
-    gradients, loss = get_grads(images, labels)
-    optimizer.apply_gradients(zip([g.accumulate() for g in gradients], model.trainable_variables))
-    return loss.reduce_mean()
+    @tf.function
+    def train_step(images, labels):
+        gradients, loss = get_grads(images, labels)
+        optimizer.apply_gradients(zip([g.accumulate() for g in gradients], model.trainable_variables))
+        return loss.reduce_mean()
+
+`smp.utils` is another package.
 """
 
 from __future__ import annotations

@@ -1,14 +1,16 @@
 """Model parallel training in PyTorch: `import smdistributed.modelparallel.torch as smp` (AWS API 1.x).
 
-smp.init()
-model = smp.DistributedModel(model)
-optimizer = smp.DistributedOptimizer(optimizer)
+    smp.init()
+    model = smp.DistributedModel(model)
+    optimizer = smp.DistributedOptimizer(optimizer)
 
-@smp.step
-def train_step(model, data, target):
-    loss = loss_of(model(data), target)
-    model.backward(loss)
-    return loss
+    @smp.step
+    def train_step(model, data, target):
+        loss = loss_of(model(data), target)
+        model.backward(loss)
+        return loss
+
+Other packages: `smp.amp`, `smp.nn`, `smp.optimizers`, `smp.utils`.
 """
 
 from __future__ import annotations

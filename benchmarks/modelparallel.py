@@ -13,15 +13,24 @@ turns.
   and recv of the same bytes;
 - `throughput-2-16`: a step of a small GPT on 2 stages of a thread each, against one process with two threads. The ideal
   is the rival's time multiplied by (M+P-1)/M;
-- `memory-P`: the peak of the largest rank, of 302 million parameters with Adam, against the share of one process.
+- `memory-P`: the peak of the largest rank, of 302 million parameters with Adam, against the share of one process;
+- `sharded-memory-N`, `sharded-step-N`: the same model, split over N ranks by `sharded_data_parallel_degree`. The peak
+  of the largest rank, and a step. The rival is FSDP2 on gloo;
+- `offload-12`, `offload-12-whole`: the most bytes of activations on an emulated GPU. The 12 layers are checkpointed and
+  offloaded, one is loaded ahead. The rivals are checkpoints alone, and neither of both.
+
+`--sharded BLOCKS WIDTH` measures the last two alone, with a model of another size.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +38,7 @@ from modelparallel_partitions import partitions
 from report import Figure, finish, make_parser, mpirun, print_machine
 
 RANKS = Path(__file__).with_name("modelparallel_ranks.py")
+OFFLOADED = Path(__file__).parents[1] / "tests/library/ranks/modelparallel_offloaded.py"
 PIPELINES = ((2, 8), (4, 8), (4, 16), (8, 16))
 BLOCKS, WIDTH = 24, 1024
 BUBBLE_S = 0.090
@@ -37,11 +47,17 @@ LIMIT_S = 280
 
 def main(arguments: list[str]) -> int:
     """Measure, and print the figures."""
-    rounds = make_parser(__doc__, 5).parse_args(arguments).rounds
+    parser = make_parser(__doc__, 5)
+    parser.add_argument("--sharded", type=int, nargs=2, metavar=("BLOCKS", "WIDTH"), help="only the sharded model")
+    given = parser.parse_args(arguments)
     print_machine()
     figures: list[Figure] = []
-    for measure in (partitions, bubbles, held, calls, throughput, memory):
-        found = measure(rounds)
+    size = given.sharded or (BLOCKS, WIDTH)
+    measures: list[Callable[[int], list[Figure]]] = [functools.partial(sharded, *size)]
+    if not given.sharded:
+        measures = [partitions, bubbles, held, calls, throughput, memory, offload, *measures]
+    for measure in measures:
+        found = measure(given.rounds)
         figures += found
         for figure in found:
             print(f"measured: {figure.name}", flush=True)
@@ -103,6 +119,28 @@ def memory(_: int) -> list[Figure]:
         Figure(f"memory-{stages}", most, "MB", rival=whole / stages, rival_name="share-of-unsplit", ceiling=1.15)
         for stages, most in found.items()
     ]
+
+
+def offload(_: int) -> list[Figure]:
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "SHOAL_REHEARSE": "1"}
+    ended = subprocess.run(mpirun(1, OFFLOADED), env=environ, capture_output=True, text=True, check=True)
+    numbers = map(int, re.findall(r"horizon 1: (\d+) of (\d+) with checkpoints, (\d+) without", ended.stdout)[0])
+    ours, kept, whole = (number / 1e6 for number in numbers)
+    return [
+        Figure("offload-12", ours, "MB", None, kept, "checkpoints-alone", 0.35),
+        Figure("offload-12-whole", ours, "MB", None, whole, "without-both", 0.35),
+    ]
+
+
+def sharded(blocks: int, width: int, rounds: int) -> list[Figure]:
+    figures = []
+    for ranks in (2, 4):
+        most = {way: job(ranks, "sharded_memory", way, blocks, width)["most"] / 1e6 for way in ("smp", "fsdp2")}
+        seconds = job(ranks, "sharded_step", blocks, width, rounds)
+        for name, found, unit, ceiling in (("memory", most, "MB", 1.0), ("step", seconds, "s", 0.7)):
+            ours, rival = found["smp"], found["fsdp2"]
+            figures.append(Figure(f"sharded-{name}-{ranks}", ours, unit, None, rival, "fsdp2-gloo", ceiling))
+    return figures
 
 
 if __name__ == "__main__":

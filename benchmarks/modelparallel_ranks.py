@@ -91,7 +91,7 @@ class GPT(nn.Module):
 
 def configure(**values: Any) -> None:
     """Another job in this process."""
-    smp.state.cfg = check({"partitions": smp.size(), **values})
+    smp.state.cfg = check({"partitions": smp.pp_size(), **values})
     smp.state.model = smp.state.optimizer = None
 
 
@@ -299,11 +299,80 @@ def memory(blocks: str, width: str) -> None:
     print_measured(most=max(smp.allgather(peak() - before)), parameters=parameters)
 
 
+# --- sharded data parallelism
+
+
+def sharded_memory(way: str, blocks: str, width: str) -> None:
+    """The most bytes of memory that a rank had beyond what it has without a model: two steps of `WAYS[way]`."""
+    before = peak()
+    step = WAYS[way](int(blocks), int(width))
+    for _ in range(2):
+        step()
+    print_measured(most=max(smp.allgather(peak() - before)))
+
+
+def sharded_step(blocks: str, width: str, rounds: str) -> None:
+    """Seconds of a step of each way; they take turns."""
+    steps = {name: way(int(blocks), int(width)) for name, way in WAYS.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for round_ in range(int(rounds) + 1):
+        for name, step in steps.items():
+            found = timed(step)
+            if round_:
+                seconds[name].append(max(smp.allgather(found)))
+    print_measured(**{name: statistics.median(found) for name, found in seconds.items()})
+
+
+def sharded_by_us(blocks: int, width: int) -> Callable[[], Any]:
+    """A step with Adam of a GPT that is split over all ranks."""
+    configure(partitions=1, ddp=True, sharded_data_parallel_degree=smp.size(), sdp_gradient_clipping=0)
+    with smp.delay_param_initialization():
+        module = GPT(blocks, width)
+    inner = torch.optim.Adam(module.parameters(), 1e-4, foreach=False)
+    model, optimizer = smp.DistributedModel(module), smp.DistributedOptimizer(inner)
+
+    def run() -> None:
+        optimizer.zero_grad()
+        model.backward(loss_of(model, torch.zeros(2, 8, dtype=torch.long)))
+        optimizer.step()
+
+    return run
+
+
+def sharded_by_torch(blocks: int, width: int) -> Callable[[], Any]:
+    """The same by FSDP2 on gloo."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = DeviceMesh.from_group(dist.new_group(backend="gloo"), "cpu")
+    with torch.device("meta"):
+        module = GPT(blocks, width)
+    for block in module.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(module, mesh=mesh)
+    module.to_empty(device="cpu")
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, std=0.02)
+    optimizer = torch.optim.Adam(module.parameters(), 1e-4, foreach=False)
+
+    def run() -> None:
+        optimizer.zero_grad()
+        loss_of(module, torch.zeros(2, 8, dtype=torch.long)).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+
+    return run
+
+
+WAYS = {"smp": sharded_by_us, "fsdp2": sharded_by_torch}
+
+
 def peak() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 if __name__ == "__main__":
-    smp.init({"partitions": int(os.environ["OMPI_COMM_WORLD_SIZE"])})
-    cases: dict[str, Callable[..., None]] = {c.__name__: c for c in (bubble, held, call, throughput, memory)}
+    stages = 1 if sys.argv[1].startswith("sharded") else int(os.environ["OMPI_COMM_WORLD_SIZE"])
+    smp.init({"partitions": stages, "ddp": stages == 1})
+    pipelines: tuple[Callable[..., None], ...] = (bubble, held, call, throughput, memory)
+    cases = {case.__name__: case for case in (*pipelines, sharded_memory, sharded_step)}
     cases[sys.argv[1]](*sys.argv[2:])

@@ -451,6 +451,18 @@ def test_optimizer_names_of_published_scripts(job: Any) -> None:
         optimizer.backward(torch.ones(()), update_master_grads=True)
 
 
+def test_old_versions_of_torch_name_the_image_that_has_it(job: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from smdistributed.modelparallel.torch.pipeline import offloading
+    from smdistributed.modelparallel.torch.script import sharding
+
+    monkeypatch.setattr(sharding, "fully_shard", None)
+    with pytest.raises(SMPUnsupportedError, match=r"needs FSDP2.*Fix: use the image pytorch-latest"):
+        sharding.require_torch()
+    monkeypatch.setattr(offloading, "torch_checkpoint", types.ModuleType("checkpoint"))
+    with pytest.raises(SMPUnsupportedError, match=r"needs torch 2.1 or newer.*Fix: use the image pytorch-latest"):
+        offloading.offload_activations(4)
+
+
 def test_a_share_that_was_not_gathered_is_refused_where_all_is_wanted(job: Any) -> None:
     _, optimizer = wrapped()
     with pytest.raises(RuntimeError, match="gather_if_shard=True"):

@@ -1,7 +1,7 @@
 """A rehearsed rank that offloads activations: the most bytes of them on its emulated GPU, with and without.
 
 python modelparallel_offloaded.py [LAYERS]. It compares the parameters of three steps, too. A rehearsal loads tensors
-without a copy: those that are loaded ahead do not count.
+without a copy, so that the bytes of inputs that are loaded ahead are added.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ WIDTH, ROWS = 16, 4096
 
 
 class Block(nn.Module):
-    """Two tensors in, in a tuple, as layers of published models have them."""
+    """An MLP. Two tensors in, in a tuple, as layers of published models have them."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.drop = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.1)
+        self.up, self.down, self.drop = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH), nn.Dropout(0.1)
 
     def forward(self, both: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         hidden, mask = both
-        return torch.tanh(self.drop(self.up(hidden)) * mask), mask
+        return hidden + self.drop(self.down(nn.functional.gelu(self.up(hidden)))) * mask, mask
 
 
 class PeakOfActivations(TorchDispatchMode):
@@ -98,7 +98,8 @@ def main(layers: str = "12") -> None:
     for horizon in (1, 4):
         peak, found = train(fresh, checkpoints=True, offload_activations=True, activation_loading_horizon=horizon)
         assert all(map(torch.equal, found, expected))
-        assert smp.pp_size() > 1 or peak < 0.5 * kept, (peak, kept)
+        assert smp.pp_size() > 1 or peak < 0.7 * kept, (peak, kept)
+        peak += horizon * 2 * ROWS * WIDTH * 4
         print(f"horizon {horizon}: {peak} of {kept} with checkpoints, {whole} without\n", end="")
 
 

@@ -161,6 +161,7 @@ class Shards:
             made = prepare(modules)
             before = [(module, key, p) for module in modules for key, p in module._parameters.items() if p is not None]
             if before or not isinstance(unit, nn.Sequential):
+                unit.register_forward_hook(_copy_views)
                 fully_shard(unit, mesh=self._mesh, reshard_after_forward=True)
             originals = {after: original for original, after in made.items()}
             for module, key, whole in before:
@@ -174,6 +175,16 @@ class Shards:
             reshard: Callable[[], None] | None = getattr(unit, "reshard", None)
             if reshard:
                 reshard()
+
+
+def _copy_views(module: nn.Module, args: Any, output: Any) -> Any:
+    """Copies views, such as the output of nn.Linear: FSDP2 loses its hook if one is changed in place."""
+    return tree_map(
+        lambda item: (
+            item.clone() if isinstance(item, torch.Tensor) and item.requires_grad and item._is_view() else item
+        ),
+        output,
+    )
 
 
 def find_units(root: nn.Module, most: int) -> Iterator[nn.Module]:

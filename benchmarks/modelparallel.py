@@ -17,9 +17,12 @@ turns.
 - `sharded-memory-N`, `sharded-step-N`: the same model, split over N ranks by `sharded_data_parallel_degree`. The peak
   of the largest rank, and a step. The rival is FSDP2 on gloo;
 - `offload-12`, `offload-12-whole`: the most bytes of activations on an emulated GPU. The 12 layers are checkpointed and
-  offloaded, one is loaded ahead. The rivals are checkpoints alone, and neither of both.
+  offloaded, one is loaded ahead. The rivals are checkpoints alone, and neither of both;
+- `tensor-2-WIDTH`: a step of a transformer layer of that many channels, split over 2 ranks. The rival is
+  `parallelize_module` of torch's DTensor on gloo;
+- `tensor-2-WIDTH-loss`, `-parameters`: the largest differences from a run without shares, after 20 steps of SGD.
 
-`--sharded BLOCKS WIDTH` measures the last two alone, with a model of another size.
+`--sharded BLOCKS WIDTH` measures the sharded model alone, with another size.
 """
 
 from __future__ import annotations
@@ -39,6 +42,7 @@ from report import Figure, finish, make_parser, mpirun, print_machine
 
 RANKS = Path(__file__).with_name("modelparallel_ranks.py")
 OFFLOADED = Path(__file__).parents[1] / "tests/library/ranks/modelparallel_offloaded.py"
+TENSOR_RANKS = RANKS.with_name("tensor_parallel_ranks.py")
 PIPELINES = ((2, 8), (4, 8), (4, 16), (8, 16))
 BLOCKS, WIDTH = 24, 1024
 BUBBLE_S = 0.090
@@ -55,7 +59,7 @@ def main(arguments: list[str]) -> int:
     size = given.sharded or (BLOCKS, WIDTH)
     measures: list[Callable[[int], list[Figure]]] = [functools.partial(sharded, *size)]
     if not given.sharded:
-        measures = [partitions, bubbles, held, calls, throughput, memory, offload, *measures]
+        measures = [partitions, bubbles, held, calls, throughput, memory, offload, tensor, *measures]
     for measure in measures:
         found = measure(given.rounds)
         figures += found
@@ -66,7 +70,12 @@ def main(arguments: list[str]) -> int:
 
 def job(ranks: int, *case: object) -> dict[str, Any]:
     """Run a case on a number of ranks. Returns its measurements."""
-    command = mpirun(ranks, RANKS, *case, options=f"--timeout {LIMIT_S}")
+    return job_of(RANKS, ranks, *case)
+
+
+def job_of(script: Path, ranks: int, *case: object) -> dict[str, Any]:
+    """Run a script of ranks with arguments. Returns its measurements."""
+    command = mpirun(ranks, script, *case, options=f"--timeout {LIMIT_S}")
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     ended = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
     if ended.returncode:
@@ -140,6 +149,19 @@ def sharded(blocks: int, width: int, rounds: int) -> list[Figure]:
         for name, found, unit, ceiling in (("memory", most, "MB", 1.0), ("step", seconds, "s", 0.7)):
             ours, rival = found["smp"], found["fsdp2"]
             figures.append(Figure(f"sharded-{name}-{ranks}", ours, unit, None, rival, "fsdp2-gloo", ceiling))
+    return figures
+
+
+def tensor(rounds: int) -> list[Figure]:
+    figures = []
+    for width in (256, 512):
+        found, name = job_of(TENSOR_RANKS, 2, width, rounds), f"tensor-2-{width}"
+        seconds = found["ours"], found["dtensor"]
+        figures += [
+            Figure(name, seconds[0] * 1e3, "ms", rival=seconds[1] * 1e3, rival_name="DTensor-gloo", ceiling=0.7),
+            Figure(f"{name}-loss", found["losses"], "absolute", 1e-5),
+            Figure(f"{name}-parameters", found["parameters"], "absolute", 1e-5),
+        ]
     return figures
 
 

@@ -19,6 +19,7 @@ _TAGS = """## Tags
 A tag has these parts, in this order: version of the framework, `gpu` or `cpu`, Python, CUDA, operating system.
 An image with `-devel` at the end also has compilers. One with `-lean` has no
 [everyday packages](../decisions/everyday-packages.md) such as torchvision and pandas, and is not built by default.
+Nor is one with `-efa`, which extends the image without it, for [AWS's network cards](../sagemaker.md#efa).
 An image that extends another one builds it first."""
 _USE = """## Choose an image
 

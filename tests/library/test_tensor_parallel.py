@@ -8,11 +8,19 @@ from typing import Any
 
 import pytest
 from tests.launching import Mpirun
+from tests.library.conftest import TORCH
 
 from smdistributed.modelparallel.backend.config import check
 from smdistributed.modelparallel.backend.exceptions import SMPConfigError
 
 RANKS = Path(__file__).with_name("ranks") / "tensor_parallel.py"
+NEEDS_FSDP2 = pytest.mark.skipif(TORCH < (2, 6), reason="torch has FSDP2 from 2.6 on")
+SHARDED = {
+    "tensor_parallel_degree": 1,
+    "sharded_data_parallel_degree": 2,
+    "sdp_gradient_clipping": 0,
+    "delayed_parameter_initialization": True,
+}
 
 
 def start(mpirun: Mpirun, ranks: int, case: str, *arguments: object, **parameters: Any) -> str:
@@ -63,6 +71,7 @@ def test_a_language_model_trains_as_on_one_rank(mpirun: Mpirun) -> None:
         ("gptneo", {}),
         ("gptneox", {"delayed_parameter_initialization": True, "prescaled_batch": True}),
         ("bert", {}),
+        pytest.param("gpt2", SHARDED, marks=NEEDS_FSDP2),
     ],
 )
 def test_hugging_faces_models_train_as_themselves(

@@ -462,6 +462,8 @@ def trains_hugging_face(name: str, directory: str) -> None:
         close(saved[key], value, 1e-5)
     before = model.state_dict()
     smp.resume_from_checkpoint(directory, name, False)
+    smp.save_checkpoint(directory, name, True, model)
+    smp.resume_from_checkpoint(directory, name, True)
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
 
 

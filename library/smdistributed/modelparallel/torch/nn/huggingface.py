@@ -146,7 +146,7 @@ def to_smdistributed(family: Family, weights: _Weights, heads: int = 1) -> dict[
     found: dict[str, torch.Tensor] = {}
     for name, tensor in weights.items():
         targets = _targets(family, name)
-        if targets is None:
+        if targets is None or targets == (name,):  # it may be a part of a sharded tensor
             found[name] = tensor
             continue
         if family.transposed and tensor.dim() == 2 and _is_inside(family, name):

@@ -161,6 +161,8 @@ class Shards:
             made = prepare(modules)
             before = [(module, key, p) for module in modules for key, p in module._parameters.items() if p is not None]
             if before or not isinstance(unit, nn.Sequential):
+                for _, _, parameter in before:
+                    parameter.data = parameter.data.contiguous()  # FSDP2 refuses others
                 unit.register_forward_hook(_copy_views)
                 fully_shard(unit, mesh=self._mesh, reshard_after_forward=True)
             originals = {after: original for original, after in made.items()}

@@ -180,7 +180,7 @@ class Shards:
 
 
 def _copy_views(module: nn.Module, args: Any, output: Any) -> Any:
-    """Copies views, such as the output of nn.Linear: FSDP2 loses its hook if one is changed in place."""
+    """Copies outputs that are views, as nn.Linear returns: FSDP2 loses its hook if one is changed in place."""
     return tree_map(
         lambda item: (
             item.clone() if isinstance(item, torch.Tensor) and item.requires_grad and item._is_view() else item

@@ -211,12 +211,21 @@ def registers() -> None:
     value = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
     weight = model.state_dict()["0.inner.weight"]
     close(replaced(value, scale=0.5)["out"], 3.0 * functional.linear(value * 0.5, weight))
+    refuses(early.step, "create the optimizer after smp.DistributedModel")
+    smp.state.optimizer = None
+    norms = smp.DistributedOptimizer(smp.optimizers.FusedLAMB(model.parameters()))
+    refuses(norms.step, "FusedLAMB uses the norms of whole parameters")
+    refuses(lambda: smp.nn.DistributedLinear(7, 2), "'tensor_parallel_degree' 2 does not divide")
+    refuses(lambda: smp.nn.DistributedEmbedding(8, 4, sparse=True), "leave the embedding out")
+
+
+def refuses(action: Callable[[], Any], message: str) -> None:
     try:
-        early.step()
-    except smp.exceptions.SMPRuntimeError as error:
-        assert "create the optimizer after smp.DistributedModel" in str(error)
+        action()
+    except smp.exceptions.SMPError as error:
+        assert message in str(error), error
     else:
-        raise AssertionError("an optimizer of replaced parameters was accepted")
+        raise AssertionError(f"no error with {message!r}")
 
 
 class Attention(nn.Module):

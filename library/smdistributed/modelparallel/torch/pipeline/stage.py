@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from smdistributed.modelparallel.backend.config import TIMEOUT_FIX, Config
-from smdistributed.modelparallel.backend.exceptions import SMPRuntimeError
+from smdistributed.modelparallel.backend.exceptions import SMPRuntimeError, SMPUnsupportedError
 from smdistributed.modelparallel.backend.schedule import Schedule, Slot, TurnKind
 from smdistributed.modelparallel.backend.transport import Transport
 from smdistributed.modelparallel.torch.pipeline.calls import ReceivedInputs, RemoteCall
@@ -57,7 +57,9 @@ class Stage:
         self.common_seed: int | None = None
         """The seed of all ranks that compute the same rows; None: torch's own."""
         self._steps_before = 0
-        self._is_in_step = self._had_backward = False
+        self._is_in_step = self._had_backward = self._in_one_order = False
+        self._backwards: set[int] = set()
+        """The microbatches of backwards that have begun and not ended here."""
         self._early: list[StageMessage] = []
         self._received: dict[int, dict[Any, ReceivedInputs]] = defaultdict(dict)
         self._working_reports: list[threading.Thread] = []
@@ -70,7 +72,8 @@ class Stage:
         remember_device()
         simple, microbatches = config.pipeline == "simple", config.microbatches
         window = microbatches if simple else config.active_microbatches - self.index
-        if config.tensor_parallel_degree > 1 and len(self.ranks) > 1:
+        self._in_one_order = config.tensor_parallel_degree > 1 and len(self.ranks) > 1
+        if self._in_one_order:
             # Ranks that share tensors must compute in one order, and answers of other stages arrive in any.
             simple, window = False, 1
         slot = Slot(Schedule(window, config.deterministic_server))
@@ -278,17 +281,28 @@ class Stage:
     def _serve_backward(
         self, received: dict[int, dict[Any, ReceivedInputs]], step: RunningStep, message: StageMessage
     ) -> None:
-        """Sends the gradients to the hop before, or to the caller. Raises SMPRuntimeError if it ran before."""
+        """Sends the gradients to the hop before, or to the caller.
+
+        Raises SMPRuntimeError if it ran before, and SMPUnsupportedError if tensor parallelism forbids its order.
+        """
         hop, route = message.about
         unfinished = received[message.microbatch]
         inputs = unfinished.pop((message.call, hop), None)
         given = message.all_here()
+        if self._in_one_order and message.microbatch in self._backwards:
+            raise SMPUnsupportedError(
+                f"Backward enters {', '.join(route[hop][1])} while another backward of this microbatch waits for a "
+                "further stage. Ranks that share tensors could compute the two in different orders. Fix: put modules "
+                "that branch and call further stages on one stage, or set 'tensor_parallel_degree' to 1."
+            )
         if inputs is None:
             raise SMPRuntimeError(
                 f"Backward ran twice through {', '.join(route[hop][1])}: a graph that spans stages can be used once. "
                 "Fix: add the losses, and call model.backward once for each microbatch."
             )
+        self._backwards.add(message.microbatch)
         gradients = inputs.backward(given)
+        self._backwards.discard(message.microbatch)
         if hop:
             self._pass_on(route[hop - 1][0], message, (hop - 1, route), gradients)
         else:

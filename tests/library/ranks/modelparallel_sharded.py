@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
 import smdistributed.modelparallel.torch as smp
+from smdistributed.modelparallel.backend.exceptions import SMPUnsupportedError
 
 COMMON: Any = runpy.run_path(str(Path(__file__).with_name("modelparallel.py")))
 KINDS: Any = runpy.run_path(str(Path(__file__).with_name("modelparallel_options.py")))["KINDS"]
@@ -219,6 +220,13 @@ def names() -> None:
     for (name, _), found in zip(parameters, norms):
         assert abs(whole[name].square().sum() - found) < 1e-5, name
     assert [len(group) for group in job.optimizer.fp16_groups] == [len(parameters)]
+    for refused in (job.model.cpu, lambda: job.model.register_comm_hook(None, print)):
+        try:
+            refused()
+        except SMPUnsupportedError as error:
+            assert "'sharded_data_parallel_degree'" in str(error)
+            continue
+        raise AssertionError("it is not refused")
 
 
 class Borrows(nn.Module):
@@ -290,6 +298,11 @@ def resumed(directory: str) -> None:
         job = Job()
         assert smp.resume_from_checkpoint(directory, f"tag{partial}", partial) == {"partial": partial}
         compare(job, job.train(3), CLIPPING, first=3)
+    if DEGREE > 1:
+        configure(**CLIPPED)
+        job = Job()
+        smp.resume_from_checkpoint(directory, "tagTrue", load_sharded_optimizer_state=False)
+        assert not job.optimizer.optimizer.state
 
 
 def main(cases: str, directory: str = "") -> None:

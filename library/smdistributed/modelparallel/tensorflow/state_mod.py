@@ -22,6 +22,7 @@ _UNSUPPORTED = (
     "uneven_microbatches",
     "shard_optimizer_state",
     "sharded_data_parallel_degree",
+    "tensor_parallel_degree",
     "offload_activations",
     "fp16",
     "bf16",
@@ -90,11 +91,6 @@ class TensorFlowState(Context):
 
 
 def _reject_unsupported(config: Config) -> None:
-    if config.tensor_parallel_degree > 1:
-        raise SMPUnsupportedError(
-            "'tensor_parallel_degree' above 1 is not implemented for TensorFlow (AWS has it for PyTorch only). Fix: "
-            "leave it out, and raise 'partitions'."
-        )
     for name in _UNSUPPORTED:
         if getattr(config, name) != getattr(Config, name):
             raise SMPUnsupportedError(f"{name!r} is not implemented for TensorFlow. Fix: leave it out.")

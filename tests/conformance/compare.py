@@ -16,7 +16,7 @@ SAME, MISSING, ADDITIONAL, DIFFERENT = "same", "missing", "additional", "differe
 _OF_THE_LAUNCHER = re.compile(
     r"OMPI_(?!COMM_WORLD_(LOCAL_)?(RANK|SIZE)$)|PMIX_|PRTE|ORTE|HFI_|IPATH_|TORCHELASTIC_(RUN_ID|ERROR_FILE)"
 )
-_OF_THE_TEST = ("RECORD_SECONDS",)
+_OF_THE_TEST = ("RECORD_SECONDS", "SHOAL_STANDBY")
 _OBJECTS = ("SM_TRAINING_ENV", "TF_CONFIG")  # compared key by key
 _KEPT = ("model/", "output/data/", "checkpoints/")  # files that the script writes for its user
 

@@ -74,7 +74,9 @@ class Laboratory:
         """Begin a job with both toolkits, unless that has been done."""
         if tree.name not in self._runs:
             directory = self._make_directory(tree.name)
-            quick = tree._replace(environ={"RECORD_SECONDS": "0", **tree.environ})  # ours waits for no script to last
+            # Ours waits for no script to last. Its launchers start the ranks; ranks that are forked see the same:
+            # tests/toolkit/test_forked_ranks.py.
+            quick = tree._replace(environ={"RECORD_SECONDS": "0", "SHOAL_STANDBY": "0", **tree.environ})
             ours = self._busy.submit(lab.run, self._images.ours[tree.framework], quick, directory / "ours")
             self._runs[tree.name] = (self._stock(tree, directory / "stock"), ours)
 

@@ -50,6 +50,26 @@ def test_imports_are_found_in_the_script_and_its_own_modules(tmp_path: Path) -> 
     assert find_imports([str(tmp_path / "none.py")], [str(tmp_path)]) == []
 
 
+@pytest.mark.parametrize(
+    ("before", "found"),
+    [
+        ("os.environ['HF_HOME'] = '/data'", False),
+        ("os.environ.setdefault('OMP_NUM_THREADS', '1')", False),
+        ("sys.path.insert(0, 'vendored')", False),
+        ("subprocess.check_call(['pip', 'install', 'transformers'])", False),
+        ("os.environ['WANDB_MODE'] = 'offline'", True),
+        ("print(os.environ.get('RANK'))", True),
+        ("def main():\n    os.environ['HF_HOME'] = '/data'", True),
+    ],
+)
+def test_a_script_that_prepares_its_imports_is_left_alone(tmp_path: Path, before: str, found: bool) -> None:
+    write(tmp_path, train=f"import os, subprocess, sys\n{before}\nimport transformers\n")
+    names = [each.module for each in find_imports([str(tmp_path / "train.py")], [str(tmp_path)])]
+    assert names == (["os", "subprocess", "sys", "transformers"] if found else [])
+    write(tmp_path, after=f"import os, subprocess, sys\nimport transformers\n{before}\n")
+    assert find_imports([str(tmp_path / "after.py")], [str(tmp_path)])
+
+
 def test_imports_of_an_installed_package_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, trainer__main="from trainer import model\n", trainer__model="import torch\n")
     (tmp_path / "trainer" / "__init__.py").write_text("")
@@ -134,16 +154,16 @@ def test_packages_that_do_not_survive_a_fork_are_imported_by_the_ranks(
     say += "print('imported by', os.getpid()); print('warned', file=sys.stderr)\n"
     write(
         packages,
-        lightning="import threading, time\nwork = threading.Thread(target=time.sleep, args=(2,)); work.start()\n",
+        pandas="import threading, time\nwork = threading.Thread(target=time.sleep, args=(2,)); work.start()\n",
         accelerate="raise ImportError('no luck')\n",
         transformers=say,
     )
     tree.script(
-        "import os, lightning, transformers\n"
+        "import os, pandas, transformers\n"
         "try:\n    import accelerate\nexcept ImportError as error:\n    print(error)\n"
         "import torch\nprint('drawn', torch.rand(1).item())\n"
         "print('variable', os.environ['TF_SET'])\n"
-        "print('alive', lightning.work.is_alive(), os.getpid(), flush=True)\n"
+        "print('alive', pandas.work.is_alive(), os.getpid(), flush=True)\n"
     )
     tree.hyperparameters(**launcher)
     done = run(PYTHONPATH=str(packages))
@@ -205,8 +225,10 @@ signal.signal(signal.SIGUSR2, end)
 program = os.path.dirname(os.readlink("/proc/self/fd/1")) + "/hand_over.py"  # in the run directory of this job
 for path in glob.glob("/proc/[0-9]*/cmdline"):
     try:
-        if open(path).read().split(chr(0))[2:3] == [program]:
-            os.kill(int(path.split("/")[2]), signal.SIGUSR2)
+        pid = int(path.split("/")[2])
+        own = f"OMPI_COMM_WORLD_RANK={os.environ['RANK']}" in open(f"/proc/{pid}/environ").read().split(chr(0))
+        if own and open(path).read().split(chr(0))[2:3] == [program]:
+            os.kill(pid, signal.SIGUSR2)
     except OSError:
         continue
 time.sleep(50)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from time import time
 from typing import Any
 
+from shoal_toolkit.errors import LaunchError
 from shoal_toolkit.hosts.resolve import Address, Resolver
 from shoal_toolkit.job.contract import Paths
 from shoal_toolkit.log import write_log
@@ -65,8 +66,16 @@ class Preflight:
         return compare_facts(self._facts, self._delays, self._one_kind)
 
     def log_findings(self) -> None:
-        """Closes the port, and logs at most ten findings. The job starts all the same: a finding may be harmless."""
+        """Closes the port, and logs at most ten findings. The job starts all the same: a finding may be harmless.
+
+        Raises LaunchError if only some hosts fork their ranks: they would never meet the other ranks.
+        """
         found = self.find()
+        if len({*self.list_facts("forks").values()}) > 1:
+            raise LaunchError(
+                "SHOAL_STANDBY is 0 on some hosts only: ranks of torchrun and ranks that are forked never meet. "
+                "Fix: set it to one value on every host."
+            )
         for finding in found[:_MAX_LOGGED]:
             write_log(f"preflight: {finding}")
         if len(found) > _MAX_LOGGED:

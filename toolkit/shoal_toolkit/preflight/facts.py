@@ -49,7 +49,7 @@ def collect_facts(paths: Paths, plan: LaunchPlan, root: str = "/") -> dict[str, 
     facts = {
         "launcher": plan.launcher.name,
         "world_size": plan.world_size,
-        "forks": plan.forks_ranks,
+        "forks": None if plan.by_mpirun or not plan.has_ranks else plan.forks_ranks,
         "ranks": plan.ranks.get(plan.current_host, 0),
         "gpus": gpus,
         "driver": _read_driver(root),

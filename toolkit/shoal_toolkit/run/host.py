@@ -208,8 +208,9 @@ class Host(Role):
         if self.result is not None:
             return
         self.result = result
-        if self._runs() and self.processes is not None:
-            self.processes.kill()
+        if self.processes is not None:
+            self.processes.kill()  # also a start that still waits for the standby
+        if self._runs():
             self.loop.call_later(_KILL_SECONDS, self._give_up)
 
     def _give_up(self) -> None:

@@ -283,6 +283,8 @@ class HostProcesses(HostScript):
         If ranks are tracked, it also kills them and the command's descendants. Other processes are killed when the
         command has ended.
         """
+        if self._standby is not None:
+            self._standby.cancel_wait()
         if self._pid and self._ranks is not None:
             self._ranks.signal(signal.SIGKILL)
             for pid in find_descendants(self._pid):  # ranks that have not reported their start
@@ -305,10 +307,8 @@ class HostProcesses(HostScript):
             self._standby.when_ready(lambda _: on_ready())
 
     def prepare_restart(self, variables: Mapping[str, str]) -> None:
-        """Adds variables to the environment of the next start. Starts the standby of ranks if it has ended."""
+        """Adds variables to the environment of the next start."""
         self._environ.update(variables)
-        if self._standby is not None and self._plan.forks_ranks:
-            self._standby.start_now()
 
     def end(self, on_ended: OnSetUp) -> None:
         """Kills the command, its ranks and the sidecars that don't drain, so that the host can start again.
@@ -323,6 +323,8 @@ class HostProcesses(HostScript):
         def finish(_: int) -> None:
             self._limit.cancel()
             self._forget_command()
+            if self._standby is not None and self._plan.forks_ranks:
+                self._standby.start_now()  # if it has ended
             on_ended(None)
 
         hangs = LaunchError("A process does not end although it was killed, so that the job cannot start again.")
@@ -382,8 +384,9 @@ class HostProcesses(HostScript):
         # Child processes may save a checkpoint: LocalRanks waits for them.
         signal_group(self._pid, signal.SIGKILL)
         self._ranks.signal(signal.SIGKILL)  # ranks have groups or sessions of their own
-        for mark in {self._mark, self._standby.mark if self._standby is not None else self._mark}:
-            kill_left_behind(self._pid, mark, self._since)
+        kill_left_behind(self._pid, self._mark, self._since)
+        if self._standby is not None:
+            kill_left_behind(self._pid, self._standby.mark, self._since, spared=self._standby.pid)
         self._ranks.finish()
         self._report_end(code)
 

@@ -205,7 +205,8 @@ class LocalRanks:
     def _on_ended(self, rank: int, code: int) -> None:
         """Reads the last output of this host's ranks, and reports the end of one."""
         shell = self._shell_of.get(rank, 0)
-        if self._stopped_by and read_start_time(shell) == self._start_times.get(shell) and has_orphans(shell):
+        # A rank that is forked is gone, and its group stays while child processes run. A shell is there.
+        if self._stopped_by and read_start_time(shell) in ("", self._start_times.get(shell)) and has_orphans(shell):
             # A script that is a shell ends at once after a signal, but its child may save a checkpoint.
             self._saving[rank] = code
             self._loop.call_later(_POLL_SECONDS, lambda: self._check_saving(rank))

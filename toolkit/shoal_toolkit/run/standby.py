@@ -1,8 +1,9 @@
 """Keeps a process with imported frameworks on this host, which forks the ranks (sidecars/standby.py).
 
-Ranks of torchrun's launcher are forked from the first start on (`LaunchPlan.forks`): the imports begin when this host
-is set up, while the hosts meet. A script that each host runs once starts as usual; the standby imports its frameworks
-5 s later, and forks it at a restart. Without a standby that answers, a new process forks the ranks, without imports.
+Ranks of torchrun's launcher and of mpirun are forked from the first start on (`LaunchPlan.forks_ranks`). The imports
+begin when this host is set up, while the hosts meet. A script that each host runs once starts as usual; the standby
+imports its frameworks 5 s later, and forks it at a restart. Without a standby that answers, a new process forks the
+ranks of torchrun's launcher, without imports, and ranks of mpirun run their command themselves.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 from shoal_toolkit.errors import LaunchError
+from shoal_toolkit.files import list_names
 from shoal_toolkit.plan.launcher import STANDBY
 from shoal_toolkit.plan.plan import LaunchPlan
 from shoal_toolkit.plan.rank_shell import HAND_OVER, SHELL_VARIABLES, SOCKET
@@ -61,29 +63,42 @@ class Standby:
 
     def _start(self) -> None:
         """Starts the process. An error leaves this host without a standby."""
-        self._server, other = socket.socketpair()
-        sockets = [other]
-        if self.plan.by_mpirun:
-            self.directory = make_run_directory()
-            sockets.append(socket.socket(socket.AF_UNIX))
-            sockets[-1].bind(self.socket_path)
-            sockets[-1].listen(max(self.plan.ranks.values()))
-        for each in sockets:
-            os.set_inheritable(each.fileno(), True)
         python, *arguments = self.plan.script
-        argv = [python, "-m", STANDBY, ",".join(str(each.fileno()) for each in sockets), *arguments]
-        null = os.open(os.devnull, os.O_WRONLY)
+        sockets: list[socket.socket] = []
         try:
-            self._pid = spawn(argv, {**self._environ, MARK: self._marks()}, self.plan.cwd, null, null)
+            self._make_sockets(sockets)
+            argv = [python, "-m", STANDBY, ",".join(str(each.fileno()) for each in sockets), *arguments]
+            with open(os.devnull, "wb") as null:
+                self._pid = spawn(argv, self._build_environment(), self.plan.cwd, null.fileno(), null.fileno())
         except (LaunchError, OSError):
             self.close()
             return
         finally:
-            os.close(null)
             for each in sockets:
                 each.close()
+        assert self._server is not None
         self._loop.on_child(self._pid, partial(self._on_ended, self._pid))
         self._loop.watch(self._server.fileno(), READ, self._on_readable)
+
+    def _make_sockets(self, theirs: list[socket.socket]) -> None:
+        """Adds the sockets that the process gets: one to this process and, under mpirun, one that listens for ranks."""
+        self._server, other = socket.socketpair()
+        theirs.append(other)
+        if self.plan.by_mpirun:
+            self.directory = make_run_directory()
+            theirs.append(socket.socket(socket.AF_UNIX))
+            theirs[-1].bind(self.socket_path)
+            theirs[-1].listen(max(self.plan.ranks.values()))
+        for each in theirs:
+            os.set_inheritable(each.fileno(), True)
+
+    def _build_environment(self) -> dict[str, str]:
+        """Returns the environment of the process: with Open MPI's libraries next to Python, which mpirun adds too."""
+        env = {**self._environ, MARK: self._marks()}
+        libraries = os.path.join(os.path.dirname(os.path.dirname(self.plan.script[0])), "lib")
+        if self.plan.by_mpirun and list_names(libraries, prefix="libopen-pal.so"):
+            env["LD_LIBRARY_PATH"] = os.pathsep.join(filter(None, (libraries, env.get("LD_LIBRARY_PATH"))))
+        return env
 
     @property
     def socket_path(self) -> str:
@@ -174,6 +189,11 @@ class Standby:
         (pid,) = _NUMBER.unpack(answer)
         return int(pid)
 
+    @property
+    def pid(self) -> int:
+        """The process; 0 or less without one."""
+        return self._pid
+
     def cancel_wait(self) -> bool:
         """Makes `when_ready` call back no more, and returns whether it would have. The standby goes on."""
         self._timer.cancel()
@@ -190,7 +210,7 @@ class Standby:
             self._server = None
         if self._pid > 0:
             signal_group(self._pid, signal.SIGKILL)
-            self._pid = -1  # it is not started again
+            self._pid = -1
         if self.directory:
             remove_run_directory(self.directory)
             self.directory = ""
@@ -212,7 +232,7 @@ def list_rank_variables(plan: LaunchPlan) -> list[dict[str, str]]:
         "TORCHELASTIC_MAX_RESTARTS": 0,
         "TORCHELASTIC_RESTART_COUNT": 0,
         "TORCHELASTIC_USE_AGENT_STORE": False,
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING": 1,
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", 1),
     }
     ranks = []
     for local in range(count):

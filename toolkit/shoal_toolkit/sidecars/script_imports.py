@@ -5,8 +5,8 @@ from __future__ import annotations
 import ast
 import importlib.util
 import os
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple, TypeGuard
 
 _MOST_FILES = 1000
 _MOST_BYTES = 1 << 20  # of a source file
@@ -23,7 +23,8 @@ class Imported(NamedTuple):
 def find_imports(arguments: Sequence[str], path: Sequence[str]) -> list[Imported]:
     """Returns the imports of modules that are not the script's own, in the order in which they are found.
 
-    Files that are missing or no Python are left out: the script gets the error itself.
+    Files that are missing or no Python are left out: the script gets the error itself. There are none if a file, before
+    it imports something, changes the environment or sys.path, or starts a program, such as pip: imports depend on that.
 
     Args:
         arguments: The arguments of Python: a file, or `-m` and a module.
@@ -33,7 +34,10 @@ def find_imports(arguments: Sequence[str], path: Sequence[str]) -> list[Imported
     seen, found = set(waiting), dict[Imported, None]()
     while waiting and len(seen) <= _MOST_FILES:
         file = waiting.pop(0)
-        for each in _read_imports(file):
+        imports = _read_imports(file)
+        if imports is None:
+            return []
+        for each in imports:
             own = _find_files(each, file, path, package)
             waiting += [other for other in own if other not in seen]
             seen.update(own)
@@ -56,23 +60,65 @@ def _find_start(arguments: Sequence[str], path: Sequence[str]) -> tuple[list[str
     return [file for name in (arguments[1], f"{arguments[1]}.__main__") for file in _find_module(name, roots)], package
 
 
-def _read_imports(file: str) -> Iterator[Imported]:
+def _read_imports(file: str) -> list[Imported] | None:
+    """Returns the imports in a file; None if it prepares them."""
     try:
         with open(file, "rb") as source:
             tree = ast.parse(source.read(_MOST_BYTES))
     except (OSError, SyntaxError, ValueError, RecursionError):
-        return
-    outside = {id(each) for node in ast.walk(tree) if isinstance(node, _LATER) for each in ast.walk(node)}
+        return []
+    outside, later = (
+        {id(each) for node in ast.walk(tree) if isinstance(node, kinds) for each in ast.walk(node)}
+        for kinds in (_LATER, _FUNCTIONS)
+    )
+    found: list[Imported] = []
+    last, preparing = 0, []  # lines
     for node in ast.walk(tree):
+        at_import = id(node) not in outside
         if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield Imported(alias.name, "", id(node) not in outside)
+            found += [Imported(alias.name, "", at_import) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            for alias in node.names:
-                yield Imported("." * node.level + (node.module or ""), alias.name, id(node) not in outside)
+            module = "." * node.level + (node.module or "")
+            found += [Imported(module, alias.name, at_import) for alias in node.names]
+        elif id(node) not in later and _prepares(node):
+            preparing.append(node.lineno)
+        if at_import and isinstance(node, (ast.Import, ast.ImportFrom)):
+            last = max(last, node.lineno)
+    return None if preparing and min(preparing) < last else found
 
 
-_LATER = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.If)  # an `if` may be TYPE_CHECKING, or of an option
+def _prepares(node: ast.AST) -> TypeGuard[ast.expr | ast.stmt]:
+    """Whether a statement may change what later imports do."""
+    if isinstance(node, ast.Call):
+        words = ast.unparse(node.func)
+        if words.startswith(("os.environ.", "environ.")) and not words.endswith(_CHANGES):
+            return False
+        return words.startswith(_PREPARING) and not _is_late(node.args[0] if node.args else None)
+    if not isinstance(node, (ast.Assign, ast.AugAssign, ast.Delete)):
+        return False
+    targets = [node.target] if isinstance(node, ast.AugAssign) else node.targets
+    return any(
+        ast.unparse(target).startswith(("os.environ[", "environ[", "sys.path"))
+        and not _is_late(target.slice if isinstance(target, ast.Subscript) else None)
+        for target in targets
+    )
+
+
+def _is_late(name: ast.expr | None) -> bool:
+    """Whether no import reads the variable of this name."""
+    return isinstance(name, ast.Constant) and str(name.value).startswith(_LATE_VARIABLES)
+
+
+_LATE_VARIABLES = ("WANDB_", "NCCL_", "MASTER_", "TOKENIZERS_", "CUDA_VISIBLE_DEVICES")
+_CHANGES = (".setdefault", ".update", ".pop", ".clear")
+_PREPARING = (
+    *("os.environ.", "environ.", "os.putenv", "os.unsetenv", "os.system", "os.popen", "os.exec", "os.spawn"),
+    *("subprocess.", "sys.path.", "site.", "multiprocessing.set_"),
+)
+
+
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+_LATER = (*_FUNCTIONS, ast.If)  # an `if` may be TYPE_CHECKING, or of an option
 
 
 def _find_files(each: Imported, file: str, path: Sequence[str], package: str) -> list[str]:

@@ -20,6 +20,7 @@ does not answer. The ranks get the environment of this process.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import importlib.machinery
@@ -30,9 +31,10 @@ import signal
 import socket
 import struct
 import sys
+import time
 import types
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from shoal_toolkit.files import read_table
 
@@ -40,6 +42,16 @@ _NUMBER = struct.Struct("!I")
 _SIGNAL_CODE = 128
 _LATER = "SHOAL_IMPORTED_LATER"  # packages that ranks import themselves, separated by commas
 _OUTPUTS = (1, 2)
+_STOPPING_SECONDS = 0.2
+_NOT_FOR_US = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)  # Slurm signals everybody
+
+
+class Imported(NamedTuple):
+    """The traces of the imports, for the script."""
+
+    output: Sequence[int] = ()  # files with the output on stdout and stderr
+    variables: Mapping[str, tuple[str | None, str]] = {}  # that were set: their values before and after
+    handlers: Mapping[signal.Signals, Any] = {}  # of signals, from before the imports
 
 
 def preload(imports: Sequence[tuple[str, str]]) -> str:
@@ -55,7 +67,7 @@ def preload(imports: Sequence[tuple[str, str]]) -> str:
         try:
             getattr(importlib.import_module(module), name or "__name__", None)
         except ModuleNotFoundError as error:
-            if error.name != package:  # one that is not installed changes nothing
+            if error.name not in (package, module):  # a module that does not exist changes nothing
                 return package
         except BaseException:  # the script gets the same error, if it needs this module
             return package
@@ -118,6 +130,8 @@ def import_for(
     if spoiled_by:
         for each in sockets:
             each.set_inheritable(True)
+        for number in _NOT_FOR_US:
+            signal.signal(number, signal.SIG_DFL)  # ignored signals would stay ignored
         env = {**begun_with, _LATER: ",".join([*later, spoiled_by])}
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], env)
     return files
@@ -144,7 +158,8 @@ def serve(
         if server.fileno() in ready:
             request = _fork_for_train(server)
         elif listener is not None:
-            request = _fork_for_mpirun(listener, arguments, begun_with)
+            with contextlib.suppress(OSError):  # too many processes or files: this rank runs its command itself
+                request = _fork_for_mpirun(server, listener, arguments, begun_with)
         if request is not None:
             return request
 
@@ -185,15 +200,21 @@ def _fork_for_train(server: socket.socket) -> dict[str, Any] | None:
 
 
 def _fork_for_mpirun(
-    listener: socket.socket, arguments: Sequence[str], begun_with: Mapping[str, str]
+    server: socket.socket, listener: socket.socket, arguments: Sequence[str], begun_with: Mapping[str, str]
 ) -> dict[str, Any] | None:
     """Returns a request in the process of a rank that mpirun has started; None in this one."""
     from shoal_toolkit.sidecars.standby_ranks import fork_for
 
     connection, _ = listener.accept()
-    if os.fork():
+    try:
+        pid = os.fork()
+    except OSError:
+        connection.close()
+        raise
+    if pid:
         connection.close()
         return None
+    server.close()
     listener.close()
     rank = fork_for(connection, begun_with)
     number, local = (rank.env[f"OMPI_COMM_WORLD_{name}"] for name in ("RANK", "LOCAL_RANK"))
@@ -211,38 +232,45 @@ def _receive(server: socket.socket, size: int) -> bytes:
     return data
 
 
-def run_request(request: dict[str, Any], written: Sequence[int] = (), set_by_imports: Mapping[str, str] = {}) -> None:
-    """Becomes the script of a request; or forks a rank for each of its `ranks`, and ends when all have ended.
-
-    Args:
-        request: From `train`.
-        written: Files with the output of the imports, on stdout and stderr.
-        set_by_imports: Variables that the imports have set.
-    """
-    if os.getsid(0) != os.getpid():
+def run_request(request: dict[str, Any], imported: Imported) -> None:
+    """Becomes the script of a request; or forks a rank for each of its `ranks`, and ends when all have ended."""
+    if os.getpgid(0) != os.getpid():  # a rank of mpirun has a group already
         os.setsid()
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["env"])
-    os.environ.update(set_by_imports)
+    for name, (before, after) in imported.variables.items():
+        if os.environ.get(name) == before:
+            os.environ[name] = after
+    if request["ranks"]:
+        _fork_ranks(request)
+    _begin_script(imported)
+    become(request["argv"])
+
+
+def _fork_ranks(request: dict[str, Any]) -> None:
+    """Returns in each rank. The calling process ends when all have ended."""
     ranks: dict[int, int] = {}
     for local, variables in enumerate(request["ranks"]):
         pid = os.fork()
         if pid == 0:
             _begin_rank(request["directory"], local, variables)
-            break
+            return
         ranks[pid] = int(variables["RANK"])
-    else:
-        if ranks:
-            _await_ranks(request["directory"], ranks)
+    _await_ranks(request["directory"], ranks)
+
+
+def _begin_script(imported: Imported) -> None:
+    """Gives the script random states and signal handlers of its own, and writes the output of the imports."""
+    for number, handler in imported.handlers.items():
+        signal.signal(number, handler)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
     if "torch" in sys.modules:
         sys.modules["torch"].default_generator.seed()
-    for file, descriptor in zip(written, _OUTPUTS):
+    for file, descriptor in zip(imported.output, _OUTPUTS):
         with open(file, "rb") as source, open(descriptor, "wb", closefd=False) as target:
             target.write(os.pread(source.fileno(), os.fstat(file).st_size, 0))
-    become(request["argv"])
 
 
 def _begin_rank(directory: str, local: int, variables: dict[str, str]) -> None:
@@ -264,14 +292,17 @@ def _await_ranks(directory: str, ranks: dict[int, int]) -> NoReturn:
         code = os.WEXITSTATUS(status) if os.WIFEXITED(status) else _SIGNAL_CODE + os.WTERMSIG(status)
         first = first or code
         _report(directory, f"end {ranks[pid]} {code}")
+    while os.path.exists(os.path.join(directory, "stopping")):  # as rank_shell.py: child processes may save
+        time.sleep(_STOPPING_SECONDS)
     os._exit(first)
 
 
 def _report(directory: str, line: str) -> None:
-    """Writes a line to the FIFO of events; opening it for both directions never blocks."""
-    descriptor = os.open(os.path.join(directory, "events"), os.O_RDWR)
-    os.write(descriptor, f"{line}\n".encode())
-    os.close(descriptor)
+    """Writes a line to the FIFO of events, if that exists. Opening it for both directions never blocks."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(os.path.join(directory, "events"), os.O_RDWR)
+        os.write(descriptor, f"{line}\n".encode())
+        os.close(descriptor)
 
 
 def set_path(arguments: Sequence[str]) -> None:
@@ -290,7 +321,8 @@ def become(arguments: Sequence[str]) -> None:
         import runpy
 
         sys.argv[:] = arguments[1:]
-        _run(lambda: runpy.run_module(arguments[1], run_name="__main__", alter_sys=True))
+        run: Any = runpy._run_module_as_main  # type: ignore[attr-defined]  # what `python -m` calls
+        _run(lambda: run(arguments[1]))
         return
     sys.argv[:] = arguments
 
@@ -333,17 +365,21 @@ def main() -> None:
     if first == "--once":
         ranks, directory = json.loads(os.environ.pop("SHOAL_RANKS")), os.environ.pop("SHOAL_RUN_DIR")
         os.environ.pop("SHOAL_CODE_DIR", None)
-        run_request({"argv": arguments, "env": dict(os.environ), "cwd": ".", "directory": directory, "ranks": ranks})
+        handlers = {number: signal.signal(number, signal.SIG_IGN) for number in _NOT_FOR_US}
+        request = {"argv": arguments, "env": dict(os.environ), "cwd": ".", "directory": directory, "ranks": ranks}
+        run_request(request, Imported(handlers=handlers))
         return
     server, *listeners = (socket.socket(fileno=int(number)) for number in first.split(","))
     for each in (server, *listeners):
         each.set_inheritable(False)
+    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in _NOT_FOR_US}
     begun_with = dict(os.environ)
-    written = import_for(script, (server, *listeners), begun_with)
-    changed = {name: value for name, value in os.environ.items() if begun_with.get(name) != value}
+    output = import_for(script, (server, *listeners), begun_with)
+    now = os.environ.items()
+    changed = {name: (begun_with.get(name), value) for name, value in now if begun_with.get(name) != value}
     server.sendall(b"r")
     request = serve(server, listeners[0] if listeners else None, arguments, begun_with)
-    run_request(request, written, changed)
+    run_request(request, Imported(output, changed, handlers))
 
 
 if __name__ == "__main__":

@@ -24,20 +24,10 @@ _SET_PARENT_DEATH_SIGNAL = 1  # of prctl
 _SIGNAL_CODE = 128
 
 # Beginnings of variables that the linker, Python and the frameworks read when a process starts or imports them.
-_EARLY: tuple[str, ...] = (
-    "LD_",
-    "PYTHON",
-    "OMP_",
-    "GOMP_",
-    "KMP_",
-    "MKL_",
-    "OPENBLAS_",
-    "MALLOC_",
-    "GLIBC_",
-    "CUDA_",
-    "NVIDIA_",
+_EARLY = (
+    *("LD_", "PYTHON", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "MALLOC_", "GLIBC_", "CUDA_", "NVIDIA_", "TORCH_"),
+    *("PYTORCH_", "TF_", "XLA_", "NUMPY_", "NPY_", "HF_", "HUGGINGFACE_", "TRANSFORMERS_", "XDG_", "LANG", "LC_"),
 )
-_EARLY += ("TORCH_", "PYTORCH_", "TF_", "XLA_", "NUMPY_", "NPY_")
 _LATE = ("TORCH_NCCL_",)  # read when a process group is made
 
 
@@ -59,16 +49,23 @@ def fork_for(connection: socket.socket, begun_with: Mapping[str, str]) -> Rank:
         connection: The rank's.
         begun_with: The environment of the standby before its imports.
     """
+    os.setsid()  # the end of the standby, with its group, does not end the rank
     rank = _receive(connection)
-    if find_early_differences(rank.env, begun_with):
-        _answer(connection, b"x")
+    if find_early_differences(rank.env, begun_with) or not _can_watch():
+        with contextlib.suppress(OSError):
+            connection.sendall(b"x")
         os._exit(0)
-    pid = os.fork()
+    parent, pid = os.getpid(), os.fork()
     if pid:
         _wait(connection, pid)
-    os.setsid()
+    os.setpgid(0, 0)
     ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
-    _answer(connection, b"f")  # signals come after it
+    try:
+        connection.sendall(b"f")  # signals come after it
+    except OSError:  # the other side waits no more, and runs the command itself
+        os._exit(0)
+    if os.getppid() != parent:
+        os._exit(_SIGNAL_CODE + signal.SIGKILL)
     connection.close()
     os.sched_setaffinity(0, rank.affinity)
     os.umask(rank.mask)
@@ -76,6 +73,15 @@ def fork_for(connection: socket.socket, begun_with: Mapping[str, str]) -> Rank:
         os.dup2(descriptor, target)
         os.close(descriptor)
     return rank
+
+
+def _can_watch() -> bool:
+    """Whether the end of a process can be polled: not with Python of Conda, before Linux 5.3, or in some sandboxes."""
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except (AttributeError, OSError):
+        return False
+    return True
 
 
 def find_early_differences(env: Mapping[str, str], ours: Mapping[str, str]) -> list[str]:
@@ -120,16 +126,13 @@ def _wait(connection: socket.socket, pid: int) -> NoReturn:
         if ended in ready:
             _, status = os.waitpid(pid, 0)
             code = os.WEXITSTATUS(status) if os.WIFEXITED(status) else _SIGNAL_CODE + os.WTERMSIG(status)
-            _answer(connection, bytes([code]))
+            with contextlib.suppress(OSError):
+                connection.sendall(bytes([code]))
             os._exit(0)
         numbers = connection.recv(64)
         if not numbers:
             poll.unregister(connection)
+            os.kill(pid, signal.SIGKILL)  # it may have no group of its own yet
         for number in numbers or (signal.SIGKILL,):
             with contextlib.suppress(OSError):
                 os.killpg(pid, number)
-
-
-def _answer(connection: socket.socket, data: bytes) -> None:
-    with contextlib.suppress(OSError):
-        connection.sendall(data)

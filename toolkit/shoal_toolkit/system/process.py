@@ -137,7 +137,7 @@ def _has_mark(pid: int, mark: str) -> bool:
     return any(mark.encode() in variable[len(name) :].split() for variable in variables if variable.startswith(name))
 
 
-def kill_left_behind(leader: int, mark: str, since: int) -> list[str]:
+def kill_left_behind(leader: int, mark: str, since: int, spared: int = 0) -> list[str]:
     """Kills every process of a session that `spawn` made, and every marked one, until there are no new ones.
 
     For up to 1 s it waits for processes that are just starting. Processes that start others faster than they can be
@@ -147,6 +147,7 @@ def kill_left_behind(leader: int, mark: str, since: int) -> list[str]:
         leader: The pid of the process that `spawn` started.
         mark: The mark of the job.
         since: Clock ticks at which that process started.
+        spared: The pid of a process that is left.
 
     Returns:
         The commands of the killed processes, for the log.
@@ -157,7 +158,7 @@ def kill_left_behind(leader: int, mark: str, since: int) -> list[str]:
     for _ in range(_MAX_ROUNDS):
         _await_starts(since, deadline)
         session = [pid for pid in list_pids() if read_stat(pid)[3:4] == [str(leader)]]
-        left = {*session, *find_marked(mark, since)} - killed
+        left = {*session, *find_marked(mark, since)} - killed - {spared}
         if not left:
             break
         for pid in left:

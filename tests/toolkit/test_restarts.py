@@ -588,6 +588,7 @@ def test_ranks_start_without_a_standby_that_has_ended_or_hangs(
         processes.prepare_restart({"SHOAL_RESTART": "1"})
         made = processes._standby
         assert made is not None
+        made.start_now()
         waited: list[None] = []
         processes.await_standby(lambda: waited.append(None))
         loop.run_until(lambda: bool(waited))

@@ -47,7 +47,7 @@ def test_a_killed_host_ends_the_other(start: StartJob, table: Table, launcher: L
 def test_a_killed_launcher_ends_every_host(
     start: StartJob, table: Table, launcher: Launcher, program: str, host: str, code: int, says: str
 ) -> None:
-    job = start(TRAIN_FOR_LONG, launcher)
+    job = start(TRAIN_FOR_LONG, launcher, SHOAL_STANDBY="0")  # forked ranks have no process of torchrun
     job.up()
     since = job.kill(host, program)
     table.failed(f"`{program.strip('/')}` is killed on {WHICH[host]}", job, since, codes=code, says=says)

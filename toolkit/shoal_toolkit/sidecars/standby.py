@@ -33,7 +33,7 @@ import struct
 import sys
 import time
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any, NamedTuple, NoReturn
 
 from shoal_toolkit.files import read_table
@@ -357,6 +357,14 @@ def _run(execute: Any) -> None:
         raise SystemExit(1) from None
 
 
+def _close_others(kept: Set[int]) -> None:
+    """Closes what `train` has left open for its children, as torchrun and mpirun do before they start a rank."""
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) > _OUTPUTS[-1] and int(name) not in kept:
+            with contextlib.suppress(OSError):  # the directory itself
+                os.close(int(name))
+
+
 def main() -> None:
     """Imports, reports that, and serves `train`; or runs the only request."""
     first, *arguments = sys.argv[1:]
@@ -372,6 +380,7 @@ def main() -> None:
     server, *listeners = (socket.socket(fileno=int(number)) for number in first.split(","))
     for each in (server, *listeners):
         each.set_inheritable(False)
+    _close_others({each.fileno() for each in (server, *listeners)})
     handlers = {number: signal.signal(number, signal.SIG_IGN) for number in _NOT_FOR_US}
     begun_with = dict(os.environ)
     output = import_for(script, (server, *listeners), begun_with)

@@ -244,11 +244,13 @@ def test_a_failure_in_backward_names_the_bucket(guarded: Guarded) -> None:
 
 
 BY_NAME = """
-import sys, warnings, torch.distributed as dist
+import os, sys, warnings, torch.distributed as dist
 from torch import nn, ones
 warnings.simplefilter("error")
 for backend in ("gloo", "cpu:smddp,cuda:nccl", "smddp"):
-    dist.init_process_group(backend)
+    # A file for each: in the store of torchrun, gloo may find the address of its group before.
+    file = f"file://{os.path.dirname(__file__)}/{backend}"
+    dist.init_process_group(backend, init_method=file, rank=int(os.environ["RANK"]), world_size=2)
     summed = ones(3)
     dist.all_reduce(summed)
     nn.parallel.DistributedDataParallel(nn.Linear(3, 1))(summed).sum().backward()

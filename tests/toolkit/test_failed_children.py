@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -58,7 +59,9 @@ def test_a_pool_on_a_worker_ends_the_job_on_all_hosts(tmp_path: Path) -> None:
     first.script("import time; time.sleep(600)")
     worker.script(POOL)
     with started([first, worker]) as trains:
-        assert [train.wait(timeout=60) for train in trains] == [1, 1]
+        with ThreadPoolExecutor() as readers:  # both at once: a pool writes more than a pipe holds
+            list(readers.map(lambda train: train.communicate(timeout=120), trains))
+        assert [train.returncode for train in trains] == [1, 1]
     assert first.failure.startswith(f"On {NAMES[1]}: {AGAIN}\nrank 1 on {NAMES[1]} was killed")
     assert GUARD in worker.failure
 

@@ -330,14 +330,15 @@ def _device_reasons(start: Start) -> list[str]:
 
 
 def _fork_reasons(start: Start) -> list[str]:
-    """Returns how the ranks of torchrun's launcher start."""
+    """Returns how the ranks of a launcher that can fork them start."""
     if not start.launcher.can_fork or not start.launcher.has_ranks:
         return []
     if can_fork(start) and start.launcher.ranks == BY_MPIRUN and start.ranks.get(start.current_host, 0) < 2:
         return ["ranks: mpirun starts the only rank of this host, which is not forked"]
     if can_fork(start):
         return ["ranks: one process imports the script's frameworks, and forks the ranks (SHOAL_STANDBY=0: off)"]
-    return ["ranks: each imports the script's frameworks, because of SHOAL_STANDBY=0, a rehearsal, or another language"]
+    why = "SHOAL_STANDBY=0, a rehearsal, a very long command, or a program that is not a .py file or module"
+    return [f"ranks: each imports the script's frameworks, because of {why}"]
 
 
 def _job_notes(start: Start) -> list[str]:

@@ -61,7 +61,7 @@ def _find_start(arguments: Sequence[str], path: Sequence[str]) -> tuple[list[str
 
 
 def _read_imports(file: str) -> list[Imported] | None:
-    """Returns the imports in a file; None if it prepares them."""
+    """Returns the imports in a file; None if it changes, before one of them, what imports depend on."""
     try:
         with open(file, "rb") as source:
             tree = ast.parse(source.read(_MOST_BYTES))

@@ -105,7 +105,6 @@ check: setup-all ## run ruff, mypy, the docstring and prose rules; check links, 
 	run $(BIN)/ruff format --check .; \
 	run $(BIN)/mypy; \
 	run $(SHOAL) render --check; \
-	run $(BIN)/python scripts/api_docs.py --check; \
 	run $(BIN)/python scripts/reference.py --check; \
 	run $(BIN)/python scripts/links.py; \
 	run $(BIN)/python scripts/docstrings.py; \
@@ -117,7 +116,6 @@ fix: setup-all #: repair what `make check` can repair: lint, format, rendered Do
 	run $(BIN)/ruff check --fix .; \
 	run $(BIN)/ruff format .; \
 	run $(SHOAL) render; \
-	run $(BIN)/python scripts/api_docs.py; \
 	run $(BIN)/python scripts/reference.py; \
 	exit $$failed
 
@@ -159,7 +157,6 @@ docs-serve: reference .venv-docs/stamp #: serve the documentation site on 127.0.
 	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs serve --dev-addr 127.0.0.1:$(DOCS_PORT)
 
 reference: setup-all #: write docs/api and docs/reference from the code
-	@$(BIN)/python scripts/api_docs.py
 	@$(BIN)/python scripts/reference.py
 
 .venv-docs/stamp: requirements/docs.txt

@@ -1,8 +1,8 @@
 """Checks that documented public functions describe their arguments, results and errors, and counts other functions.
 
-The documented functions are in the modules that scripts/api_docs.py lists. Each needs `Args` with every parameter,
-`Returns` if it returns something, and `Raises` if its body raises something. A first line that begins with "Returns" is
-enough for the result. In the other modules, the functions that another module imports are counted.
+docs/api/dataparallel.md has the documented functions. Each needs `Args` with every parameter, `Returns` if it returns
+something, and `Raises` if its body raises something. A first line that begins with "Returns" is enough for the result.
+In the other modules, the functions that another module imports are counted.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import ast
 import inspect
 import re
-import runpy
 import subprocess
 import sys
 import textwrap
@@ -19,6 +18,8 @@ from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 
+from reference_pages import dataparallel
+
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("images", "toolkit", "checkpoint", "library", "rehearsal")
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -26,9 +27,8 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 def documented() -> Iterator[tuple[str, Function, str]]:
     """Yields the name, definition and docstring of each documented function. A class counts by its constructor."""
-    pages = runpy.run_path(str(ROOT / "scripts" / "api_docs.py"))
-    for module in map(import_module, pages["MODULES"]):
-        for name in pages["NAMES"].get(module.__name__) or pages["_public"](module):
+    for module in map(import_module, dataparallel.MODULES):
+        for name in dataparallel.NAMES.get(module.__name__) or dataparallel.list_public(module):
             value = getattr(module, name)
             if getattr(value, "__module__", None) != module.__name__ or not callable(value):
                 continue

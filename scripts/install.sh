@@ -4,7 +4,7 @@
 #   scripts/install.sh VENV REQUIREMENTS
 #
 # uv is much faster than pip, and makes a second environment from its cache in seconds. It reads none of pip's
-# configuration: `uv_settings.py` passes the indexes on. If that is not enough for uv, pip installs. The few packages of
+# configuration: shoal_toolkit/sidecars/uv.py passes the indexes on. If that is not enough for uv, pip installs. The few packages of
 # `shoal` come with pip: uv alone takes 38 MB.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -18,7 +18,7 @@ pip=("$venv/bin/pip" install -qq --disable-pip-version-check --no-deps)
 with_uv() (
     "${pip[@]}" "$(grep '^uv==' requirements/dev.txt)" || return
     while IFS= read -r setting; do export "$setting"; done \
-        < <("$venv/bin/pip" config list | "$venv/bin/python" scripts/uv_settings.py)
+        < <("$venv/bin/pip" config list | PYTHONPATH=toolkit "$venv/bin/python" -m shoal_toolkit.sidecars.uv)
     # As pip: the best of all indexes.
     uv=("$venv/bin/uv" pip install -q --python "$venv" --no-deps --native-tls --index-strategy unsafe-best-match)
     "${uv[@]}" -r "$requirements" 2>/dev/null || UV_INDEX="${UV_INDEX:-} $index" "${uv[@]}" -r "$requirements" 2>/dev/null

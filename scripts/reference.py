@@ -1,4 +1,4 @@
-"""Writes the pages of docs/reference, and tables of a guide, from the code and its data. `--check` writes nothing.
+"""Writes docs/reference, docs/api, and tables of a guide, from the code and its data. `--check` writes nothing.
 
 It is an error if a variable or a key is in the code, but has no description in docs/reference, or the other way round.
 """
@@ -8,11 +8,14 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from reference_pages import (
+    api,
     build_files,
     commands,
+    dataparallel,
     documents,
     exit_codes,
     hyperparameters,
@@ -40,6 +43,8 @@ PAGES: dict[str, Callable[[], str]] = {
     "python.md": names.write,
     "releases.md": releases.write,
     "../migrate/smdistributed.md": migration.write,
+    "../api/dataparallel.md": dataparallel.write,
+    **{f"../api/{name}": partial(api.write, name) for name in api.PAGES},
 }
 
 

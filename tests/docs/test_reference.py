@@ -19,6 +19,8 @@ ROOT = Path(__file__).parents[2]
 PAGES = (
     *("shoal", "variables", "images", "buildspec", "json", "../exit-codes", "hyperparameters", "launchers"),
     *("mp-parameters", "python", "releases", "../migrate/smdistributed"),
+    *(f"../api/{part}parallel{end}" for part, end in (("data", ""), ("data", "-tensorflow"), ("model", ""))),
+    "../api/modelparallel-tensorflow",
 )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import importlib
-import runpy
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +13,10 @@ import tomllib
 ROOT = Path(__file__).parents[2]
 with pytest.MonkeyPatch.context() as _scripts:
     _scripts.syspath_prepend(str(ROOT / "scripts"))
-    DOCS = runpy.run_path(str(ROOT / "scripts" / "api_docs.py"))
+    DATAPARALLEL: Any = importlib.import_module("reference_pages.dataparallel")
     API: Any = importlib.import_module("reference_pages.api")
     NAMES: Any = importlib.import_module("reference_pages.names")
     SIGNATURES: Any = importlib.import_module("reference_pages.signatures")
-
-
-def test_the_page_is_fresh() -> None:
-    assert (ROOT / "docs" / "api" / "dataparallel.md").read_text() == DOCS["page"](), "run make reference"
-
-
-@pytest.mark.parametrize("name", API.PAGES)
-def test_the_pages_from_the_source_are_fresh(name: str) -> None:
-    assert (ROOT / "docs" / "api" / name).read_text() == API.write(name), "run make reference"
 
 
 def test_every_package_with_versions_is_on_a_page() -> None:
@@ -98,7 +88,7 @@ def test_signatures(source: str, shown: str) -> None:
     ],
 )
 def test_parameters_become_a_list_and_code_stays(docstring: str, markdown: str) -> None:
-    assert DOCS["prose"](docstring) == markdown
+    assert DATAPARALLEL.prose(docstring) == markdown
 
 
 def test_a_name_without_a_docstring_is_refused() -> None:
@@ -106,17 +96,12 @@ def test_a_name_without_a_docstring_is_refused() -> None:
         pass
 
     with pytest.raises(SystemExit, match=r"m\.UndocumentedError has no docstring"):
-        DOCS["_docstring"](UndocumentedError, "m.UndocumentedError")
+        DATAPARALLEL._docstring(UndocumentedError, "m.UndocumentedError")
 
 
-def test_a_variable_that_the_table_lacks_is_refused(tmp_path: Path) -> None:
+def test_a_variable_that_the_table_lacks_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     table = (ROOT / "docs" / "api" / "variables.toml").read_text()
     (tmp_path / "variables.toml").write_text(table.replace("SMDDP_ENGINE =", "SMDDP_ENGNE ="))
-    variables = DOCS["_variables"]
-    before = variables.__globals__["VARIABLES"]
-    variables.__globals__["VARIABLES"] = tmp_path / "variables.toml"
-    try:
-        with pytest.raises(SystemExit, match=r"SMDDP_ENGINE is missing in docs/api/variables\.toml"):
-            list(variables())
-    finally:
-        variables.__globals__["VARIABLES"] = before
+    monkeypatch.setattr(DATAPARALLEL, "VARIABLES", tmp_path / "variables.toml")
+    with pytest.raises(SystemExit, match=r"SMDDP_ENGINE is missing in docs/api/variables\.toml"):
+        list(DATAPARALLEL._variables())

@@ -22,7 +22,6 @@ from shoal_toolkit.plan import sidecars
 from shoal_toolkit.result import setup_failure
 from shoal_toolkit.sidecars import locked
 from shoal_toolkit.sidecars.locked import Locked
-from shoal_toolkit.sidecars.uv import convert_settings
 
 from .conftest import Finished, Tree
 from .test_install import OURS, Environment, wheel
@@ -407,19 +406,3 @@ def test_requirements_with_hashes_are_a_lock() -> None:
     assert options == ["--index-url https://a/simple"]
     with pytest.raises(ContractError, match="'a>=1' is not pinned"):
         locked.parse_requirements("a>=1 --hash=sha256:a")
-
-
-def test_uv_gets_the_settings_of_pip() -> None:
-    lines = [
-        "global.index-url='https://me:secret@index.test/simple'",
-        ":env:.find-links='/a /b'",
-        "install.cert='/ca.crt'",
-        "global.no-index='true'",
-        "global.timeout='9'",
-    ]
-    assert convert_settings(lines) == {
-        "UV_DEFAULT_INDEX": "https://me:secret@index.test/simple",
-        "UV_FIND_LINKS": "/a,/b",
-        "UV_NO_INDEX": "1",
-        "SSL_CERT_FILE": "/ca.crt",
-    }

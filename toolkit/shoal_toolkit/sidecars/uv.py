@@ -64,6 +64,8 @@ def _read_pip_settings(environ: Mapping[str, str]) -> list[str]:
 def convert_settings(lines: Sequence[str]) -> dict[str, str]:
     """Returns the variables of uv for the lines of `pip config list`: indexes, certificates and the proxy.
 
+    As a program, this module reads these lines from stdin and prints NAME=VALUE.
+
     Variables, because an index may have a password, and every user of a machine can read the arguments of commands.
     """
     import ast
@@ -116,3 +118,8 @@ def _download(directory: str, environ: Mapping[str, str]) -> str:
         program.write_bytes(packed.read(f"uv-{pinned['version']}.data/scripts/uv"))
     program.chmod(0o755)
     return str(program)
+
+
+if __name__ == "__main__":
+    for name, setting in convert_settings(sys.stdin.read().splitlines()).items():
+        print(f"{name}={setting}")

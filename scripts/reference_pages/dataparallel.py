@@ -1,6 +1,4 @@
-"""Writes the pages of docs/api from the library's signatures and docstrings. `--check` writes nothing.
-
-docs/api/dataparallel.md imports the modules. The other pages read the source (reference_pages/api.py).
+"""docs/api/dataparallel.md: the signatures and docstrings of the modules, which are imported.
 
 The file docs/api/variables.toml describes environment variables. It is an error if a variable is in the code and not in
 that table, or in the table and not in the code. It is also an error if a public name has no docstring.
@@ -8,27 +6,23 @@ that table, or in the table and not in the code. It is also an error if a public
 
 from __future__ import annotations
 
-import argparse
 import ast
 import importlib
 import inspect
 import re
-import sys
 import textwrap
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import tomllib
-from reference_pages import api
+
 from reference_pages.docstring_text import prose
 from reference_pages.signatures import show_definition, show_literal
 
-ROOT = Path(__file__).resolve().parents[1]
-DIRECTORY = ROOT / "docs" / "api"
-VARIABLES = DIRECTORY / "variables.toml"
+ROOT = Path(__file__).resolve().parents[2]
+VARIABLES = ROOT / "docs" / "api" / "variables.toml"
 PACKAGE = "smdistributed.dataparallel"
 MODULES = (
     PACKAGE,
@@ -57,7 +51,7 @@ guide" and "published scripts" name the source of a behaviour.
 script here, see [the guide](../migrate/smdistributed.md)."""
 
 
-def page() -> str:
+def write() -> str:
     """Returns the whole page.
 
     Returns:
@@ -75,11 +69,11 @@ def _module(name: str) -> Iterator[str]:
     yield f"## {name}"
     if name not in NAMES:
         yield prose(_docstring(module, name))
-    for public in NAMES.get(name) or _public(module):
+    for public in NAMES.get(name) or list_public(module):
         yield from _named(module, public)
 
 
-def _public(module: ModuleType) -> list[str]:
+def list_public(module: ModuleType) -> list[str]:
     """The names in `__all__`. If there is none: the names that the module itself defines."""
     if hasattr(module, "__all__"):
         return sorted(module.__all__)
@@ -141,26 +135,3 @@ def _named_in_code() -> set[str]:
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and _VARIABLE.fullmatch(node.value)
     }
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a page is stale")
-    check = parser.parse_args().check
-    pages: dict[str, Callable[[], str]] = {
-        "dataparallel.md": page,
-        **{name: partial(api.write, name) for name in api.PAGES},
-    }
-    stale = []
-    for name, write in pages.items():
-        path, text = DIRECTORY / name, write()
-        if not check:
-            path.write_text(text)
-        elif not path.exists() or path.read_text() != text:
-            stale.append(str(path.relative_to(ROOT)))
-    if stale:
-        sys.exit(f"{', '.join(stale)}: stale. Fix: run `make reference` and commit the pages.")
-
-
-if __name__ == "__main__":
-    main()

@@ -176,6 +176,39 @@ def test_packages_that_do_not_survive_a_fork_are_imported_by_the_ranks(
     assert len(set(re.findall(r"drawn (.*)", done.out))) == 2
 
 
+ENDS = """\
+import atexit, ctypes, os, sys, threading, time
+import numpy, torch
+class Last:
+    def __del__(self, os=os):
+        os.write(1, b"deleted\\n")
+last = Last()
+atexit.register(lambda: print("called", torch.nn.Linear.__name__, flush=True))
+unfinished = open(os.path.join(os.environ["SM_MODEL_DIR"], os.environ["RANK"]), "w")
+unfinished.write("saved")
+ctypes.CDLL(None).printf(b"of C\\n")
+def late():
+    time.sleep(0.2)
+    import torch.fft
+    print("a thread", flush=True)
+threading.Thread(target=late).start()
+sys.exit(0)
+"""
+
+
+@LAUNCHERS
+def test_nothing_of_the_script_is_lost_at_the_end_of_a_rank(tree: Tree, run: Run, launcher: dict[str, Any]) -> None:
+    """A forked rank leaves the objects of imported packages as they are, and ends without their exit handlers."""
+    tree.script(ENDS)
+    tree.hyperparameters(**launcher)
+    ended = [run(SHOAL_STANDBY=value) for value in ("1", "0")]
+    for done in ended:
+        assert done.code == 0, done
+        for text in ("deleted", "called Linear", "of C", "a thread"):
+            assert done.out.count(text) == 2, (text, done)
+        assert [(tree.base / "model" / rank).read_text() for rank in ("0", "1")] == ["saved", "saved"]
+
+
 COMMAND = "import os\nprint('forked', 'sidecars.standby' in open('/proc/self/cmdline').read(), flush=True)\n"
 
 

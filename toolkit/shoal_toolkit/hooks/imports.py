@@ -94,8 +94,23 @@ def _without_collections(execute: _Execute) -> _Execute:
         if module.__name__ in _FRAMEWORKS:
             # Earlier objects of the script are left out too. They are still freed with their last reference.
             gc.freeze()
+            _keep_own_modules()
 
     return exec_module
+
+
+def _keep_own_modules() -> None:
+    """Keeps the modules of the script until Python ends, which then clears them: files that are open get their content.
+
+    Its functions refer to the names of its module, and no collection finds this cycle any more.
+    """
+    own = os.path.join(os.path.abspath(sys.path[0]) if sys.path else os.getcwd(), "")
+    found = [
+        module
+        for name, module in list(sys.modules.items())
+        if name == "__main__" or (getattr(module, "__file__", None) or "").startswith(own)
+    ]
+    sys._shoal_kept = found  # type: ignore[attr-defined]  # Python clears `sys` last
 
 
 def _with_local_device(execute: _Execute) -> _Execute:

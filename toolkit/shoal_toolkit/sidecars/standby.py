@@ -20,7 +20,9 @@ does not answer. The ranks get the environment of this process.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import ctypes
 import gc
 import importlib
 import importlib.machinery
@@ -42,6 +44,7 @@ _NUMBER = struct.Struct("!I")
 _SIGNAL_CODE = 128
 _LATER = "SHOAL_IMPORTED_LATER"  # packages that ranks import themselves, separated by commas
 _OUTPUTS = (1, 2)
+_PYTHONS_OWN = ("__main__", "builtins", "sys")  # modules that Python's end needs
 _STOPPING_SECONDS = 0.2
 _NOT_FOR_US = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)  # Slurm signals everybody
 
@@ -261,7 +264,9 @@ def _fork_ranks(request: dict[str, Any]) -> None:
 
 
 def _begin_script(imported: Imported) -> None:
-    """Gives the script random states and signal handlers of its own, and writes the output of the imports."""
+    """Gives the script random states and handlers of its own, and writes the output of the imports."""
+    if imported.output:
+        skip_exit_handlers()
     for number, handler in imported.handlers.items():
         signal.signal(number, handler)
     if "numpy" in sys.modules:
@@ -365,6 +370,27 @@ def _close_others(kept: Set[int]) -> None:
                 os.close(int(name))
 
 
+def skip_exit_handlers() -> None:
+    """Has this process end before the exit handlers of C libraries that are loaded already; streams of C are flushed.
+
+    libtorch's own take apart its tables of operators. Handlers of libraries that are loaded later are called.
+    """
+    libc = ctypes.CDLL(None)
+    with contextlib.suppress(AttributeError):  # not glibc
+        # Handlers are called in reverse order: fflush(NULL), then _exit(code).
+        libc.on_exit(libc._exit, None)
+        libc.__cxa_atexit(libc.fflush, None, None)
+
+
+def keep_imported(names: Sequence[str]) -> None:
+    """Hides imported modules from Python's end, which would clear them and so copy every page with their objects.
+
+    Nothing of a script is in them: its own modules, files and tensors are cleared as usual.
+    """
+    kept = [sys.modules.pop(name) for name in names if name in sys.modules]
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))  # for ever
+
+
 def main() -> None:
     """Imports, reports that, and serves `train`; or runs the only request."""
     first, *arguments = sys.argv[1:]
@@ -383,7 +409,10 @@ def main() -> None:
     _close_others({each.fileno() for each in (server, *listeners)})
     handlers = {number: signal.signal(number, signal.SIG_IGN) for number in _NOT_FOR_US}
     begun_with = dict(os.environ)
+    names: list[str] = []
+    atexit.register(keep_imported, names)  # the first to be registered is the last to be called
     output = import_for(script, (server, *listeners), begun_with)
+    names += [name for name in sys.modules if name not in _PYTHONS_OWN]
     now = os.environ.items()
     changed = {name: (begun_with.get(name), value) for name, value in now if begun_with.get(name) != value}
     server.sendall(b"r")

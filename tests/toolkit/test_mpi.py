@@ -183,6 +183,27 @@ def test_custom_options_reach_the_ranks(tree: Tree, run: Run) -> None:
     assert [text for _, text in lines(done.out)] == ["hello there WARN"] * 2, done.err
 
 
+@pytest.mark.parametrize(
+    ("variables", "options", "of_mpirun", "of_ranks"),
+    [({}, "", "nOnE", None), ({"UCX_MEM_EVENTS": "y"}, "", None, None), ({}, "-x {}=reloc", "nOnE", "reloc")],
+    ids=["default", "by-a-variable", "by-an-option"],
+)
+def test_only_ranks_wait_for_the_memory_hooks_of_ucx(
+    tree: Tree, run: Run, variables: dict[str, str], options: str, of_mpirun: str | None, of_ranks: str | None
+) -> None:
+    name = "UCX_MEM_MMAP_HOOK_MODE"
+    tree.script(
+        "import os, pathlib\n"
+        "status = pathlib.Path(f'/proc/{os.getppid()}/status').read_text()\n"
+        "mpirun = pathlib.Path('/proc', status.split('PPid:')[1].split()[0], 'environ').read_text()\n"
+        "env = dict(each.split('=', 1) for each in mpirun.split('\\0') if each)\n"
+        f"print(env.get({name!r}), os.environ.get({name!r}))"
+    )
+    ranks(tree, 1, sagemaker_mpi_custom_mpi_options=options.format(name))
+    done = run(SAGEMAKER_PROGRAM="train.py", **variables)
+    assert done.out == f"{of_mpirun} {of_ranks}\n", done.err
+
+
 def test_a_secret_among_the_options_is_not_shown(tree: Tree, run: Run) -> None:
     tree.script(
         "import os\nfrom mpi4py import MPI\n"

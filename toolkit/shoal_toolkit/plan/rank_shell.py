@@ -40,9 +40,14 @@ MODEL_PARALLEL = tuple(name for name in TORCH if name != "LOCAL_RANK")
 RANKS = "SHOAL_RANKS"  # JSON: the variables of each rank of this host, for the process that forks them
 SHELL_VARIABLES = ("SHOAL_RUN_DIR", "SHOAL_CODE_DIR", RANKS)  # for the shells and the process that forks only
 
+# For mpirun and its daemons: the UCX in Open MPI's wheel waits 40 ms of processor time while it hooks memory functions,
+# which only ranks need. UCX ignores case. Only `train` spells the value like this, so that a user's value stays.
+NO_HOOKS = ("UCX_MEM_MMAP_HOOK_MODE", "nOnE")
+
 # A shell exports variables that it got exported. Therefore a LOCAL_RANK of the container is unset first.
 _OPEN_MPI = (
     "unset LOCAL_RANK\n"
+    f'[ "${{{NO_HOOKS[0]}-}}" != {NO_HOOKS[1]} ] || unset {NO_HOOKS[0]}\n'
     "RANK=$OMPI_COMM_WORLD_RANK WORLD_SIZE=$OMPI_COMM_WORLD_SIZE "
     "LOCAL_RANK=$OMPI_COMM_WORLD_LOCAL_RANK LOCAL_WORLD_SIZE=$OMPI_COMM_WORLD_LOCAL_SIZE "
     "SMDATAPARALLEL_LOCAL_RANK=$OMPI_COMM_WORLD_LOCAL_RANK\n"

@@ -19,7 +19,7 @@ from shoal_toolkit.log import STDERR, STDOUT, write_log
 from shoal_toolkit.output.lines import Lines, Tail
 from shoal_toolkit.output.pipes import FlowControl, Source
 from shoal_toolkit.plan.plan import LaunchPlan
-from shoal_toolkit.plan.rank_shell import RANKS
+from shoal_toolkit.plan.rank_shell import NO_HOOKS, RANKS
 from shoal_toolkit.run.ranks import LocalRanks, RankEvents, make_run_directory, remove_run_directory
 from shoal_toolkit.run.script import HostScript
 from shoal_toolkit.system.loop import Loop, Timer
@@ -192,6 +192,8 @@ class HostProcesses(HostScript):
             elsewhere.
         """
         directories = {"SHOAL_RUN_DIR": self.directory, "SHOAL_CODE_DIR": self._plan.cwd}  # for the shells of ranks
+        if self._plan.by_mpirun and not any(name.startswith("UCX_MEM_") for name in self._environ):
+            directories.update([NO_HOOKS])
         if self._plan.forks_ranks and not self._plan.by_mpirun:
             from shoal_toolkit.run.standby import list_rank_variables
 

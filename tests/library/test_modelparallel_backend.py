@@ -118,6 +118,16 @@ def test_published_variables_without_effect_warn(name: str) -> None:
         read_config({"partitions": 2}, {name: "8"})
 
 
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [("SMP_TIMEOUT_SECOND", "The most similar one is SMP_TIMEOUT_SECONDS."), ("SMP_FOO", "Known: SMP_D2D_GPU_BUFFER_")],
+)
+def test_unknown_variables_warn(name: str, known: str) -> None:
+    with pytest.warns(UserWarning, match=f"The variable {name} has no effect: it is unknown. {known}") as warned:
+        read_config({"partitions": 2}, {name: "8", "SMP_TIMEOUT_SECONDS": "8", "SMP_VERSION": "1.15.0"})
+    assert len(warned) == 1
+
+
 @pytest.mark.parametrize("strategy", sorted(PLACEMENTS))
 @pytest.mark.parametrize(("replicas", "stages", "tensors"), [(1, 4, 1), (2, 4, 1), (3, 2, 2)])
 def test_every_rank_is_in_one_group_of_each_kind(strategy: str, replicas: int, stages: int, tensors: int) -> None:

@@ -73,6 +73,22 @@ class Reaches(nn.Module):
         return found
 
 
+class Caches(nn.Module):
+    """Keeps tensors of its forward, as GPT-J of transformers keeps its table of positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        self.table, self.cache = torch.ones(4), dict[int, torch.Tensor]()
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        self.table = self.table.to(value.device)
+        self.register_buffer("seen", value)
+        value = value * self.cache.setdefault(len(value), torch.ones(4, device=value.device))
+        found: torch.Tensor = self.parts(value * self.table)
+        return found
+
+
 def stages(module: nn.Module, *args: torch.Tensor) -> dict[str, int]:
     """Of two."""
     return auto_partition(module, check({"partitions": 2}), args, {}).stages
@@ -97,3 +113,12 @@ def test_who_uses_tensors_of_another_module_is_with_it(how: str, last: int) -> N
     found = stages(Reaches(how), torch.ones(3, 4))
     assert (found[""], found["parts.5"]) == (0, last)
     assert set(found.values()) == {0, 1}
+
+
+def test_a_trace_leaves_no_tensor_without_memory_in_a_module() -> None:
+    module = Caches()
+    table = module.table
+    stages(module, torch.ones(3, 4))
+    assert module.table is table
+    assert not module.cache and not dict(module.named_buffers())
+    assert module(torch.ones(3, 4)).device.type == "cpu"

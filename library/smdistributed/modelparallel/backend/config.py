@@ -5,6 +5,7 @@ The keys are AWS's, except `uneven_microbatches`. Some of AWS's have no effect a
 
 from __future__ import annotations
 
+import difflib
 import itertools
 import json
 from collections.abc import Mapping
@@ -29,6 +30,14 @@ OPTIMIZE = ("memory", "speed")
 PLACEMENTS = {"cluster": "DPT", "spread": "TPD", **{"".join(p): "".join(p) for p in itertools.permutations("DPT")}}
 BACKENDS = ("auto", "nccl", "gloo", "smddp")
 TIMEOUT_VARIABLE = "SMP_TIMEOUT_SECONDS"
+_VARIABLES = (
+    TIMEOUT_VARIABLE,
+    VERIFY_VARIABLE,
+    "SMP_TIMELINE",
+    "SMP_TRUST_CHECKPOINTS",
+    "SMP_VERSION",  # of AWS's images and notebooks
+    *_WITHOUT_EFFECT_VARIABLES,
+)
 TIMEOUT_FIX = f"Fix: find out why it is slow; if it may take longer, set {TIMEOUT_VARIABLE} higher on all ranks."
 """The last sentence of every message about an exceeded limit."""
 CONNECTION_LOST = (
@@ -131,14 +140,13 @@ _CHOICES = {
 
 
 def read_config(argument: Mapping[str, Any] | None, environ: Mapping[str, str]) -> Config:
-    """Returns the configuration, with defaults. SM_HP_MP_PARAMETERS wins. Warns of keys that have no effect here.
+    """Returns the configuration, with defaults. SM_HP_MP_PARAMETERS wins.
 
+    Warns of keys and variables that have no effect here, and of unknown variables whose names begin with `SMP_`.
     Raises SMPConfigError if `partitions` is missing, a key is unknown, or values are wrong or contradict each other.
     Raises SMPUnsupportedError for keys that are not implemented.
     """
-    for name, why in _WITHOUT_EFFECT_VARIABLES.items():
-        if name in environ:
-            warn_without_effect(f"The variable {name}", why)
+    _warn_of_variables(environ)
     launched: Any = {}
     text = environ.get(LAUNCH_VARIABLE)
     if text is not None:
@@ -149,6 +157,16 @@ def read_config(argument: Mapping[str, Any] | None, environ: Mapping[str, str]) 
                 f'{LAUNCH_VARIABLE}={text!r} is not JSON: {error}. Fix: write an object, {{"partitions": 2}}.'
             ) from None
     return check({**_resolve_aliases(argument or {}), **_resolve_aliases(launched)})
+
+
+def _warn_of_variables(environ: Mapping[str, str]) -> None:
+    for name in environ:
+        if name in _WITHOUT_EFFECT_VARIABLES:
+            warn_without_effect(f"The variable {name}", _WITHOUT_EFFECT_VARIABLES[name])
+        elif name.startswith("SMP_") and name not in _VARIABLES:
+            near = difflib.get_close_matches(name, _VARIABLES, 1)
+            known = f"The most similar one is {near[0]}" if near else f"Known: {', '.join(sorted(_VARIABLES))}"
+            warn_without_effect(f"The variable {name}", f"it is unknown. {known}")
 
 
 def _resolve_aliases(given: Any) -> dict[str, Any]:
@@ -282,7 +300,7 @@ def _check_together(values: Mapping[str, Any]) -> None:
 
 
 def _check_sharded(values: Mapping[str, Any]) -> None:
-    """Raises SMPUnsupportedError for keys that AWS does not allow beside `sharded_data_parallel_degree` either."""
+    """Raises SMPUnsupportedError for keys beside `sharded_data_parallel_degree`; AWS's 1.15 allows the tensor's."""
     for name, neutral in (
         ("pipeline_parallel_degree", 1),
         ("tensor_parallel_degree", 1),

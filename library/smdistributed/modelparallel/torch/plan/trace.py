@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -85,6 +85,7 @@ def _trace(root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tr
     )
     hooks = torch.autograd.graph.saved_tensors_hooks(kept.keep, lambda tensor: tensor)
     with (
+        _attributes_stay(root),
         _call_stack(found, stack, names),
         modes[0],
         modes[1],
@@ -94,6 +95,20 @@ def _trace(root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tr
     ):
         functional_call(root, state, args, kwargs)
     return found
+
+
+@contextmanager
+def _attributes_stay(root: nn.Module) -> Iterator[None]:
+    """Restores what modules assign to themselves inside `with`, also in dicts: a forward may keep a tensor there."""
+    before = [(vars(module), dict(vars(module))) for module in root.modules()]
+    tables = [value for _, kept in before for value in kept.values() if type(value) in (dict, OrderedDict)]
+    before += [(table, dict(table)) for table in tables]
+    try:
+        yield
+    finally:
+        for attributes, kept in before:
+            attributes.clear()
+            attributes.update(kept)
 
 
 def _owners(root: nn.Module, traced: Mapping[int, int]) -> dict[int, list[str]]:

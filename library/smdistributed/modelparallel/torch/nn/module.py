@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -71,15 +69,3 @@ def take_share(tensor: torch.Tensor, split: Split) -> torch.Tensor:
     """Returns this rank's share of a whole tensor; a share as it is."""
     is_whole = tensor.dim() > split.axis and tensor.shape[split.axis] == split.size
     return own_part(tensor, split.axis) if is_whole else tensor
-
-
-def join_shares(shares: Sequence[Any], split: Split) -> Any:
-    """Returns the whole tensor. A value without that axis, such as a count of steps, is the same on all ranks."""
-    first = shares[0]
-    if (
-        isinstance(first, torch.Tensor)
-        and first.dim() > split.axis
-        and first.shape[split.axis] * len(shares) == split.size
-    ):
-        return torch.cat([share.to(first.device) for share in shares], split.axis)
-    return first

@@ -11,8 +11,10 @@ import pickle
 import re
 import shutil
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
@@ -29,9 +31,16 @@ _MOST_NAME = 255  # bytes of a file's name
 
 def write_object(obj: Any, path: Path, **options: Any) -> None:
     """Writes an object by torch.save. The file appears when it is complete and on disk."""
+    with new_file(path) as file:
+        torch.save(obj, file, **options)
+
+
+@contextmanager
+def new_file(path: Path) -> Iterator[BinaryIO]:
+    """Yields a file to write. It appears at `path` when it is complete and on disk."""
     unfinished = _unfinished(path)
     with unfinished.open("xb") as file:
-        torch.save(obj, file, **options)
+        yield file
         file.flush()
         os.fsync(file.fileno())
     unfinished.replace(path)
@@ -81,9 +90,14 @@ def read_object(path: Path, map_location: Any = "cpu", weights_only: bool | None
     """
     if not path.is_file():
         raise SMPRuntimeError(f"There is no {path}: {path.parent} holds {list_files(path.parent)}. {TAG_FIX}")
+    return load_object(path, path, weights_only, map_location=map_location, **options)
+
+
+def load_object(file: Path | BinaryIO, path: Path, weights_only: bool | None, **options: Any) -> Any:
+    """Loads an object from a file or from bytes. `path`: its name in errors. Raises the errors of `read_object`."""
     only = not _trusts_checkpoints() if weights_only is None else weights_only
     try:
-        return torch.load(path, map_location=map_location, weights_only=only, **options)
+        return torch.load(file, weights_only=only, **options)
     except pickle.UnpicklingError as error:
         if not only:
             raise

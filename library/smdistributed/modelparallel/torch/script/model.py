@@ -282,9 +282,9 @@ class DistributedModel(ModelParts):
             move_to_gpu(self.local_modules())
         if self._state.optimizer is not None:
             self.replace_parameters(self._state.optimizer.optimizer)
-        if self._to_load:
-            self.load_state_dict(*self._to_load)
-            self._to_load = None
+        load, self._to_load = self._to_load, None
+        if load:
+            load()
         if len(self._state.group("DP_GROUP")) > 1 and self.shards is None:
             reducer = Reducer(list(self.local_named_parameters()), self._replicas(), *self._reducer_options)
             reducer.hook, self.gradients.reducer = self._comm_hook, reducer

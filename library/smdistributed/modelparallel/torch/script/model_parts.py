@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 
 from smdistributed.core.options import warn_without_effect
 from smdistributed.modelparallel.backend.exceptions import SMPUnsupportedError, StepUsageError
-from smdistributed.modelparallel.torch.nn.module import DistributedModule, Split, join_shares, split_of
+from smdistributed.modelparallel.torch.nn.module import DistributedModule, split_of
 from smdistributed.modelparallel.torch.pipeline.module_manager import ModuleManager
 from smdistributed.modelparallel.torch.script.sharding import make_whole, pack_parts, place_like
 from smdistributed.modelparallel.torch.script.state import TorchState, WrappedModel
@@ -26,8 +27,8 @@ class ModelParts(WrappedModel):
     _state: TorchState
     _is_whole: bool
     """Whether `cpu` has gathered the tensors of other stages here."""
-    _to_load: tuple[Mapping[str, Any], bool] | None
-    """A state dict to load when the model is placed, and whether strictly."""
+    _to_load: Callable[[], Any] | None
+    """Loads values when the model is placed. The last one counts."""
 
     # --- of this stage
 
@@ -112,27 +113,15 @@ class ModelParts(WrappedModel):
         Returns:
             Tensors on the CPU, by name.
         """
+        own = select_local(self.manager) if self.partitioned else self.module.state_dict()
+        parameters = dict(self.module.named_parameters(remove_duplicate=False))  # which tell how they are split
+        whole = ((key, make_whole(value, parameters.get(key))) for key, value in own.items())
         if not self.partitioned:
-            return self.join_shares(dict(self.module.state_dict()))
-        own = self.join_shares(select_local(self.manager))
-        local = {key: _to_cpu(make_whole(value)) for key, value in own.items()}
+            return dict(whole)
+        local = {key: _to_cpu(value) for key, value in whole}
         ranks, objects = self._state.group("PP_GROUP"), self._state.objects
         parts = objects.gather_to_first(local, ranks, "state") if gather_to_rank0 else objects.gather(local, ranks)
         return merge_parts(self.manager, parts)
-
-    def join_shares(self, own: dict[str, Any]) -> dict[str, Any]:
-        """Returns a state dict of this rank with whole tensors instead of shares; all ranks of TP_GROUP call it."""
-        splits = {name: split for name, split in self.splits().items() if name in own}
-        if not splits:
-            return own
-        shares = self._state.objects.gather({name: own[name].cpu() for name in splits}, self._state.group("TP_GROUP"))
-        joined = {name: join_shares([share[name] for share in shares], split) for name, split in splits.items()}
-        return {name: joined.get(name, value) for name, value in own.items()}
-
-    def splits(self) -> dict[str, Split]:
-        """How the parameters of all stages are split, by name; those that are not are left out."""
-        found = ((n, split_of(p)) for n, p in self.module.named_parameters(remove_duplicate=False))
-        return {name: split for name, split in found if split is not None}
 
     def load_state_dict(
         self,
@@ -159,12 +148,23 @@ class ModelParts(WrappedModel):
         for _, from_other in self.manager.translate_functions:
             state_dict = from_other(state_dict)
         if not self.partitioned:
-            self._to_load = dict(state_dict), strict
+            self.load_when_placed(functools.partial(self.load_state_dict, dict(state_dict), strict))
             return None
         load_local(self.manager, state_dict, strict)
+        self.refresh_copies()
+        return None
+
+    def load_when_placed(self, load: Callable[[], Any]) -> None:
+        """Calls `load` at once if the model is placed; else as soon as it is, before the placement hooks."""
+        if self.partitioned:
+            load()
+        else:
+            self._to_load = load
+
+    def refresh_copies(self) -> None:
+        """Sets the single-precision copies to the parameters, which have been loaded."""
         if self._state.optimizer is not None:
             self._state.optimizer.master_weights.refresh()
-        return None
 
     def cpu(self) -> ModelParts:
         """Gathers the parameters and buffers of all stages on every stage, on the CPU (AWS API).
@@ -222,10 +222,10 @@ def _to_cpu(value: Any) -> Any:
     return value.cpu() if hasattr(value, "cpu") else value
 
 
-def select_local(manager: ModuleManager) -> dict[str, Any]:
-    """Returns entries of modules of this stage. Tensors share the memory of the model."""
-    local = {name for name, _ in manager.local_modules()}
-    return {key: value for key, value in manager.root.state_dict().items() if key.rpartition(".")[0] in local}
+def select_local(manager: ModuleManager, keep_vars: bool = False) -> dict[str, Any]:
+    """Returns entries of modules of this stage. Tensors share the memory of the model; `keep_vars`: its own ones."""
+    local, found = {name for name, _ in manager.local_modules()}, manager.root.state_dict(keep_vars=keep_vars)
+    return {key: value for key, value in found.items() if key.rpartition(".")[0] in local}
 
 
 def merge_parts(manager: ModuleManager, parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
@@ -236,19 +236,37 @@ def merge_parts(manager: ModuleManager, parts: Iterable[Mapping[str, Any]]) -> d
 
 def load_local(manager: ModuleManager, state_dict: Mapping[str, Any], strict: bool) -> None:
     """Ignores other ranks' entries. With `strict`, missing and unexpected keys raise RuntimeError."""
+    check_keys(manager, state_dict, strict)
     local, own = set(select_local(manager)), manager.root.state_dict()
     targets = {**own, **dict(manager.root.named_parameters(remove_duplicate=False))}  # which tell how they are split
     wanted = OrderedDict((key, place_like(value, targets[key])) for key, value in state_dict.items() if key in local)
     # Without versions, torch assumes an old BatchNorm, and fills in buffers that are on other stages.
     wanted._metadata = getattr(state_dict, "_metadata", None) or own._metadata  # type: ignore[attr-defined]
-    missing = sorted(local - _with_aliases(manager.root, wanted))
-    unexpected = sorted(set(state_dict) - set(own) - {_PARTIAL_KEY})
+    manager.root.load_state_dict(wanted, strict=False)
+
+
+def check_keys(manager: ModuleManager, keys: Iterable[str], strict: bool) -> None:
+    """With `strict`, raises RuntimeError if keys of this stage are missing, or others are unexpected."""
+    given, aliases = set(keys), aliases_of(manager.root)
+    missing = [key for key in select_local(manager) if given.isdisjoint(aliases.get(key, (key,)))]
+    unexpected = sorted(given - set(manager.root.state_dict()) - {_PARTIAL_KEY})
     if strict and (missing or unexpected):
         raise RuntimeError(
-            f"load_state_dict: missing keys: {', '.join(missing) or 'none'}; "
+            f"load_state_dict: missing keys: {', '.join(sorted(missing)) or 'none'}; "
             f"unexpected keys: {', '.join(unexpected) or 'none'}. Fix: give strict=False to load what fits."
         )
-    manager.root.load_state_dict(wanted, strict=False)
+
+
+def is_loaded_plainly(root: nn.Module, key: str) -> bool:
+    """Whether load_state_dict would only copy this entry: its module has no hooks or rules of its own for that."""
+    name, _, last = key.rpartition(".")
+    module: Any = root.get_submodule(name)
+    hooks = [getattr(hook, "hook", hook) for hook in module._load_state_dict_pre_hooks.values()]
+    return (
+        type(module)._load_from_state_dict is nn.Module._load_from_state_dict
+        and (last in module._parameters or last in module._buffers)
+        and all(hook.__module__.startswith("torch.distributed.fsdp.") for hook in hooks)  # gathered parts are freed
+    )
 
 
 def fill_in_parameters(manager: ModuleManager, whole: Mapping[str, Any]) -> None:
@@ -262,8 +280,9 @@ def fill_in_parameters(manager: ModuleManager, whole: Mapping[str, Any]) -> None
             module._buffers[key] = whole.get(f"{name}.{key}" if name else key, module._buffers[key])
 
 
-def _with_aliases(module: nn.Module, names: Iterable[str]) -> set[str]:
-    """Adds other names of the same parameters: files of safetensors have a tied parameter once."""
-    parameters = dict(module.named_parameters(remove_duplicate=False))
-    known = {id(parameters[name]) for name in names if name in parameters}
-    return {*names, *(name for name, parameter in parameters.items() if id(parameter) in known)}
+def aliases_of(module: nn.Module) -> dict[str, list[str]]:
+    """All names of a parameter by each of them: files may have a tied parameter once."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return {name: [name, *group] for group in names.values() for name in group}

@@ -5,6 +5,7 @@ It adds the loss scale, single-precision copies, sharded state, clipping, and st
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch.utils._pytree import tree_map
 from smdistributed.core.options import did_you_mean, only_known, warn_without_effect
 from smdistributed.modelparallel.backend.exceptions import SMPRuntimeError, SMPUnsupportedError, StepUsageError
 from smdistributed.modelparallel.backend.partition import assign_owners
-from smdistributed.modelparallel.torch.nn.module import Split, join_shares, split_of
+from smdistributed.modelparallel.torch.nn.module import split_of
 from smdistributed.modelparallel.torch.nn.replacement import was_replaced
 from smdistributed.modelparallel.torch.pipeline.tasks import current_task
 from smdistributed.modelparallel.torch.script.clipping import clip_over_model
@@ -42,6 +43,9 @@ class OptimizerShards:
     def select_own(self, states: Mapping[int, Any], parameters: Sequence[nn.Parameter]) -> dict[int, Any]:
         """Selects states, by number, of this replica's own parameters, and of those without an owner."""
         return {i: value for i, value in states.items() if self._owners.get(parameters[i], self._mine) == self._mine}
+
+    def owner_of(self, parameter: nn.Parameter) -> int:
+        return self._owners.get(parameter, 0)
 
     def step(self, step: Callable[[], Any], parameters: Sequence[nn.Parameter]) -> Any:
         """Updates this replica's share, and broadcasts each share from its owner. All ranks of the group call it.
@@ -334,20 +338,34 @@ class DistributedOptimizer(WrappedOptimizer):
         Returns:
             `state`, `param_groups`, `masters`, `loss_scale`, and `gathered`: whether all shares are in it.
         """
-        local = self.optimizer.state_dict()
-        sharded = self._state.cfg.shard_optimizer_state
-        if sharded and self._shards:
-            local["state"] = self._shards.select_own(local["state"], self.master_weights.parameters())
+        local, sharded = self.local_parts(), self._state.cfg.shard_optimizer_state
         if sharded and gather_if_shard:
             local["state"] = _merge(self._state.objects.gather(local["state"], self._state.group("RDP_GROUP")))
-        local["masters"] = self.master_weights.values()
         if self._state.cfg.sharded_data_parallel_degree > 1:
-            local.update(
-                {key: (make_whole if gather_if_shard else pack_parts)(local[key]) for key in ("state", "masters")}
-            )
-        local["loss_scale"] = self.master_weights.scale.state_dict()
+            change = functools.partial(tree_map, make_whole) if gather_if_shard else pack_parts
+            local.update({key: change(local[key]) for key in ("state", "masters")})
         local["gathered"] = gather_if_shard or not sharded
         return local
+
+    def local_parts(self) -> dict[str, Any]:
+        """Returns the state, options, copies and loss scale of this rank, with split tensors. Gathers nothing."""
+        local = self.optimizer.state_dict()
+        if self._shards:
+            local["state"] = self._shards.select_own(local["state"], self.master_weights.parameters())
+        local["masters"] = self.master_weights.values()
+        local["loss_scale"] = self.master_weights.scale.state_dict()
+        return local
+
+    def owner_of(self, parameter: nn.Parameter) -> int:
+        """The replica that updates a parameter, with `shard_optimizer_state`; otherwise the first."""
+        shards = self._assigned_shards()
+        return shards.owner_of(parameter) if shards else 0
+
+    def own_parameters(self) -> list[tuple[int, nn.Parameter]]:
+        """The parameters that this rank updates, with their numbers. Parameters of other stages have no elements."""
+        found = {number: p for number, p in enumerate(self.master_weights.parameters()) if p.numel()}
+        shards = self._assigned_shards()
+        return list((shards.select_own(found, self.master_weights.parameters()) if shards else found).items())
 
     def orig_state_dict(self) -> dict[str, Any]:
         """Returns `local_state_dict` with this rank's share alone. Published scripts compare it with saved shares."""
@@ -366,25 +384,13 @@ class DistributedOptimizer(WrappedOptimizer):
 
     def join_shares(self, local: dict[str, Any]) -> dict[str, Any]:
         """Returns a result of `local_state_dict` with whole tensors instead of shares. TP_GROUP calls it."""
-        splits, ranks = self._splits(), self._state.group("TP_GROUP")
-        if len(ranks) == 1:
-            return local
-        own = {
-            "state": {i: {k: _to_cpu(v) for k, v in s.items()} for i, s in local["state"].items() if i in splits},
-            "masters": {i: _to_cpu(value) for i, value in local["masters"].items() if i in splits},
-        }
-        parts = self._state.objects.gather(own, ranks)
-        state = {
-            i: {k: join_shares([part["state"][i][k] for part in parts], splits[i]) for k in values}
-            for i, values in own["state"].items()
-        }
-        masters = {i: join_shares([part["masters"][i] for part in parts], splits[i]) for i in own["masters"]}
-        return {**local, "state": {**local["state"], **state}, "masters": {**local["masters"], **masters}}
-
-    def _splits(self) -> dict[int, Split]:
-        """How parameters are split, by their numbers; those that are not are left out."""
-        found = ((number, split_of(p)) for number, p in enumerate(self.master_weights.parameters()))
-        return {number: split for number, split in found if split is not None}
+        parameters, found = self.master_weights.parameters(), {}
+        for key in ("state", "masters"):
+            found[key] = {
+                number: tree_map(functools.partial(make_whole, like=parameters[number]), value)
+                for number, value in local[key].items()
+            }
+        return {**local, **found}
 
     def with_other_stages(self, local: dict[str, Any], gather_to_rank0: bool = False) -> dict[str, Any]:
         """Adds the other stages' states to a result of `local_state_dict`. All ranks of a replica call it."""

@@ -1,44 +1,44 @@
-"""Partial checkpoints: a directory with a file for each stage.
+"""Partial checkpoints: a directory with files of safetensors, in which each rank has written its own parts.
 
 A checkpoint is written to another directory, which is renamed when it is complete: a job that is killed leaves the one
-before. Parameters have their names in it, so that another number of stages can read it.
+before. See `checkpoint_parts` for the files, which any layout can read.
 
-It notes which stage has which module. With as many stages, a model that is not placed yet is placed as it was. A rank
-then reads the files of its stage alone. Every rank reads the files of all stages if the number of stages differs, or if
-modules are placed differently or have other names. It also does for an old checkpoint, which lacks the placement.
-
-It also notes how many steps the job had made, because the random numbers of a step depend on it.
+It notes which stage has which module. With as many stages, a model that is not placed yet is placed as it was. It also
+notes how many steps the job had made, because the random numbers of a step depend on it.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from smdistributed.modelparallel.backend.api import barrier, dp_rank, pp_rank, pp_size
+from smdistributed.modelparallel.backend.api import barrier, pp_rank, pp_size, rdp_rank, tp_rank
 from smdistributed.modelparallel.backend.exceptions import SMPRuntimeError
 from smdistributed.modelparallel.torch.script.checkpoint_files import (
     TAG_FIX,
     list_files,
-    read_object,
     remove,
     write_newest,
-    write_object,
     write_text,
     write_user_content,
 )
+from smdistributed.modelparallel.torch.script.checkpoint_parts import (
+    read_model,
+    read_optimizer,
+    write_model,
+    write_optimizer,
+)
 from smdistributed.modelparallel.torch.script.model import DistributedModel, script_model
 from smdistributed.modelparallel.torch.script.optimizer import DistributedOptimizer
-from smdistributed.modelparallel.torch.script.sharding import join_parts
 from smdistributed.modelparallel.torch.script.state import TorchState
+from smdistributed.modelparallel.torch.script.tensor_files import TensorFiles
 
 USER_CONTENT = "user_content.pt"
-_STAGES, _SEEN = "stages.json", ".seen_by_"
+_STAGES, _SEEN, _SUFFIX = "stages.json", ".seen_by_", ".safetensors"
 
 
 def save_partial(
@@ -56,14 +56,12 @@ def save_partial(
     """
     final, unfinished = directory / f"{tag}_partial", directory / f".{tag}_partial.unfinished"
     leads = _make_empty(state, unfinished)
-    _write_stage(unfinished, state, model, optimizer)
+    _write_own(unfinished, model, optimizer)
     if leads:
         write_user_content(content, unfinished / USER_CONTENT)
-        shards = state.cfg.sharded_data_parallel_degree
-        if model or shards > 1:
-            stages = script_model(state).manager.stages
-            notes = {"partitions": state.cfg.partitions, "stages": stages, "steps": state.stage.all_steps}
-            notes["shards"] = shards
+        if model:
+            notes = {"partitions": state.cfg.partitions, "stages": model.manager.stages}
+            notes["steps"] = state.stage.all_steps
             write_text(unfinished / _STAGES, json.dumps(notes))
     barrier()
     if leads:
@@ -95,52 +93,26 @@ def load_partial(
 
     `masters_only`: of the optimizer's state, load only single-precision copies and the loss scale.
 
-    If the model is not placed yet, both are loaded when it is, and errors of `strict` (RuntimeError) come then. It
-    takes the stages of the checkpoint, if it can. Raises SMPRuntimeError if there is no such checkpoint, or a file
-    holds more than `weights_only` allows.
+    If the model is not placed yet, both are loaded when it is, and errors of `strict` (RuntimeError) come then: the
+    files must stay there. It takes the stages of the checkpoint, if it can. Raises SMPRuntimeError if there is no such
+    checkpoint, a file is damaged, or holds more than `weights_only` allows.
     """
     own = directory / f"{tag}_partial"
     finish_rename(own)
-    files = {kind: sorted(own.glob(f"{kind}_*.pt"), key=_number_in) for kind in ("model", "optimizer")}
-    if not any(files.values()):
+    files = {kind: TensorFiles(own.glob(f"{kind}_*{_SUFFIX}")) for kind in ("model", "optimizer")}
+    if not any(map(len, files.values())):
         raise SMPRuntimeError(
             f"There is no partial checkpoint {own.name} in {own.parent}: it holds {list_files(own.parent)}. {TAG_FIX}"
         )
-    notes = _read_notes(own)
+    notes, model, optimizer = _read_notes(own), script_model(state), state.optimizer
     state.stage.resume(notes.get("steps", state.stage.all_steps))
-    shards = notes.get("shards", 1)
-    if _has_same_stages(state, notes) and shards == state.cfg.sharded_data_parallel_degree:
-        shards = 1
-        files = {kind: [own / f"{kind}_{_place(state)}.pt"] if found else [] for kind, found in files.items()}
-    parameters: dict[str, Any] = {}
-    for part in _read_parts(files["model"], shards, weights_only):
-        parameters.update(part)
-    if parameters:
-        script_model(state).load_state_dict(parameters, strict)
-    if load_optimizer and state.optimizer is not None and files["optimizer"]:
-        parts = _read_parts(files["optimizer"], shards, weights_only)
-        merged = _merge_parts(parts, _parameter_names(state))
-        if masters_only:
-            del merged["state"]
-        state.optimizer.load_state_dict(merged)
+    if notes.get("partitions") == pp_size():
+        model.adopt_stages(notes["stages"])
+    if files["model"]:
+        model.load_when_placed(lambda: read_model(model, files["model"], strict, weights_only))
+    if load_optimizer and isinstance(optimizer, DistributedOptimizer) and files["optimizer"]:
+        model.when_placed(lambda *_: read_optimizer(optimizer, files["optimizer"], masters_only, weights_only))
     return own
-
-
-def _read_parts(files: Sequence[Path], shards: int, weights_only: bool | None) -> list[dict[str, Any]]:
-    """Returns the contents of files. If there are several `shards`, joins them. Raises SMPRuntimeError if one lacks."""
-    parts = [read_object(file, weights_only=weights_only) for file in files]
-    if shards > 1 and len(parts) not in (0, shards):
-        raise SMPRuntimeError(
-            f"{files[0].parent} has {len(parts)} of the {shards} files of a sharded job. Fix: copy the files of all "
-            "hosts there, or resume with the same 'sharded_data_parallel_degree'."
-        )
-    return [join_parts(parts)] if shards > 1 and parts else parts
-
-
-def _place(state: TorchState) -> int:
-    """The number in the names of this rank's files: its stage, or its shard, of which there is one stage."""
-    shards = script_model(state).shards
-    return shards.index if shards else pp_rank()
 
 
 def remove_old(directory: Path, kept: int | None) -> None:
@@ -160,28 +132,13 @@ def finish_rename(directory: Path) -> None:
             old.rename(directory)
 
 
-def _write_stage(
-    directory: Path, state: TorchState, model: DistributedModel | None, optimizer: DistributedOptimizer | None
-) -> None:
-    """Writes the files of this rank's stage or shard, on the first replica.
-
-    All ranks call it: shares of `shard_optimizer_state` and of tensor parallelism are gathered.
-    """
-    shards = script_model(state).shards
-    is_first = shards.is_first_replica if shards else dp_rank() == 0
-    own = optimizer.local_state_dict(gather_if_shard=shards is None) if optimizer else None  # from all replicas
-    gathered = optimizer.join_shares(own) if optimizer and own else None
-    tensors = model.join_shares(model.local_state_dict()) if model else None
-    if is_first and tensors is not None:
-        write_object(tensors, directory / f"model_{_place(state)}.pt")
-    if is_first and gathered is not None:
-        write_object({**gathered, "names": _parameter_names(state)}, directory / f"optimizer_{_place(state)}.pt")
-
-
-def _number_in(file: Path) -> tuple[int, str]:
-    """Sorts shards by their number, and names without one last."""
-    digits = file.stem.rpartition("_")[2]
-    return (int(digits) if digits.isdecimal() else sys.maxsize), file.name
+def _write_own(directory: Path, model: DistributedModel | None, optimizer: DistributedOptimizer | None) -> None:
+    """Writes the files of this rank. All ranks call it."""
+    place = f"{pp_rank()}_{tp_rank()}_{rdp_rank()}{_SUFFIX}"
+    if model:
+        write_model(model, directory / f"model_{place}")
+    if optimizer:
+        write_optimizer(optimizer, directory / f"optimizer_{place}")
 
 
 def _make_empty(state: TorchState, directory: Path) -> bool:
@@ -208,42 +165,12 @@ def _read_notes(directory: Path) -> dict[str, Any]:
         notes: dict[str, Any] = json.loads(saved.read_text())
         steps, count, stages = notes.get("steps", 0), notes.get("partitions", 1), notes.get("stages", {})
         is_placed = all(type(each) is int and 0 <= each < count for each in stages.values())
-        is_placed &= type(notes.get("shards", 1)) is int and notes.get("shards", 1) > 0
         if is_placed and type(steps) is int and steps >= 0:
             return notes
         problem = "wrong stages or steps"
     except (AttributeError, RecursionError, TypeError, ValueError) as error:
         problem = str(error)
     raise SMPRuntimeError(f"{saved} is damaged ({problem}). Fix: remove it, and the model is placed again.")
-
-
-def _has_same_stages(state: TorchState, notes: dict[str, Any]) -> bool:
-    """If nothing is decided yet, the model keeps these stages for its first call. False for old checkpoints."""
-    return notes.get("partitions") == pp_size() and script_model(state).adopt_stages(notes["stages"])
-
-
-def _merge_parts(parts: list[dict[str, Any]], names: dict[int, str]) -> dict[str, Any]:
-    """Uses this job's numbers. States of parameters unknown here are dropped; other keys are the first stage's."""
-    numbers = {name: number for number, name in names.items()}
-
-    def renumber(key: str) -> dict[int, Any]:
-        return {
-            numbers[part["names"][number]]: value
-            for part in parts
-            for number, value in part.get(key, {}).items()
-            if part["names"].get(number) in numbers
-        }
-
-    return {**parts[0], "state": renumber("state"), "masters": renumber("masters")}
-
-
-def _parameter_names(state: TorchState) -> dict[int, str]:
-    """Returns names by the numbers in the optimizer. A parameter that is not in the model has its number as name."""
-    assert state.optimizer is not None
-    weights = state.optimizer.master_weights
-    names = {id(parameter): name for name, parameter in script_model(state).named_parameters()}
-    originals = weights.model_parameters(weights.parameters())
-    return {number: names.get(id(parameter), str(number)) for number, parameter in enumerate(originals)}
 
 
 def _list_partial(directory: Path) -> Iterator[Path]:

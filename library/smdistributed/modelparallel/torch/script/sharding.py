@@ -8,17 +8,20 @@ layout that AWS has published.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_map
 
 from smdistributed.modelparallel.backend.exceptions import SMPUnsupportedError, StepUsageError
 from smdistributed.modelparallel.torch.nn.module import split_of, take_share
+from smdistributed.modelparallel.torch.nn.tensor_group import tensor_group
 from smdistributed.modelparallel.torch.pipeline.module_manager import ModuleManager
 from smdistributed.modelparallel.torch.script.state import TorchState
+from smdistributed.modelparallel.torch.script.tensor_files import Region
 
 try:
     from torch.distributed.device_mesh import DeviceMesh
@@ -57,9 +60,47 @@ def register_parameter(module: nn.Module, param: nn.Parameter) -> None:
 # --- tensors in parts
 
 
-def make_whole(value: Any) -> Any:
-    """Gathers the parts of all split tensors in nested containers. All ranks of a shard group call it."""
-    return tree_map(lambda item: item.full_tensor() if _is_split(item) else item, value)
+def make_whole(value: Any, like: Any = None) -> Any:
+    """Gathers the parts of a tensor: of a DTensor over its mesh, of a share over TP_GROUP. All their ranks call it.
+
+    `like` is the parameter that says how tensor parallelism splits it; None: `value` itself. A value of another shape
+    than `like`, such as a count of steps, is the same on all ranks. Other values are returned as they are.
+    """
+    if _is_split(value):
+        return value.full_tensor()
+    like = value if like is None else like
+    split = split_of(like)
+    if split is None or not _has_shape(value, like.shape):
+        return value
+    own, group = value.detach().contiguous(), tensor_group()
+    shares = [torch.empty_like(own) for _ in range(group.size)]
+    dist.all_gather(shares, own, group=group.group)
+    return torch.cat(shares, split.axis)
+
+
+def region_of(value: torch.Tensor) -> Region:
+    """Where this rank's part of a DTensor or of a tensor-parallel parameter stands in the whole."""
+    split = split_of(value)
+    if split is not None:
+        shape, size, first = tuple(value.shape), list(value.shape), [0] * value.dim()
+        size[split.axis], first[split.axis] = split.size, tensor_group().rank * shape[split.axis]
+        return Region(tuple(first), shape, tuple(size))
+    if not _is_split(value):
+        return Region.of_whole(value.shape)
+    part: Any = value
+    mesh, whole, own = part.device_mesh, tuple(part.shape), tuple(part.to_local().shape)
+    rows = -(-whole[0] // mesh.size(mesh.ndim - 1))  # as torch.chunk has it
+    row = min(mesh.get_local_rank(mesh.ndim - 1) * rows, whole[0])
+    return Region((row, *[0] * (len(whole) - 1)), own, whole)
+
+
+def wrap_like(local: torch.Tensor, target: Any) -> Any:
+    """Makes a DTensor of this rank's part if `target` is one; otherwise returns the part itself."""
+    if not _is_split(target):
+        return local
+    return DTensor.from_local(
+        local, target.device_mesh, target.placements, run_check=False, shape=target.shape, stride=target.stride()
+    )
 
 
 def place_like(value: Any, target: Any) -> Any:
@@ -82,32 +123,23 @@ def place_like(value: Any, target: Any) -> Any:
             f"A state dict has a part of shape {tuple(part.shape)}, and this rank's is {tuple(own.shape)}. Fix: load "
             "the whole state dict, or the part of the same rank and the same 'sharded_data_parallel_degree'."
         )
-    part = part.to(own.device)
-    return DTensor.from_local(
-        part, target.device_mesh, target.placements, run_check=False, shape=target.shape, stride=target.stride()
-    )
+    return wrap_like(part.to(own.device), target)
 
 
 def pack_parts(value: Any) -> Any:
-    """Replaces split tensors in nested containers by marked parts, which `join_parts` and `place_like` understand."""
+    """Replaces split tensors in nested containers by marked parts, which `place_like` understands."""
     return tree_map(_pack, value)
-
-
-def join_parts(parts: Sequence[Any]) -> Any:
-    """Joins what the ranks of a shard group, in order, made by `pack_parts`. What is not split is the first one's."""
-    first = parts[0]
-    if isinstance(first, Mapping):
-        if set(first) == {_PART}:
-            return torch.cat([part[_PART] for part in parts])
-        return {key: join_parts([part[key] for part in parts]) for key in first}
-    return first
 
 
 def _pack(value: Any) -> Any:
     if not _is_split(value):
         return value
-    # The state of some optimizers has norms, which are sums over all ranks.
-    return {_PART: value.to_local()} if value.placements[-1].is_shard() else value.full_tensor()
+    return {_PART: value.to_local()} if has_parts(value) else value.full_tensor()
+
+
+def has_parts(value: Any) -> bool:
+    """Whether ranks have different parts of a DTensor. The norms in the state of some optimizers are sums instead."""
+    return _is_split(value) and value.placements[-1].is_shard()
 
 
 def _is_split(value: Any) -> bool:
@@ -141,7 +173,6 @@ class Shards:
         self.index = self.ranks.index(state.rank)
         """This rank's place among those that hold one replica."""
         self.group = state.process_group_of(self.ranks)
-        self.is_first_replica = self.ranks[0] == state.group("RDP_GROUP")[0]
         self.parameters: dict[nn.Parameter, nn.Parameter] = {}
         most = min(state.cfg.sdp_reduce_bucket_size, state.cfg.sdp_max_live_parameters // 2)
         self._units = [*find_units(manager.root, most), manager.root]

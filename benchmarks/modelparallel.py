@@ -8,6 +8,8 @@ turns.
 - `bubble-P-M`: the idle share of a step with P stages and M microbatches. The rivals are GPipe and 1F1B of torch.
   Modules are virtual accelerators, which sleep 30 ms forward and 60 ms backward. The goal is 1.1 times the minimum,
   (P-1)/(M+P-1);
+- `bubble-2-8-tensor`: the same of two stages that two ranks share, with a layer that sends tensors between these. The
+  rival has one microbatch in flight;
 - `held-4-16`: the most microbatches with activations on the first stage, against the simple pipeline;
 - `call-forward`, `call-backward`: a call of a module on another stage, with 64 KiB each way. The rival is torch's send
   and recv of the same bytes;
@@ -59,7 +61,7 @@ def main(arguments: list[str]) -> int:
     size = given.sharded or (BLOCKS, WIDTH)
     measures: list[Callable[[int], list[Figure]]] = [functools.partial(sharded, *size)]
     if not given.sharded:
-        measures = [partitions, bubbles, held, calls, throughput, memory, offload, tensor, *measures]
+        measures = [partitions, bubbles, tensor_bubble, held, calls, throughput, memory, offload, tensor, *measures]
     for measure in measures:
         found = measure(given.rounds)
         figures += found
@@ -96,6 +98,12 @@ def bubbles(rounds: int) -> list[Figure]:
         ):
             figures.append(Figure(name + suffix, found[way], "share", 1.1 * least, found[rival], rival_name, 1.0))
     return figures
+
+
+def tensor_bubble(rounds: int) -> list[Figure]:
+    found = {way: idle(8, seconds) for way, seconds in job(4, "tensor_bubble", 8, rounds).items()}
+    least = (2 - 1) / (8 + 2 - 1)
+    return [Figure("bubble-2-8-tensor", found["several"], "share", 1.1 * least, found["one"], "one-in-flight")]
 
 
 def idle(microbatches: int, seconds: float) -> float:

@@ -22,6 +22,7 @@ from smdistributed.modelparallel.torch.pipeline.module_routing import route_call
 
 FORWARD_S, BACKWARD_S = 0.030, 0.060
 CALL_BYTES = 64 << 10
+SPLIT = {"tensor_parallel_degree": 2, "ddp": True, "prescaled_batch": True}
 WORDS, WIDTH, LENGTH = 512, 256, 64
 
 
@@ -54,6 +55,17 @@ class Accelerator(nn.Module):
     def forward(self, value: torch.Tensor) -> torch.Tensor:
         result: torch.Tensor = _Busy.apply(value, self.weight)  # type: ignore[no-untyped-call]
         return result
+
+
+class SplitAccelerator(Accelerator):
+    """The same, with a layer that ranks share: it sends tensors between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = smp.nn.DistributedLinear(4, 4)
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.shared(value))
 
 
 class Block(nn.Module):
@@ -117,21 +129,26 @@ def bubble(microbatches: str, rounds: str) -> None:
     count = int(microbatches)
     ways = {"simple": ours("simple", count), "interleaved": ours("interleaved", count)}
     ways.update({"gpipe": torchs("ScheduleGPipe", count), "1f1b": torchs("Schedule1F1B", count)})
+    take_turns(ways, int(rounds))
+
+
+def take_turns(ways: dict[str, Callable[[], Any]], rounds: int) -> None:
+    """Print the median seconds of each way, after a first call of each."""
     for way in ways.values():
         way()
     seconds: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(int(rounds)):
+    for _ in range(rounds):
         for name, way in ways.items():
             seconds[name].append(timed(way))
     print_measured(**{name: statistics.median(found) for name, found in seconds.items()})
 
 
-def ours(pipeline: str, count: int) -> Callable[[], Any]:
+def ours(pipeline: str, count: int, accelerator: type[Accelerator] = Accelerator, **values: Any) -> Callable[[], Any]:
     """A step of a chain of accelerators, one on each stage."""
-    configure(microbatches=count, pipeline=pipeline, auto_partition=False, default_partition=0)
-    chain = nn.Sequential(*(Accelerator() for _ in range(smp.size())))
-    for stage, accelerator in enumerate(chain):
-        smp.set_partition(accelerator, stage)
+    configure(microbatches=count, pipeline=pipeline, auto_partition=False, default_partition=0, **values)
+    chain = nn.Sequential(*(accelerator() for _ in range(smp.pp_size())))
+    for stage, module in enumerate(chain):
+        smp.set_partition(module, stage)
     model, config = smp.DistributedModel(chain), smp.state.cfg
 
     @smp.step
@@ -163,6 +180,14 @@ def torchs(name: str, count: int) -> Callable[[], Any]:
         schedule.step(*([data] if first else []), **({"target": data} if last else {}))
 
     return run
+
+
+def tensor_bubble(microbatches: str, rounds: str) -> None:
+    """Seconds a step of two ranks for each stage, with several microbatches in flight and with one."""
+    count = int(microbatches)
+    active = {"several": {}, "one": {"active_microbatches": 1}}
+    ways = {name: ours("interleaved", count, SplitAccelerator, **SPLIT, **some) for name, some in active.items()}
+    take_turns(ways, int(rounds))
 
 
 def held(microbatches: str) -> None:
@@ -372,7 +397,9 @@ def peak() -> int:
 
 if __name__ == "__main__":
     stages = 1 if sys.argv[1].startswith("sharded") else int(os.environ["OMPI_COMM_WORLD_SIZE"])
-    smp.init({"partitions": stages, "ddp": stages == 1})
-    pipelines: tuple[Callable[..., None], ...] = (bubble, held, call, throughput, memory)
+    split = SPLIT if sys.argv[1] == "tensor_bubble" else {}
+    stages //= 2 if split else 1
+    smp.init({"partitions": stages, "ddp": stages == 1, **split})
+    pipelines: tuple[Callable[..., None], ...] = (bubble, tensor_bubble, held, call, throughput, memory)
     cases = {case.__name__: case for case in (*pipelines, sharded_memory, sharded_step)}
     cases[sys.argv[1]](*sys.argv[2:])

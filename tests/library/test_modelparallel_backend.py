@@ -7,6 +7,7 @@ import json
 import re
 import runpy
 import warnings
+from collections.abc import Hashable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,15 @@ from smdistributed.modelparallel.backend.config import PLACEMENTS, check, read_c
 from smdistributed.modelparallel.backend.context import GROUPS, Grid
 from smdistributed.modelparallel.backend.exceptions import SMPConfigError, SMPUnsupportedError
 from smdistributed.modelparallel.backend.partition import SLACK, cut, largest_of
-from smdistributed.modelparallel.backend.schedule import Schedule, Turn, TurnKind
+from smdistributed.modelparallel.backend.schedule import (
+    FollowingSchedule,
+    LeadingSchedule,
+    Schedule,
+    Slot,
+    Turn,
+    TurnKind,
+    TurnRequest,
+)
 
 
 def test_the_launch_wins_over_the_script() -> None:
@@ -200,6 +209,27 @@ def test_no_more_than_the_window_are_in_flight_but_the_oldest_may_always_begin()
     assert turns(schedule, waiting) == []
     schedule.finish(0)
     assert [turn.microbatch for turn in turns(schedule, waiting)] == [3]
+
+
+def test_a_rank_follows_the_order_of_another() -> None:
+    given = [Turn(TurnKind.FORWARD, 0, "a"), Turn(TurnKind.FORWARD, 1, "b"), Turn(TurnKind.BACKWARD, 0, "c")]
+    order: list[Hashable] = []
+    leading, following = LeadingSchedule(9, False, order.append), Slot(FollowingSchedule())
+    turns(leading, list(given))
+    assert sorted(map(str, order)) == ["a", "b", "c"]
+    granted = [following.request(TurnRequest(turn)) for turn in reversed(given)]
+    assert granted == [None, None, None]
+    for key in order:
+        request = following.follow(key)
+        assert request is not None and request.turn.key == key
+        assert following.release() is None
+
+
+def test_a_follower_waits_for_the_turn_that_is_next() -> None:
+    following = Slot(FollowingSchedule())
+    assert following.follow("second") is None
+    assert following.request(TurnRequest(Turn(TurnKind.FORWARD, 0, "first"))) is None
+    assert following.request(TurnRequest(Turn(TurnKind.FORWARD, 1, "second"))) is not None
 
 
 def test_backwards_in_order_wait_for_earlier_microbatches() -> None:

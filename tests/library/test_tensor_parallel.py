@@ -41,6 +41,18 @@ def test_training_equals_that_of_one_process(mpirun: Mpirun, ranks: int, paramet
     start(mpirun, ranks, "trains_as_one_process", **parameters)
 
 
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"microbatches": 8},
+        {"microbatches": 4, "prescaled_batch": True, "pipeline": "simple"},
+    ],
+)
+def test_several_microbatches_are_in_flight(mpirun: Mpirun, parameters: dict[str, Any]) -> None:
+    placed = {"partitions": 2, "auto_partition": False, "default_partition": 0, **parameters}
+    start(mpirun, 4, "trains_branches", **placed)
+
+
 def test_checkpoints_of_shares_resume_on_other_degrees(mpirun: Mpirun, tmp_path: Path) -> None:
     start(mpirun, 2, "saves", tmp_path)
     start(mpirun, 2, "resumes", tmp_path)

@@ -108,6 +108,57 @@ def trains_as_one_process() -> None:
     assert (len(shares) > 0) or smp.pp_size() > 1
 
 
+class Branch(nn.Module):
+    """A part of the second stage, with a part of it on the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.inner = nn.Linear(24, 24), nn.Sequential(nn.Linear(24, 24), nn.Tanh())
+        smp.set_partition(self.inner, 0)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.up(hidden) + self.inner(hidden)
+        return found
+
+
+class Forked(nn.Module):
+    """Two branches on the second stage: their backwards call the first one at the same time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(50, 24), nn.Linear(24, 24)
+        self.left, self.right = Branch(), Branch()
+        for branch in (self.left, self.right):
+            smp.set_partition(branch, 1)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(tokens)
+        found: torch.Tensor = self.head(self.left(hidden) + torch.tanh(self.right(hidden)))
+        return found.sum(-1)
+
+
+def trains_branches() -> None:
+    """Several microbatches are in flight, and branches call further stages: as in one process."""
+    torch.manual_seed(0)
+    plain = Forked()
+    whole = copy.deepcopy(plain)
+    expected = plain_run(whole, 0.5, lambda parameters: torch.optim.AdamW(parameters, 1e-2))
+    smp.set_tensor_parallelism(plain)
+    model = smp.DistributedModel(plain)
+    optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), 1e-2))
+    losses = []
+    for tokens, target in batches():
+        optimizer.zero_grad()
+        loss = train_step(model, own_rows(tokens), own_rows(target)).reduce_mean()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        losses.append(mean_over_replicas(loss))
+    close(torch.tensor(losses), torch.tensor(expected))
+    if smp.rdp_rank() == 0:
+        for name, value in model.state_dict().items():
+            close(value, whole.state_dict()[name], 1e-5)
+
+
 def wrapped(rate: float = 1e-2) -> tuple[Any, Any]:
     torch.manual_seed(0)
     plain = Mlp()

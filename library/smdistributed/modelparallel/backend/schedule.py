@@ -8,6 +8,10 @@ Work that resumes after a remote call comes first, because other stages wait for
 
 A thread that waits for another stage gives up its turn, and asks for one again when the answer has arrived. A method
 that frees the stage returns the request that is granted next. Its caller then starts or wakes that thread.
+
+Ranks that share tensors must compute in one order: their collectives would mix otherwise. The first of them decides
+(`LeadingSchedule`), and the others grant the same turns (`FollowingSchedule`). A turn that the first rank has granted
+depends only on turns that were granted before, on all stages. So each follower gets it too, and none waits forever.
 """
 
 from __future__ import annotations
@@ -15,9 +19,12 @@ from __future__ import annotations
 import enum
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
+from smdistributed.modelparallel.backend.exceptions import SMPRuntimeError
 from smdistributed.modelparallel.backend.transport import Waiter
 
 
@@ -33,10 +40,20 @@ _MOST_URGENT = (TurnKind.RESUME, TurnKind.INTERRUPTED)
 
 @dataclass(frozen=True)
 class Turn:
-    """The right to compute for one microbatch on a stage."""
+    """The right to compute for one microbatch on a stage. `key`: names it, on all ranks that compute in one order."""
 
     kind: TurnKind
     microbatch: int
+    key: Hashable = None
+
+
+class TurnOrder(Protocol):
+    """Decides which turn is next on a stage. `interrupts`: whether a forward may make way for more urgent work."""
+
+    interrupts: bool
+
+    def choose(self, waiting: Sequence[Turn]) -> int | None: ...
+    def finish(self, microbatch: int) -> None: ...
 
 
 class Schedule:
@@ -45,6 +62,8 @@ class Schedule:
     `window`: a microbatch may begin here while fewer than this many earlier ones are unfinished; at least 1.
     `in_order`: backwards run in the order of the microbatches, so that gradients add up to the same sums in every run.
     """
+
+    interrupts = True
 
     def __init__(self, window: int, in_order: bool = False) -> None:
         self._window, self._in_order = max(1, window), in_order
@@ -85,6 +104,49 @@ class Schedule:
         return len(_MOST_URGENT) + (turn.kind is self._last), turn.microbatch
 
 
+class LeadingSchedule(Schedule):
+    """Decides for this rank and others. `announce(key)` is called for each turn, in order; it must not wait for turns.
+
+    A forward makes no way for more urgent work: all ranks would have to agree on that as well.
+    """
+
+    interrupts = False
+
+    def __init__(self, window: int, in_order: bool, announce: Callable[[Hashable], None]) -> None:
+        super().__init__(window, in_order)
+        self._announce = announce
+
+    def choose(self, waiting: Sequence[Turn]) -> int | None:
+        best = super().choose(waiting)
+        if best is not None:
+            self._announce(waiting[best].key)
+        return best
+
+
+class FollowingSchedule:
+    """Chooses the turns that another rank has announced, in its order."""
+
+    interrupts = False
+
+    def __init__(self) -> None:
+        self._announced: deque[Hashable] = deque()
+
+    def follow(self, key: Hashable) -> None:
+        """Adds the next turn that the other rank has granted."""
+        self._announced.append(key)
+
+    def choose(self, waiting: Sequence[Turn]) -> int | None:
+        """Returns the index of the next announced turn; None as long as it does not wait here."""
+        for index, turn in enumerate(waiting if self._announced else ()):
+            if turn.key == self._announced[0]:
+                self._announced.popleft()
+                return index
+        return None
+
+    def finish(self, microbatch: int) -> None:
+        """Does nothing: the other rank counts the microbatches."""
+
+
 @dataclass(frozen=True)
 class TurnRequest:
     """Asks for a turn: either `run` is new work for any free thread, or `waiter` belongs to a thread that waits."""
@@ -101,13 +163,13 @@ class Slot:
     `release` must be called when that turn ends.
     """
 
-    def __init__(self, schedule: Schedule) -> None:
+    def __init__(self, schedule: TurnOrder) -> None:
         self._schedule = schedule
         self._lock = threading.Lock()
         self._waiting: list[TurnRequest] = []
         self._taken = False
         self.has_resumable = False
-        """Whether a forward that resumes is waiting. Read without the lock: it may lag by a moment."""
+        """Whether a forward that resumes is waiting, for which others make way. Read without the lock: it may lag."""
 
     def request(self, request: TurnRequest) -> TurnRequest | None:
         with self._lock:
@@ -130,6 +192,14 @@ class Slot:
             self._schedule.finish(microbatch)
             return self._grant_next()
 
+    def follow(self, key: Hashable) -> TurnRequest | None:
+        """Adds a turn that another rank has granted. Raises SMPRuntimeError if this rank follows none."""
+        with self._lock:
+            if not isinstance(self._schedule, FollowingSchedule):
+                raise SMPRuntimeError("A rank has sent an order of turns, and this one decides itself.")
+            self._schedule.follow(key)
+            return self._grant_next()
+
     def drain(self) -> list[TurnRequest]:
         """Removes and returns the requests not granted yet: their threads must see that the step has failed."""
         with self._lock:
@@ -144,7 +214,8 @@ class Slot:
             if index is not None:
                 self._taken = True
                 granted = self._waiting.pop(index)
-        self.has_resumable = any(request.turn.kind is TurnKind.RESUME for request in self._waiting)
+        if self._schedule.interrupts:
+            self.has_resumable = any(request.turn.kind is TurnKind.RESUME for request in self._waiting)
         return granted
 
 

@@ -33,10 +33,10 @@ _NOT_CALLED = "nobody has called anything here: the first stage may not be in th
 
 
 class Peers:
-    """The stages of a pipeline, as one of them sees the others."""
+    """The stages of a pipeline, as one of them sees the others. `partners`: ranks of TP_GROUP, in other pipelines."""
 
-    def __init__(self, transport: Transport, ranks: Sequence[int], rank: int) -> None:
-        self._transport, self.ranks = transport, tuple(ranks)
+    def __init__(self, transport: Transport, ranks: Sequence[int], rank: int, partners: Sequence[int] = ()) -> None:
+        self._transport, self.ranks, self.partners = transport, tuple(ranks), tuple(partners)
         self.index = self.ranks.index(rank)
         """This rank's stage."""
         self.lost: set[int] = set()
@@ -54,8 +54,9 @@ class Peers:
         send(self._transport, to, *args, **kwargs)
 
     def notify_all(self, kind: MessageKind, about: object = None) -> list[threading.Thread]:
-        """Sends to every other stage that is not lost. Returns the threads: a full socket must not delay the others."""
-        others = [rank for rank in self.ranks if rank != self.ranks[self.index] and rank not in self.lost]
+        """Sends to all other stages and partners. Returns the threads: a full socket must not delay the others."""
+        everyone = dict.fromkeys((*self.ranks, *self.partners))
+        others = [rank for rank in everyone if rank != self.ranks[self.index] and rank not in self.lost]
         threads = [threading.Thread(target=self._notify, args=(rank, kind, about), daemon=True) for rank in others]
         for thread in threads:
             thread.start()
@@ -108,9 +109,9 @@ class Failures:
         self._record(SMPRuntimeError(f"{self._peers.describe(source)} failed:\n{traceback_text}"))
 
     def fail_by_loss(self, rank: int) -> None:
-        """Ends the step here if the rank is a stage of this pipeline. The loss of another rank is only noted."""
+        """Ends the step here if the rank is a stage of this pipeline or a partner. The loss of others is only noted."""
         self._peers.lost.add(rank)
-        if rank in self._peers.ranks:
+        if rank in (*self._peers.ranks, *self._peers.partners):
             self._record(self._peers.lost_error(rank))
 
     def explain_send_error(self, to: int, error: OSError) -> BaseException:

@@ -19,11 +19,11 @@ from smdistributed.modelparallel.torch.pipeline.tasks import move_here
 
 
 class MessageKind(enum.IntEnum):
-    """Kinds of messages. Those up to END belong to a step, and wait until their receiver is in it.
+    """Kinds of messages. Those up to ORDER belong to a step, and wait until their receiver is in it.
 
     FORWARD and BACKWARD make a call, which ANSWER answers. FINISHED: a microbatch has ended. PARTITION: the stages of
-    the modules. END: the step has ended, with its results. FAILED: a failure, as text. OBJECT: of the object exchange.
-    WORKING: the sender computes for long.
+    the modules. END: the step has ended, with its results. ORDER: a turn that the sender has granted. FAILED: a
+    failure, as text. OBJECT: of the object exchange. WORKING: the sender computes for long.
     """
 
     FORWARD = 0
@@ -32,9 +32,10 @@ class MessageKind(enum.IntEnum):
     FINISHED = 3
     PARTITION = 4
     END = 5
-    FAILED = 6
-    OBJECT = 7
-    WORKING = 8
+    ORDER = 6
+    FAILED = 7
+    OBJECT = 8
+    WORKING = 9
 
 
 class MessageTensor(NamedTuple):

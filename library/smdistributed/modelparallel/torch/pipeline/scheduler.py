@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 
 from smdistributed.modelparallel.backend.exceptions import SMPRuntimeError
 from smdistributed.modelparallel.backend.schedule import Slot, Turn, TurnKind, TurnRequest, WorkerThreads
@@ -111,10 +111,14 @@ class Scheduler:
             except BaseException as error:  # a worker has no caller
                 self._failures.fail(error)
 
-        self._start(step.slot.request(TurnRequest(Turn(task.kind, task.microbatch), run=run_in_turn)))
+        self._start(step.slot.request(TurnRequest(Turn(task.kind, task.microbatch, task.name), run=run_in_turn)))
 
     def finish_microbatch(self, step: RunningStep, microbatch: int) -> None:
         self._start(step.slot.finish(microbatch))
+
+    def follow(self, key: Hashable) -> None:
+        """Grants a turn, when it is its time, that another rank has granted. Raises SMPRuntimeError: see `Slot`."""
+        self._start(self.step.slot.follow(key))
 
     def _start(self, request: TurnRequest | None) -> None:
         """Starts a granted request: wakes its thread; new work goes to the script's thread, if idle, or a worker."""
@@ -152,7 +156,7 @@ class Scheduler:
         """Registers a reply before its request is sent. `call` is unique on this stage."""
         step = self.step
         kind = TurnKind.BACKWARD if is_backward and step.in_order else TurnKind.RESUME
-        reply = step.replies[call] = Reply(Turn(kind, task.microbatch))
+        reply = step.replies[call] = Reply(Turn(kind, task.microbatch, (call, is_backward)))
         return reply
 
     def wait_for(self, reply: Reply) -> StageMessage:
@@ -202,7 +206,7 @@ class Scheduler:
             return
         if task.kind is not kind:
             task.kind = kind
-            self._exchange_turn(step, task, Turn(kind, task.microbatch))
+            self._exchange_turn(step, task, Turn(kind, task.microbatch, (task.name, "exchange")))
         elif step.slot.has_resumable:
             self._exchange_turn(step, task, Turn(TurnKind.INTERRUPTED, task.microbatch))
 
@@ -224,7 +228,7 @@ class Scheduler:
         step = self.step
         if not step.forwards or task.microbatch in step.past_forward:
             return
-        reply = Reply(Turn(TurnKind.BACKWARD, task.microbatch))
+        reply = Reply(Turn(TurnKind.BACKWARD, task.microbatch, (task.name, "exchange")))
         task.kind = TurnKind.BACKWARD
         self._count_forward(step, task.microbatch, reply)
         self._sleep(step, task, reply)

@@ -10,14 +10,21 @@ import functools
 import itertools
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
 
 from smdistributed.modelparallel.backend.config import TIMEOUT_FIX, Config
-from smdistributed.modelparallel.backend.exceptions import SMPRuntimeError, SMPUnsupportedError
-from smdistributed.modelparallel.backend.schedule import Schedule, Slot, TurnKind
+from smdistributed.modelparallel.backend.exceptions import SMPRuntimeError
+from smdistributed.modelparallel.backend.schedule import (
+    FollowingSchedule,
+    LeadingSchedule,
+    Schedule,
+    Slot,
+    TurnKind,
+    TurnOrder,
+)
 from smdistributed.modelparallel.backend.transport import Transport
 from smdistributed.modelparallel.torch.pipeline.calls import ReceivedInputs, RemoteCall
 from smdistributed.modelparallel.torch.pipeline.failures import Failures, Peers, StageObserver
@@ -38,12 +45,22 @@ Hop = tuple[int, tuple[str, ...]]
 
 
 class Stage:
-    """This rank's stage of the pipeline. `ranks` hold the stages, in order. It waits `seconds` for other stages."""
+    """This rank's stage of the pipeline. `ranks` hold the stages, in order. It waits `seconds` for other stages.
+
+    `partners`: the ranks, with this one, that share the tensors of this stage. They compute in the first one's order.
+    """
 
     def __init__(
-        self, transport: Transport, ranks: Sequence[int], rank: int, module: Callable[[str], Any], seconds: float
+        self,
+        transport: Transport,
+        ranks: Sequence[int],
+        rank: int,
+        module: Callable[[str], Any],
+        seconds: float,
+        partners: Sequence[int] = (),
     ) -> None:
-        self._peers, self._module, self._seconds = Peers(transport, ranks, rank), module, seconds
+        partners = partners if len(partners) > 1 and len(ranks) > 1 else ()
+        self._peers, self._module, self._seconds = Peers(transport, ranks, rank, partners), module, seconds
         self.ranks, self.index = self._peers.ranks, self._peers.index
         self.failures = Failures(self._peers, lambda: self._scheduler.wake_all())
         self._observer = StageObserver(
@@ -57,9 +74,7 @@ class Stage:
         self.common_seed: int | None = None
         """The seed of all ranks that compute the same rows; None: torch's own."""
         self._steps_before = 0
-        self._is_in_step = self._had_backward = self._in_one_order = False
-        self._backwards: set[int] = set()
-        """The microbatches of backwards that have begun and not ended here."""
+        self._is_in_step = self._had_backward = False
         self._early: list[StageMessage] = []
         self._received: dict[int, dict[Any, ReceivedInputs]] = defaultdict(dict)
         self._working_reports: list[threading.Thread] = []
@@ -72,22 +87,32 @@ class Stage:
         remember_device()
         simple, microbatches = config.pipeline == "simple", config.microbatches
         window = microbatches if simple else config.active_microbatches - self.index
-        self._in_one_order = config.tensor_parallel_degree > 1 and len(self.ranks) > 1
-        if self._in_one_order:
-            # Ranks that share tensors must compute in one order, and answers of other stages arrive in any.
-            simple, window = False, 1
-        slot = Slot(Schedule(window, config.deterministic_server))
+        slot = Slot(self._make_order(window, config.deterministic_server))
         step = RunningStep(slot, config.deterministic_server, forwards=microbatches if simple else 0)
         with self._lock:
             self.steps += 1
             self._had_backward = False
             self._received = defaultdict(dict)
             self._scheduler.begin_step(step)
+            self._observer.step_begins(self.steps)
             self._is_in_step = True
             early, self._early = self._early, []
-        self._observer.step_begins(self.steps)
-        for message in early:
-            self._handle(message)
+            for message in early:  # with the lock: orders of turns must not be overtaken
+                self._handle(message)
+
+    def _make_order(self, window: int, in_order: bool) -> TurnOrder:
+        """The first partner decides the order of turns, and the others follow. Without partners this rank decides."""
+        rank, partners, step = self.ranks[self.index], self._peers.partners, self.steps + 1
+        if not partners:
+            return Schedule(window, in_order)
+        if rank != partners[0]:
+            return FollowingSchedule()
+
+        def announce(key: Hashable) -> None:
+            for partner in partners[1:]:
+                self._send(partner, MessageKind.ORDER, step, about=key)
+
+        return LeadingSchedule(window, in_order, announce)
 
     def run(self, body: Callable[[int], Any], microbatches: int) -> list[Any]:
         """Calls `body` with each microbatch's number, on threads. On the first stage. Raises the pipeline's failure."""
@@ -100,7 +125,8 @@ class Stage:
             self._finish(microbatch)
             self._scheduler.add_event(_MICROBATCH_DONE)
 
-        tasks = [StageTask(i, TurnKind.FORWARD, self.seed_of(i)) for i in range(microbatches)]  # before one sets a seed
+        # Before one sets a seed.
+        tasks = [StageTask(i, TurnKind.FORWARD, self.seed_of(i), ("body", i)) for i in range(microbatches)]
         for task in tasks:
             self._scheduler.submit(task, functools.partial(run_microbatch, task.microbatch))
         for _ in range(microbatches):
@@ -243,15 +269,18 @@ class Stage:
     def _handle(self, message: StageMessage) -> None:
         """The end of a microbatch drops its inputs and frees its place in the window, so a waiting turn may begin."""
         if message.kind is MessageKind.FORWARD:
-            task = StageTask(message.microbatch, TurnKind.FORWARD, message.about[3])
+            task = StageTask(message.microbatch, TurnKind.FORWARD, message.about[3], _name_task(message))
             self._scheduler.submit(task, functools.partial(self._serve_forward, self._received, message))
         elif message.kind is MessageKind.BACKWARD:
-            task = StageTask(message.microbatch, TurnKind.BACKWARD, derive_seed(self.all_steps, message.microbatch))
+            seed = derive_seed(self.all_steps, message.microbatch)
+            task = StageTask(message.microbatch, TurnKind.BACKWARD, seed, _name_task(message))
             self._scheduler.submit(
                 task, functools.partial(self._serve_backward, self._received, self._scheduler.step, message)
             )
         elif message.kind is MessageKind.ANSWER:
             self._scheduler.receive_reply(message.call, message)
+        elif message.kind is MessageKind.ORDER:
+            self._scheduler.follow(message.about)
         elif message.kind is MessageKind.FINISHED:
             self._received.pop(message.microbatch, None)
             self._scheduler.finish_microbatch(self._scheduler.step, message.microbatch)
@@ -281,28 +310,17 @@ class Stage:
     def _serve_backward(
         self, received: dict[int, dict[Any, ReceivedInputs]], step: RunningStep, message: StageMessage
     ) -> None:
-        """Sends the gradients to the hop before, or to the caller.
-
-        Raises SMPRuntimeError if it ran before, and SMPUnsupportedError if tensor parallelism forbids its order.
-        """
+        """Sends the gradients to the hop before, or to the caller. Raises SMPRuntimeError if it ran before."""
         hop, route = message.about
         unfinished = received[message.microbatch]
         inputs = unfinished.pop((message.call, hop), None)
         given = message.all_here()
-        if self._in_one_order and message.microbatch in self._backwards:
-            raise SMPUnsupportedError(
-                f"Backward enters {', '.join(route[hop][1])} while another backward of this microbatch waits for a "
-                "further stage. Ranks that share tensors could compute the two in different orders. Fix: put modules "
-                "that branch and call further stages on one stage, or set 'tensor_parallel_degree' to 1."
-            )
         if inputs is None:
             raise SMPRuntimeError(
                 f"Backward ran twice through {', '.join(route[hop][1])}: a graph that spans stages can be used once. "
                 "Fix: add the losses, and call model.backward once for each microbatch."
             )
-        self._backwards.add(message.microbatch)
         gradients = inputs.backward(given)
-        self._backwards.discard(message.microbatch)
         if hop:
             self._pass_on(route[hop - 1][0], message, (hop - 1, route), gradients)
         else:
@@ -338,3 +356,8 @@ class Stage:
         stage = self._peers.describe(self.ranks[self.index])
         silence = f"{stage} has received nothing from the other stages for {self._seconds:g} s"
         self.failures.fail(SMPRuntimeError(f"{silence}, in step {self.steps}: {waits_for}. {TIMEOUT_FIX}"))
+
+
+def _name_task(message: StageMessage) -> Hashable:
+    """Names the task of a call: by its kind, the stage and the number of the call, and the place on its route."""
+    return int(message.kind), message.call, message.about[0]

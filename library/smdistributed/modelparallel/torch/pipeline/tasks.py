@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -30,12 +30,15 @@ _own_gpu: int | None = None
 
 
 class StageTask:
-    """The work of a thread. `random_state` is kept here while another task has its turn."""
+    """The work of a thread. `random_state` is kept here while another task has its turn.
 
-    __slots__ = ("is_backward", "kind", "microbatch", "random_state", "seed")
+    `name`: no other task of the step has it. Ranks that share tensors have the same names.
+    """
 
-    def __init__(self, microbatch: int, kind: TurnKind, seed: int) -> None:
-        self.microbatch, self.kind, self.seed = microbatch, kind, seed
+    __slots__ = ("is_backward", "kind", "microbatch", "name", "random_state", "seed")
+
+    def __init__(self, microbatch: int, kind: TurnKind, seed: int, name: Hashable = None) -> None:
+        self.microbatch, self.kind, self.seed, self.name = microbatch, kind, seed, name
         self.random_state: RandomState | None = None
         self.is_backward = kind is TurnKind.BACKWARD
 

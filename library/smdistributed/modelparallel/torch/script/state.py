@@ -164,7 +164,8 @@ class TorchState(Context):
         seconds = timeout_seconds()
         transport = Transport(self.rank, access, self._deliver, self._lose, seconds)
         self.objects = open_object_exchange(transport, self.rank, seconds)
-        self.stage = Stage(transport, self.grid.group("PP_GROUP", self.rank), self.rank, self._find_module, seconds)
+        stages, partners = (self.grid.group(name, self.rank) for name in ("PP_GROUP", "TP_GROUP"))
+        self.stage = Stage(transport, stages, self.rank, self._find_module, seconds, partners)
         return transport
 
     def _find_module(self, name: str) -> nn.Module:

@@ -1,18 +1,18 @@
 """Measures jobs on many hosts: `make bench-cluster`. It needs root, for network namespaces of this machine.
 
-The jobs do nothing on 2, 8, 32 and 64 hosts, with one rank each. The launchers are a plain process, torchrun and
+The jobs do nothing on 2, 8, 32, 64 and 256 hosts, with one rank each. The launchers are a plain process, torchrun and
 mpirun. A small program replaces torchrun, which imports torch for seconds on every host.
 
 - `cluster-noop-LAUNCHER-Nhosts`: from the start of all hosts until `train` has ended on the last one. The rival is the
   same number of Pythons that do nothing (`python -I -S -c pass`), started in the same way. The hosts share the cores
   of this machine: a real cluster has its own for each.
-- `cluster-cpu-LAUNCHER`: the processor time of each more host, from 32 to 64 hosts. The rival is the same from 2 to
-  32 hosts.
+- `cluster-cpu-LAUNCHER`: the processor time of each more host, from 64 to 256 hosts. The rival is the same from 2 to
+  64 hosts. The line `profile` says what a host starts, each measured alone.
 - `cluster-memory-LAUNCHER`, `cluster-files-LAUNCHER`: the first host's private memory with page tables, and its open
   files, for each more host, while the ranks run. The processes are `train`, mpirun and their child processes, but not
   the script. They are read in separate jobs.
-- `cluster-model-LAUNCHER`: the relative error of the model at 64 hosts. The model is a line through the processor times
-  at 2, 8 and 32 hosts.
+- `cluster-model-LAUNCHER`: the relative error of the model at 256 hosts. The model is a line through the processor
+  times at 2, 8, 32 and 64 hosts.
 
 - `slurm-…`: a job of 2 nodes, see `cluster_slurm.py`.
 
@@ -22,7 +22,9 @@ The lines for 1,000 hosts are of that MODEL, not measured. Use a machine without
 
 from __future__ import annotations
 
+import os
 import signal
+import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -36,9 +38,11 @@ from report import Figure, finish, make_parser, print_machine
 from scale_model import errors, fit
 
 SLURM = "slurm"
-COUNTS = (2, 8, 32, 64)
+COUNTS = (2, 8, 32, 64, 256)
 MODELLED = 1000
-SECONDS, KILOBYTES, FILES = 6, 100, 3
+MANY, MOST_ROUNDS = 256, 3  # of jobs with so many hosts
+SECONDS = {64: 6.0, MANY: 8.0}  # of mpirun
+PROCESSOR_SECONDS, KILOBYTES, FILES = 0.03, 100, 3
 GROWTH, MODEL_ERROR = 1.25, 0.25
 
 
@@ -46,7 +50,7 @@ def main(arguments: Sequence[str]) -> int:
     """Measure, fit, and print the figures. Returns the exit code: 2 if this machine can't have such hosts."""
     parser = make_parser(__doc__, 5)
     parser.add_argument(
-        "--hosts", type=int, nargs="+", default=COUNTS, metavar="N", help="three or more numbers (2 8 32 64)"
+        "--hosts", type=int, nargs="+", default=COUNTS, metavar="N", help="three or more numbers (2 8 32 64 256)"
     )
     launchers = (*LAUNCHERS, SLURM)
     parser.add_argument("--launcher", choices=launchers, nargs="+", default=launchers, help="only these")
@@ -69,6 +73,7 @@ def measure_hosts(counts: Sequence[int], launchers: Sequence[str], rounds: int) 
     with switched_hosts(counts[-1]) as hosts, tempfile.TemporaryDirectory() as directory:
         job = Path(directory, "job")
         floor = {count: measure(hosts[:count], PYTHON, job, rounds) for count in counts}
+        print_profile(rise(floor, *counts[-2:]))
         for launcher in launchers:
             times = {count: measure(hosts[:count], launcher, job, rounds) for count in counts}
             costs = {count: look(hosts[:count], launcher, job) for count in (counts[0], counts[-1])}
@@ -80,6 +85,8 @@ def measure_hosts(counts: Sequence[int], launchers: Sequence[str], rounds: int) 
 
 def measure(hosts: Sequence[Host], launcher: str, directory: Path, rounds: int) -> Times:
     """Returns the medians of the rounds."""
+    if len(hosts) >= MANY:
+        rounds = min(rounds, MOST_ROUNDS)
     times = [run(hosts, launcher, directory) for _ in range(rounds)]
     found = Times(median(each.wall for each in times), median(each.cpu for each in times))
     print(f"{len(hosts)} hosts, {launcher}: {found.wall:.2f} s, processors {found.cpu:.2f} s", flush=True)
@@ -94,19 +101,45 @@ def time_figures(launcher: str, times: Mapping[int, Times], floor: Mapping[int, 
             f"cluster-noop-{launcher}-{count}hosts",
             found.wall,
             "s",
-            SECONDS if launcher == MPI and count == 64 else None,
+            SECONDS.get(count) if launcher == MPI else None,
             floor[count].wall,
             "python-that-does-nothing",
         )
         for count, found in times.items()
     ]
     early, late = (rise(times, low, high) for low, high in ((min(times), before), (before, most)))
-    return [*figures, Figure(f"cluster-cpu-{launcher}", late, "s/host", None, early, f"up-to-{before}-hosts", GROWTH)]
+    goal = PROCESSOR_SECONDS if launcher == MPI else None
+    return [*figures, Figure(f"cluster-cpu-{launcher}", late, "s/host", goal, early, f"up-to-{before}-hosts", GROWTH)]
 
 
 def rise(times: Mapping[int, Times], low: int, high: int) -> float:
     """Returns the processor time of each host that one job has more than the other."""
     return (times[high].cpu - times[low].cpu) / (high - low)
+
+
+def print_profile(floor: float) -> None:
+    """Prints the processor time of what a host starts. `floor`: of a host with a Python that does nothing, in s."""
+    programs = Path(sys.executable).parent
+    python = str(programs / "python")
+    alone = {
+        "that Python": [python, "-I", "-S", "-c", "pass"],
+        "Python of a script that does nothing": [python, "-c", "pass"],
+        "imports of `train`, with Python": [str(programs / "train"), "--version"],
+        "mpirun's daemon, without the launch": ["env", "UCX_MEM_EVENTS=n", str(programs / "orted"), "--help"],
+    }
+    costs = "; ".join(f"{name} {1000 * processor_seconds(command):.0f}" for name, command in alone.items())
+    print(f"profile, ms of processor time: a host with a Python that does nothing {1000 * floor:.0f}; {costs}")
+
+
+def processor_seconds(command: Sequence[str]) -> float:
+    """Returns the processor time of a command, the median of 20 runs."""
+    used = []
+    for _ in range(20):
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        _, _, found = os.wait4(process.pid, 0)
+        process.returncode = 0  # it has ended
+        used.append(found.ru_utime + found.ru_stime)
+    return median(used)
 
 
 def cost_figures(launcher: str, costs: Mapping[int, Costs]) -> list[Figure]:

@@ -14,8 +14,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 INTERFACE = "eth0"
-_PREFIX = "10.213.78"
-MOST_HOSTS = 250  # addresses of the prefix
+_PREFIX, _MASK, _LAST = "10.214", 16, 250  # of the addresses: their last number is at most 250
 # A burst has room for a packet as TCP hands it over (64 KiB; the interface would cut a longer one), and the queue for
 # the packets of several connections: nothing is dropped.
 _BURST_BYTES, _QUEUE_MILLISECONDS = 128 << 10, 50
@@ -81,7 +80,8 @@ def switched_hosts(count: int) -> Iterator[list[Host]]:
 
 def _make_namespaces(count: int, undo: ExitStack) -> list[Host]:
     """Makes a namespace for each host, without a link. `undo` deletes them, and all in them."""
-    hosts = [Host(f"shoal{os.getpid()}-{number}", f"{_PREFIX}.{number}") for number in range(1, count + 1)]
+    numbers = range(1, count + 1)
+    hosts = [Host(f"shoal{os.getpid()}-{n}", f"{_PREFIX}.{n // _LAST}.{n % _LAST + 1}") for n in numbers]
     for host in hosts:
         _do("ip", "netns", "add", host.namespace)
         undo.callback(_do, "ip", "netns", "delete", host.namespace)
@@ -90,7 +90,7 @@ def _make_namespaces(count: int, undo: ExitStack) -> list[Host]:
 
 def _set_up(host: Host) -> None:
     """Gives a host's end of its wire the address, and starts its interfaces."""
-    _do("ip", "-n", host.namespace, "address", "add", f"{host.address}/24", "dev", INTERFACE)
+    _do("ip", "-n", host.namespace, "address", "add", f"{host.address}/{_MASK}", "dev", INTERFACE)
     _do("ip", "-n", host.namespace, "link", "set", INTERFACE, "up")
     _do("ip", "-n", host.namespace, "link", "set", "lo", "up")
 

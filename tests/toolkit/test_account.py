@@ -40,7 +40,10 @@ def test_a_name_and_a_home_that_are_set_stay(tmp_path: Path) -> None:
 
 
 def test_without_a_place_home_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tempfile.mkdtemp", lambda prefix: (_ for _ in ()).throw(FileNotFoundError))
+    def fail(path: str, mode: int) -> None:
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(os, "mkdir", fail)
     assert account.build_account_variables({"HOME": "/nonexistent", "USER": "me"}) == {}
 
 

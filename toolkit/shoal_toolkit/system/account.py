@@ -22,14 +22,21 @@ def build_account_variables(environ: Mapping[str, str]) -> dict[str, str]:
     if not _has_account() and not (environ.get("USER") or environ.get("LOGNAME")):
         found.update(USER=_NAME, LOGNAME=_NAME)
     home = environ.get("HOME", "")
-    if home in ("", "/") or not os.access(home, os.W_OK | os.X_OK):
-        import tempfile  # it takes as long as all other imports of a job
-
-        try:
-            found["HOME"] = tempfile.mkdtemp(prefix="home-")
-        except OSError:
-            return found
+    if (home in ("", "/") or not os.access(home, os.W_OK | os.X_OK)) and (made := _make_home(environ)):
+        found["HOME"] = made
     return found
+
+
+def _make_home(environ: Mapping[str, str]) -> str:
+    """Makes a directory that only this user can enter; empty if it can't. Importing tempfile would take 10 ms."""
+    for parent in filter(None, (environ.get("TMPDIR"), "/tmp", "/var/tmp", "/usr/tmp")):
+        path = os.path.join(parent, f"home-{os.urandom(8).hex()}")
+        try:
+            os.mkdir(path, 0o700)
+        except OSError:
+            continue
+        return path
+    return ""
 
 
 def _has_account() -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
 from pathlib import Path
@@ -177,12 +178,16 @@ def test_packages_that_do_not_survive_a_fork_are_imported_by_the_ranks(
 
 
 ENDS = """\
-import atexit, ctypes, os, sys, threading, time
+import atexit, ctypes, gzip, os, sys, threading, time
+early = open(os.path.join(os.environ["SM_MODEL_DIR"], f"{os.environ['RANK']}.early"), "w")
+early.write("early")
 import numpy, torch
 class Last:
-    def __del__(self, os=os):
+    def __del__(self):
         os.write(1, b"deleted\\n")
 last = Last()
+packed = gzip.open(os.path.join(os.environ["SM_MODEL_DIR"], f"{os.environ['RANK']}.gz"), "wt")
+packed.write("packed")
 atexit.register(lambda: print("called", torch.nn.Linear.__name__, flush=True))
 unfinished = open(os.path.join(os.environ["SM_MODEL_DIR"], os.environ["RANK"]), "w")
 unfinished.write("saved")
@@ -192,6 +197,8 @@ def late():
     import torch.fft
     print("a thread", flush=True)
 threading.Thread(target=late).start()
+def refer():
+    return early, last, packed
 sys.exit(0)
 """
 
@@ -204,9 +211,13 @@ def test_nothing_of_the_script_is_lost_at_the_end_of_a_rank(tree: Tree, run: Run
     ended = [run(SHOAL_STANDBY=value) for value in ("1", "0")]
     for done in ended:
         assert done.code == 0, done
-        for text in ("deleted", "called Linear", "of C", "a thread"):
-            assert done.out.count(text) == 2, (text, done)
-        assert [(tree.base / "model" / rank).read_text() for rank in ("0", "1")] == ["saved", "saved"]
+        for text, number in {"deleted": 2, "called Linear": 2, "of C": 2, "a thread": 2}.items():
+            assert done.out.count(text) == number, (text, done)
+        assert "ignored" not in done.err
+        for rank in ("0", "1"):
+            directory = tree.base / "model"
+            assert [(directory / f"{rank}{end}").read_text() for end in ("", ".early")] == ["saved", "early"]
+            assert gzip.decompress((directory / f"{rank}.gz").read_bytes()) == b"packed"
 
 
 COMMAND = "import os\nprint('forked', 'sidecars.standby' in open('/proc/self/cmdline').read(), flush=True)\n"

@@ -35,7 +35,7 @@ import struct
 import sys
 import time
 import types
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, NamedTuple, NoReturn
 
 from shoal_toolkit.files import read_table
@@ -44,7 +44,6 @@ _NUMBER = struct.Struct("!I")
 _SIGNAL_CODE = 128
 _LATER = "SHOAL_IMPORTED_LATER"  # packages that ranks import themselves, separated by commas
 _OUTPUTS = (1, 2)
-_PYTHONS_OWN = ("__main__", "builtins", "sys")  # modules that Python's end needs
 _STOPPING_SECONDS = 0.2
 _NOT_FOR_US = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)  # Slurm signals everybody
 
@@ -65,6 +64,7 @@ def preload(imports: Sequence[tuple[str, str]]) -> str:
     Returns:
         The first package that a rank has to import itself; empty if there is none.
     """
+    gc.disable()
     for module, name in imports:
         package, threads = module.partition(".")[0], _count_threads()
         try:
@@ -78,6 +78,7 @@ def preload(imports: Sequence[tuple[str, str]]) -> str:
             return package
     gc.collect()
     gc.freeze()
+    gc.enable()
     return ""
 
 
@@ -264,9 +265,7 @@ def _fork_ranks(request: dict[str, Any]) -> None:
 
 
 def _begin_script(imported: Imported) -> None:
-    """Gives the script random states and handlers of its own, and writes the output of the imports."""
-    if imported.output:
-        skip_exit_handlers()
+    """Gives the script random states and signal handlers of its own, and writes the output of the imports."""
     for number, handler in imported.handlers.items():
         signal.signal(number, handler)
     if "numpy" in sys.modules:
@@ -370,25 +369,42 @@ def _close_others(kept: Set[int]) -> None:
                 os.close(int(name))
 
 
-def skip_exit_handlers() -> None:
-    """Has this process end before the exit handlers of C libraries that are loaded already; streams of C are flushed.
+def prepare_end() -> Callable[[], None]:
+    """Returns a function that ends a rank without touching, and so copying, the pages that all ranks share.
 
-    libtorch's own take apart its tables of operators. Handlers of libraries that are loaded later are called.
+    Python's end would clear every imported module, and libtorch's exit handlers take its tables of operators apart.
+    Modules that have got names since are cleared. Exit handlers are skipped only if no library was loaded since, because
+    its destructors would be skipped too.
     """
-    libc = ctypes.CDLL(None)
-    with contextlib.suppress(AttributeError):  # not glibc
-        # Handlers are called in reverse order: fflush(NULL), then _exit(code).
-        libc.on_exit(libc._exit, None)
-        libc.__cxa_atexit(libc.fflush, None, None)
+    imported = {
+        name: (module, len(vars(module)))
+        for name, module in sys.modules.items()
+        if name.partition(".")[0] not in sys.stdlib_module_names and isinstance(module, types.ModuleType)
+    }
+    libraries = _list_libraries()
+
+    def end() -> None:
+        same = [
+            name
+            for name, (module, size) in imported.items()
+            if sys.modules.get(name) is module and len(vars(module)) == size
+        ]
+        kept = [sys.modules.pop(name) for name in same]
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))  # for ever
+        libc = ctypes.CDLL(None)
+        if _list_libraries() == libraries and hasattr(libc, "on_exit"):  # glibc
+            # Handlers are called in reverse order: fflush(NULL), then _exit(code).
+            libc.on_exit(libc._exit, None)
+            libc.__cxa_atexit(libc.fflush, None, None)
+
+    return end
 
 
-def keep_imported(names: Sequence[str]) -> None:
-    """Hides imported modules from Python's end, which would clear them and so copy every page with their objects.
-
-    Nothing of a script is in them: its own modules, files and tensors are cleared as usual.
-    """
-    kept = [sys.modules.pop(name) for name in names if name in sys.modules]
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))  # for ever
+def _list_libraries() -> set[str]:
+    """Returns the paths of the libraries of this process, without Python's own."""
+    with open("/proc/self/maps") as maps:
+        paths = {line.split(maxsplit=5)[-1] for line in maps if ".so" in line}
+    return {path for path in paths if "/lib-dynload/" not in path}
 
 
 def main() -> None:
@@ -409,10 +425,15 @@ def main() -> None:
     _close_others({each.fileno() for each in (server, *listeners)})
     handlers = {number: signal.signal(number, signal.SIG_IGN) for number in _NOT_FOR_US}
     begun_with = dict(os.environ)
-    names: list[str] = []
-    atexit.register(keep_imported, names)  # the first to be registered is the last to be called
+    # The first to be registered is the last to be called. Functions of sitecustomize may need the modules, and a profiler
+    # in LD_PRELOAD writes at the end.
+    preloaded = os.environ.get("LD_PRELOAD", "").split(":")["SHOAL_PEERS" in os.environ :]  # job/peer_filter.py
+    ends_quickly = not atexit._ncallbacks() and not any(preloaded)
+    ends: list[Callable[[], None]] = []
+    atexit.register(lambda: [end() for end in ends])
     output = import_for(script, (server, *listeners), begun_with)
-    names += [name for name in sys.modules if name not in _PYTHONS_OWN]
+    if ends_quickly and "tensorflow" not in sys.modules:  # its modules hold writers of summaries
+        ends.append(prepare_end())
     now = os.environ.items()
     changed = {name: (begun_with.get(name), value) for name, value in now if begun_with.get(name) != value}
     server.sendall(b"r")

@@ -170,6 +170,32 @@ def test_models_without_initialization_get_new_weights(job: Any, delayed: bool, 
     assert not state["transformer.seq_layers.0.attention.query.bias"].any()
 
 
+def test_layers_of_t5_that_would_compute_something_else_are_refused(job: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.T5Config(vocab_size=20, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=3)
+
+    def wrap(change: Any = lambda _: None) -> Any:
+        smp.state.model = None
+        with smp.model_creation(tensor_parallelism=True, attention_in_fp32=True):
+            module = transformers.T5EncoderModel(config)
+        change(module.encoder.block[0].layer[0].SelfAttention)
+        return smp.DistributedModel(module)
+
+    with pytest.warns(UserWarning, match="attention_in_fp32 for T5Block has no effect"):
+        model = wrap()
+    ids = torch.ones(2, 4, dtype=torch.long)
+    assert isinstance(model.get_module().encoder.block[0].layer[1].DenseReluDense.wo, smp.nn.DistributedModule)
+    assert model(input_ids=ids).last_hidden_state.shape == (2, 4, 8)
+    with pytest.raises(SMPUnsupportedError, match="output_attentions is given, and T5Attention has a part"):
+        model(input_ids=ids, output_attentions=True)
+    with pytest.raises(SMPUnsupportedError, match=r"its layer\.0\.SelfAttention\.other is a Linear that is not known"):
+        wrap(lambda attention: attention.add_module("other", nn.Linear(2, 2)))
+    group = smp.nn.tensor_group.TensorGroup(None, 0, 2, True)
+    monkeypatch.setattr(smp.nn.tensor_group, "_current", group)
+    with pytest.raises(SMPUnsupportedError, match=r"T5Attention\.n_heads has size 3, which 'tensor_parallel_degree' 2"):
+        wrap()
+
+
 def test_options_of_tensor_parallelism_warn_without_effect_and_have_no_typos(job: Any) -> None:
     with (
         pytest.warns(UserWarning, match="fused_softmax of smp.model_creation has no effect"),

@@ -83,6 +83,9 @@ def test_a_language_model_trains_as_on_one_rank(mpirun: Mpirun) -> None:
         ("gptneo", {}),
         ("gptneox", {"delayed_parameter_initialization": True, "prescaled_batch": True}),
         ("bert", {}),
+        ("t5", {"partitions": 2, "microbatches": 2}),
+        ("t5-gated", {"prescaled_batch": True, "delayed_parameter_initialization": True}),
+        ("vit", {}),
         pytest.param("gpt2", SHARDED, marks=NEEDS_FSDP2),
     ],
 )
@@ -90,7 +93,7 @@ def test_hugging_faces_models_train_as_themselves(
     mpirun: Mpirun, tmp_path: Path, name: str, parameters: dict[str, Any]
 ) -> None:
     pytest.importorskip("transformers")
-    start(mpirun, 2, "trains_hugging_face", name, tmp_path, **parameters)
+    start(mpirun, 2 * parameters.get("partitions", 1), "trains_hugging_face", name, tmp_path, **parameters)
 
 
 def test_modules_of_scripts_are_replaced_by_what_they_registered(mpirun: Mpirun) -> None:

@@ -466,11 +466,20 @@ def hugging_face_models() -> dict[str, Callable[[], Any]]:
         GPTNeoForCausalLM,
         GPTNeoXConfig,
         GPTNeoXForCausalLM,
+        T5Config,
+        T5ForConditionalGeneration,
+        ViTConfig,
+        ViTForImageClassification,
     )
 
     sizes = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 32, "max_position_embeddings": 16}
     old = {"vocab_size": 50, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 16}
     local: dict[str, Any] = {"attention_types": [[["global", "local"], 1]], "window_size": 3}
+    t5: dict[str, Any] = {
+        "vocab_size": 50, "d_model": 16, "d_kv": 6, "d_ff": 32, "num_layers": 2, "num_heads": 4,
+        "relative_attention_num_buckets": 8, "relative_attention_max_distance": 6, "decoder_start_token_id": 0,
+    }  # fmt: skip
+    image: dict[str, Any] = {"image_size": 8, "patch_size": 4, "num_labels": 10}
     return {
         "gpt2": lambda: GPT2LMHeadModel(GPT2Config(**old, scale_attn_by_inverse_layer_idx=True)),
         "gptj": lambda: GPTJForCausalLM(GPTJConfig(**old, rotary_dim=2)),
@@ -479,14 +488,36 @@ def hugging_face_models() -> dict[str, Callable[[], Any]]:
             GPTNeoXConfig(**sizes, num_hidden_layers=2, num_attention_heads=4, rotary_pct=0.5)
         ),
         "bert": lambda: BertForMaskedLM(BertConfig(**sizes, num_hidden_layers=2, num_attention_heads=4)),
+        "t5": lambda: T5ForConditionalGeneration(T5Config(**t5)),
+        "t5-gated": lambda: T5ForConditionalGeneration(T5Config(**t5, feed_forward_proj="gated-gelu")),
+        "vit": lambda: ViTForImageClassification(
+            ViTConfig(hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4, **image)
+        ),
     }
 
 
+def hugging_face_batch(name: str) -> dict[str, torch.Tensor]:
+    """Named arguments of a model, with 8 rows."""
+    generator = torch.Generator().manual_seed(7)
+    if name == "vit":
+        return {"pixel_values": torch.randn(8, 3, 8, 8, generator=generator), "labels": torch.arange(8)}
+    ids = torch.randint(2, 50, (8, 8), generator=generator)
+    mask = torch.ones_like(ids)
+    mask[:, 6:] = 0
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids}
+
+
 @smp.step
-def hugging_face_step(model: Any, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    loss: torch.Tensor = model(input_ids=ids, attention_mask=mask, labels=ids)["loss"]
+def hugging_face_step(model: Any, **batch: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = model(**batch)["loss"]
     model.backward(loss)
     return loss
+
+
+@smp.step
+def hugging_face_logits(model: Any, **batch: torch.Tensor) -> torch.Tensor:
+    logits: torch.Tensor = model(**batch)["logits"].detach()
+    return logits
 
 
 def trains_hugging_face(name: str, directory: str) -> None:
@@ -499,19 +530,20 @@ def trains_hugging_face(name: str, directory: str) -> None:
         given = hugging_face_models()[name]().eval()
     given.load_state_dict(plain.state_dict())
     model = smp.DistributedModel(given)
-    assert any("seq_layers" in key for key in model.local_state_dict())
+    modules = model.get_module().named_modules()
+    layer = {"t5": ".EncDecAttention.", "t5-gated": ".wi_1", "vit": ".layer"}.get(name, "seq_layers.")
+    assert any(layer in key for key, part in modules if isinstance(part, smp.nn.DistributedModule))
     # Adam would divide the gradients of keys' biases, which are 0 but for rounding, by themselves.
-    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1))
-    other = torch.optim.SGD(plain.parameters(), 0.1)
-    ids = torch.randint(2, 50, (8, 8), generator=torch.Generator().manual_seed(7))
-    mask = torch.ones_like(ids)
-    mask[:, 6:] = 0
-    for _ in range(4):
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.02))
+    other = torch.optim.SGD(plain.parameters(), 0.02)
+    batch = hugging_face_batch(name)
+    own = {key: own_rows(tensor) for key, tensor in batch.items()}
+    for _ in range(STEPS):
         optimizer.zero_grad()
-        loss = mean_over_replicas(hugging_face_step(model, own_rows(ids), own_rows(mask)).reduce_mean())
+        loss = mean_over_replicas(hugging_face_step(model, **own).reduce_mean())
         optimizer.step()
         other.zero_grad()
-        expected = plain(input_ids=ids, attention_mask=mask, labels=ids)["loss"]
+        expected = plain(**batch)["loss"]
         torch.autograd.backward(expected)
         other.step()
         close(torch.tensor(loss), expected.detach(), 1e-5)
@@ -520,6 +552,9 @@ def trains_hugging_face(name: str, directory: str) -> None:
     assert set(saved) == set(plain.state_dict())
     for key, value in plain.state_dict().items():
         close(saved[key], value, 1e-5)
+    loaded = hugging_face_models()[name]().eval()
+    loaded.load_state_dict(saved)
+    close(hugging_face_logits(model, **own).concat(), own_rows(loaded(**batch)["logits"].detach()), 1e-5)
     before = model.state_dict()
     smp.resume_from_checkpoint(directory, name, False)
     smp.save_checkpoint(directory, name, True, model)

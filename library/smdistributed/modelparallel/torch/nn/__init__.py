@@ -1,6 +1,6 @@
 """Modules of AWS API 1.6: the tensor-parallel ones, FlashAttentionLayer and FusedLayerNorm."""
 
-from smdistributed.modelparallel.torch.nn import huggingface
+from smdistributed.modelparallel.torch.nn import huggingface, split_layers  # noqa: F401 (it registers layers)
 from smdistributed.modelparallel.torch.nn.attention import DistributedAttentionLayer, FlashAttentionLayer
 from smdistributed.modelparallel.torch.nn.layers import (
     DistributedEmbedding,

@@ -265,6 +265,10 @@ def _make(module: nn.Module, options: Mapping[str, Any], owners: Counter[int]) -
     try:
         if registration.from_plain is not None:
             known = inspect.signature(registration.from_plain).parameters
+            if type(module) not in _registered:
+                for name in OPTIONS:
+                    if options.get(name) and name not in known:
+                        warn_without_effect(f"{name} for {type(module).__name__}", "its layers have no such option")
             made = registration.from_plain(module, **{k: v for k, v in options.items() if k in known})
         else:
             made = _construct(module, registration, options)

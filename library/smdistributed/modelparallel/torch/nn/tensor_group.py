@@ -9,6 +9,7 @@ each rank has rows of its own.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,41 +56,27 @@ def tensor_group() -> TensorGroup:
 
 def share_rows(tensor: torch.Tensor) -> torch.Tensor:
     """Returns the rows of all ranks: the input of a layer with split output channels."""
-    own = tensor_group()
-    if own.size == 1:
-        return tensor
-    return _Copy.apply(tensor) if own.same_rows else _GatherRows.apply(tensor)  # type: ignore[no-any-return,no-untyped-call]
+    return _apply(tensor, (_copy, _sum), (_gather, _sum_rows))
 
 
 def sum_partial(tensor: torch.Tensor) -> torch.Tensor:
     """Sums the ranks' results for the rows of all, and returns the rows of this rank."""
-    own = tensor_group()
-    if own.size == 1:
-        return tensor
-    return _Sum.apply(tensor) if own.same_rows else _SumRows.apply(tensor)  # type: ignore[no-any-return,no-untyped-call]
+    return _apply(tensor, (_sum, _copy), (_sum_rows, _gather))
 
 
 def sum_over_group(tensor: torch.Tensor) -> torch.Tensor:
     """Sums the ranks' results for the same rows. Each rank computes other results from the sum."""
-    if tensor_group().size == 1:
-        return tensor
-    return _Copy.apply(_Sum.apply(tensor))  # type: ignore[no-any-return,no-untyped-call]
+    return _apply(_apply(tensor, (_sum, _copy), (_sum, _copy)), (_copy, _sum), (_copy, _sum))
 
 
 def rows_to_channels(tensor: torch.Tensor) -> torch.Tensor:
     """Returns this rank's part of the channels (the last axis) for the rows of all ranks."""
-    own = tensor_group()
-    if own.size == 1:
-        return tensor
-    return _TakeChannels.apply(tensor) if own.same_rows else _ToChannels.apply(tensor)  # type: ignore[no-any-return,no-untyped-call]
+    return _apply(tensor, (_take_channels, _gather_channels), (_to_channels, _to_rows))
 
 
 def channels_to_rows(tensor: torch.Tensor) -> torch.Tensor:
     """Returns all channels for the rows of this rank. The inverse of `rows_to_channels`."""
-    own = tensor_group()
-    if own.size == 1:
-        return tensor
-    return _GatherChannels.apply(tensor) if own.same_rows else _ToRows.apply(tensor)  # type: ignore[no-any-return,no-untyped-call]
+    return _apply(tensor, (_gather_channels, _take_channels), (_to_rows, _to_channels))
 
 
 def gather_rows(tensor: torch.Tensor) -> torch.Tensor:
@@ -98,87 +85,30 @@ def gather_rows(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if own.size == 1 or own.same_rows else _gather(tensor.detach())
 
 
-# --- gradients: each operation and its opposite
+# --- gradients: each operation has an opposite one
+
+_Operation = Callable[[torch.Tensor], torch.Tensor]
+_Pair = tuple[_Operation, _Operation]
+"""An operation, and the operation for its gradient."""
 
 
-class _Copy(Function):
+def _apply(tensor: torch.Tensor, same: _Pair, own: _Pair) -> torch.Tensor:
+    """Applies the operation for ranks that have the same rows, or for ranks with rows of their own."""
+    group = tensor_group()
+    if group.size == 1:
+        return tensor
+    return _Paired.apply(same if group.same_rows else own, tensor)  # type: ignore[no-any-return,no-untyped-call]
+
+
+class _Paired(Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return _Sum.apply(gradient)  # type: ignore[no-untyped-call]
-
-
-class _Sum(Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
-        return _sum(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return _Copy.apply(gradient)  # type: ignore[no-untyped-call]
-
-
-class _GatherRows(Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
-        return _gather(tensor)
+    def forward(ctx: Any, pair: _Pair, tensor: torch.Tensor) -> torch.Tensor:
+        ctx.opposite = pair[::-1]
+        return pair[0](tensor)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return _SumRows.apply(gradient)  # type: ignore[no-untyped-call]
-
-
-class _SumRows(Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
-        return _sum_rows(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return _GatherRows.apply(gradient)  # type: ignore[no-untyped-call]
-
-
-class _ToChannels(Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
-        return _to_channels(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return _ToRows.apply(gradient)  # type: ignore[no-untyped-call]
-
-
-class _ToRows(Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
-        return _to_rows(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return _ToChannels.apply(gradient)  # type: ignore[no-untyped-call]
-
-
-class _TakeChannels(Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
-        return own_part(tensor, -1)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return _GatherChannels.apply(gradient)  # type: ignore[no-untyped-call]
-
-
-class _GatherChannels(Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
-        return _gather_channels(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return _TakeChannels.apply(gradient)  # type: ignore[no-untyped-call]
+        return None, _Paired.apply(ctx.opposite, gradient)  # type: ignore[no-untyped-call]
 
 
 # --- without autograd
@@ -189,6 +119,14 @@ def own_part(tensor: torch.Tensor, axis: int) -> torch.Tensor:
     own = tensor_group()
     part = tensor.tensor_split(own.size, axis)[own.rank]
     return part if tensor.is_meta else part.clone(memory_format=torch.contiguous_format)
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view_as(tensor)
+
+
+def _take_channels(tensor: torch.Tensor) -> torch.Tensor:
+    return own_part(tensor, -1)
 
 
 def _sum(tensor: torch.Tensor) -> torch.Tensor:

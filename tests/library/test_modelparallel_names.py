@@ -113,6 +113,23 @@ def test_translations_of_state_dicts_are_inverse_and_leave_other_names() -> None
     assert torch.equal(back["transformer.h.1.attn.c_attn.weight"], plain["transformer.h.1.attn.c_attn.weight"])
 
 
+def test_a_full_checkpoint_of_a_model_in_a_module_of_the_script_has_hugging_faces_names(
+    job: Any, tmp_path: Path
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(vocab_size=20, n_embd=8, n_layer=1, n_head=2, n_positions=8)
+    with smp.model_creation(tensor_parallelism=True):
+        module = nn.ModuleDict({"lm": transformers.GPT2LMHeadModel(config), "layernorm": nn.LayerNorm(8)})
+    names, weights = set(module.state_dict()), {key: value.clone() for key, value in module.state_dict().items()}
+    model = smp.DistributedModel(module)
+    assert "lm.word_embedding.weight" in model.state_dict()
+    smp.save_checkpoint(tmp_path, "tag", False, model)
+    assert set(torch.load(tmp_path / "tag", weights_only=True)) == names
+    nn.init.zeros_(model.module.lm.word_embedding.weight)  # type: ignore[union-attr, arg-type]
+    smp.resume_from_checkpoint(tmp_path, "tag", False)
+    assert torch.equal(model.state_dict()["lm.word_embedding.weight"], weights["lm.transformer.wte.weight"])
+
+
 def test_modules_are_replaced_with_degree_1_too(job: Any) -> None:
     assert not isinstance(nn.Linear(2, 2), smp.nn.FlashAttentionLayer)
     with smp.model_creation(tensor_parallelism=True):

@@ -18,13 +18,15 @@ turns.
 - `memory-P`: the peak of the largest rank, of 302 million parameters with Adam, against the share of one process;
 - `sharded-memory-N`, `sharded-step-N`: the same model, split over N ranks by `sharded_data_parallel_degree`. The peak
   of the largest rank, and a step. The rival is FSDP2 on gloo;
+- `checkpoint-2`: seconds to save the same model with Adam's state, and to resume, on 2 ranks. The files are read while
+  the host still has them in memory. The rival is torch.distributed.checkpoint. `-save` and `-resume`: its two parts;
 - `offload-12`, `offload-12-whole`: the most bytes of activations on an emulated GPU. The 12 layers are checkpointed and
   offloaded, one is loaded ahead. The rivals are checkpoints alone, and neither of both;
 - `tensor-2-WIDTH`: a step of a transformer layer of that many channels, split over 2 ranks. The rival is
   `parallelize_module` of torch's DTensor on gloo;
 - `tensor-2-WIDTH-loss`, `-parameters`: the largest differences from a run without shares, after 20 steps of SGD.
 
-`--sharded BLOCKS WIDTH` measures the sharded model alone, with another size.
+`--sharded BLOCKS WIDTH` measures the sharded model alone, with another size. `--only checkpoint` measures one kind.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -48,20 +51,24 @@ TENSOR_RANKS = RANKS.with_name("tensor_parallel_ranks.py")
 PIPELINES = ((2, 8), (4, 8), (4, 16), (8, 16))
 BLOCKS, WIDTH = 24, 1024
 BUBBLE_S = 0.090
-LIMIT_S = 280
+LIMIT_S = 560
 
 
 def main(arguments: list[str]) -> int:
     """Measure, and print the figures."""
     parser = make_parser(__doc__, 5)
     parser.add_argument("--sharded", type=int, nargs=2, metavar=("BLOCKS", "WIDTH"), help="only the sharded model")
+    parser.add_argument("--only", metavar="KIND", help="only the figures of this function")
     given = parser.parse_args(arguments)
     print_machine()
     figures: list[Figure] = []
     size = given.sharded or (BLOCKS, WIDTH)
     measures: list[Callable[[int], list[Figure]]] = [functools.partial(sharded, *size)]
     if not given.sharded:
-        measures = [partitions, bubbles, tensor_bubble, held, calls, throughput, memory, offload, tensor, *measures]
+        on_stages = [partitions, bubbles, tensor_bubble, held, calls, throughput, memory]
+        measures = [*on_stages, offload, tensor, *measures, checkpoint]
+    if given.only:
+        measures = [measure for measure in measures if getattr(measure, "__name__", "sharded") == given.only]
     for measure in measures:
         found = measure(given.rounds)
         figures += found
@@ -157,6 +164,17 @@ def sharded(blocks: int, width: int, rounds: int) -> list[Figure]:
         for name, found, unit, ceiling in (("memory", most, "MB", 1.0), ("step", seconds, "s", 0.7)):
             ours, rival = found["smp"], found["fsdp2"]
             figures.append(Figure(f"sharded-{name}-{ranks}", ours, unit, None, rival, "fsdp2-gloo", ceiling))
+    return figures
+
+
+def checkpoint(rounds: int) -> list[Figure]:
+    with tempfile.TemporaryDirectory() as directory:
+        found = job(2, "checkpoint", BLOCKS, WIDTH, directory, rounds)
+    total = {way: found[f"{way}_save"] + found[f"{way}_resume"] for way in ("smp", "fsdp2")}
+    figures = [Figure("checkpoint-2", total["smp"], "s", None, total["fsdp2"], "torch.distributed.checkpoint", 1.0)]
+    for what in ("save", "resume"):
+        ours, rival = found[f"smp_{what}"], found[f"fsdp2_{what}"]
+        figures.append(Figure(f"checkpoint-2-{what}", ours, "s", None, rival, "torch.distributed.checkpoint"))
     return figures
 
 

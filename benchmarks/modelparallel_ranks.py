@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import resource
+import shutil
 import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -330,26 +334,56 @@ def memory(blocks: str, width: str) -> None:
 def sharded_memory(way: str, blocks: str, width: str) -> None:
     """The most bytes of memory that a rank had beyond what it has without a model: two steps of `WAYS[way]`."""
     before = peak()
-    step = WAYS[way](int(blocks), int(width))
+    job = WAYS[way](int(blocks), int(width))
     for _ in range(2):
-        step()
+        job.step()
     print_measured(most=max(smp.allgather(peak() - before)))
 
 
 def sharded_step(blocks: str, width: str, rounds: str) -> None:
     """Seconds of a step of each way; they take turns."""
-    steps = {name: way(int(blocks), int(width)) for name, way in WAYS.items()}
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    jobs = {name: way(int(blocks), int(width)) for name, way in WAYS.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in jobs}
     for round_ in range(int(rounds) + 1):
-        for name, step in steps.items():
-            found = timed(step)
+        for name, job in jobs.items():
+            found = timed(job.step)
             if round_:
                 seconds[name].append(max(smp.allgather(found)))
     print_measured(**{name: statistics.median(found) for name, found in seconds.items()})
 
 
-def sharded_by_us(blocks: int, width: int) -> Callable[[], Any]:
-    """A step with Adam of a GPT that is split over all ranks."""
+def checkpoint(blocks: str, width: str, directory: str, rounds: str) -> None:
+    """Seconds to save a model with Adam's state, and to resume from it, of each way; they take turns.
+
+    What was written is still in the memory of the host when it is read.
+    """
+    jobs = {name: way(int(blocks), int(width)) for name, way in WAYS.items()}
+    for job in jobs.values():
+        job.step()
+    seconds: dict[str, list[float]] = {f"{name}_{what}": [] for name in jobs for what in ("save", "resume")}
+    for _ in range(int(rounds)):
+        for name, job in jobs.items():
+            path = Path(directory, name)
+            for what, action in (("save", job.save), ("resume", job.resume)):
+                seconds[f"{name}_{what}"].append(max(smp.allgather(timed(functools.partial(action, path)))))
+            dist.barrier()
+            if smp.rank() == 0:
+                shutil.rmtree(path)
+            dist.barrier()
+    print_measured(**{name: statistics.median(found) for name, found in seconds.items()})
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """A job with a GPT that is split over all ranks, and Adam."""
+
+    step: Callable[[], Any]
+    save: Callable[[Path], Any]
+    resume: Callable[[Path], Any]
+
+
+def sharded_by_us(blocks: int, width: int) -> Sharded:
+    """By `sharded_data_parallel_degree`."""
     configure(partitions=1, ddp=True, sharded_data_parallel_degree=smp.size(), sdp_gradient_clipping=0)
     with smp.delay_param_initialization():
         module = GPT(blocks, width)
@@ -361,11 +395,18 @@ def sharded_by_us(blocks: int, width: int) -> Callable[[], Any]:
         model.backward(loss_of(model, torch.zeros(2, 8, dtype=torch.long)))
         optimizer.step()
 
-    return run
+    def resume(path: Path) -> None:
+        smp.state.model, smp.state.optimizer = model, optimizer
+        smp.resume_from_checkpoint(path, "tag")
+
+    return Sharded(run, lambda path: smp.save_checkpoint(path, "tag", True, model, optimizer), resume)
 
 
-def sharded_by_torch(blocks: int, width: int) -> Callable[[], Any]:
-    """The same by FSDP2 on gloo."""
+def sharded_by_torch(blocks: int, width: int) -> Sharded:
+    """By FSDP2 on gloo, and torch.distributed.checkpoint."""
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+    from torch.distributed.checkpoint.state_dict_loader import load
+    from torch.distributed.checkpoint.state_dict_saver import save
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
 
@@ -385,7 +426,15 @@ def sharded_by_torch(blocks: int, width: int) -> Callable[[], Any]:
         loss_of(module, torch.zeros(2, 8, dtype=torch.long)).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
 
-    return run
+    def parts() -> dict[str, Any]:
+        return dict(zip(("model", "optimizer"), get_state_dict(module, optimizer), strict=True))
+
+    def resume(path: Path) -> None:
+        found = parts()
+        load(found, checkpoint_id=path)
+        set_state_dict(module, optimizer, model_state_dict=found["model"], optim_state_dict=found["optimizer"])
+
+    return Sharded(run, lambda path: save(parts(), checkpoint_id=path), resume)
 
 
 WAYS = {"smp": sharded_by_us, "fsdp2": sharded_by_torch}
@@ -396,10 +445,11 @@ def peak() -> int:
 
 
 if __name__ == "__main__":
-    stages = 1 if sys.argv[1].startswith("sharded") else int(os.environ["OMPI_COMM_WORLD_SIZE"])
+    on_stages: tuple[Callable[..., None], ...] = (bubble, tensor_bubble, held, call, throughput, memory)
+    on_shards: tuple[Callable[..., None], ...] = (sharded_memory, sharded_step, checkpoint)
+    is_sharded = sys.argv[1] in [case.__name__ for case in on_shards]
     split = SPLIT if sys.argv[1] == "tensor_bubble" else {}
-    stages //= 2 if split else 1
+    stages = 1 if is_sharded else int(os.environ["OMPI_COMM_WORLD_SIZE"]) // (2 if split else 1)
     smp.init({"partitions": stages, "ddp": stages == 1, **split})
-    pipelines: tuple[Callable[..., None], ...] = (bubble, tensor_bubble, held, call, throughput, memory)
-    cases = {case.__name__: case for case in (*pipelines, sharded_memory, sharded_step)}
+    cases = {case.__name__: case for case in (*on_stages, *on_shards)}
     cases[sys.argv[1]](*sys.argv[2:])

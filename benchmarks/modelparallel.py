@@ -24,6 +24,8 @@ turns.
   offloaded, one is loaded ahead. The rivals are checkpoints alone, and neither of both;
 - `tensor-2-WIDTH`: a step of a transformer layer of that many channels, split over 2 ranks. The rival is
   `parallelize_module` of torch's DTensor on gloo;
+- `tensor-2-WIDTH-least`: a step of one rank's share without any communication, which both ranks compute meanwhile. No
+  library can be faster with these operations;
 - `tensor-2-WIDTH-loss`, `-parameters`: the largest differences from a run without shares, after 20 steps of SGD.
 
 `--sharded BLOCKS WIDTH` measures the sharded model alone, with another size. `--only checkpoint` measures one kind.
@@ -185,6 +187,7 @@ def tensor(rounds: int) -> list[Figure]:
         seconds = found["ours"], found["dtensor"]
         figures += [
             Figure(name, seconds[0] * 1e3, "ms", rival=seconds[1] * 1e3, rival_name="DTensor-gloo", ceiling=0.7),
+            Figure(f"{name}-least", found["share"] * 1e3, "ms", None, seconds[1] * 1e3, "DTensor-gloo"),
             Figure(f"{name}-loss", found["losses"], "absolute", 1e-5),
             Figure(f"{name}-parameters", found["parameters"], "absolute", 1e-5),
         ]

@@ -1,8 +1,8 @@
 """A rank of the tensor-parallel case of benchmarks/modelparallel.py: python tensor_parallel_ranks.py WIDTH ROUNDS.
 
 Both libraries split the same transformer layer over all ranks, and train it with the same batches. DTensor uses gloo,
-and ours shared memory. Prints the first rank's seconds, and the largest differences of losses and parameters from a
-run without shares, after 20 steps.
+and ours shared memory. Prints the first rank's seconds, also of its share without any communication. Prints the largest
+differences of losses and parameters from a run without shares, after 20 steps.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ HEADS, ROWS, LENGTH, STEPS = WIDTH // 64, 4, WIDTH // 4, 20
 
 
 class Attention(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, degree: int) -> None:
         super().__init__()
         self.pre_layernorm = nn.LayerNorm(WIDTH)
-        self.query, self.key, self.value, self.dense = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.query, self.key, self.value = (nn.Linear(WIDTH, WIDTH // degree) for _ in range(3))
+        self.dense = nn.Linear(WIDTH // degree, WIDTH)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         normed = self.pre_layernorm(hidden)
@@ -46,10 +47,10 @@ class Attention(nn.Module):
 
 
 class Output(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, degree: int) -> None:
         super().__init__()
         self.pre_layernorm = nn.LayerNorm(WIDTH)
-        self.dense1, self.dense2 = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.dense1, self.dense2 = nn.Linear(WIDTH, 4 * WIDTH // degree), nn.Linear(4 * WIDTH // degree, WIDTH)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         found: torch.Tensor = hidden + self.dense2(functional.gelu(self.dense1(self.pre_layernorm(hidden))))
@@ -57,11 +58,14 @@ class Output(nn.Module):
 
 
 class Layer(nn.Module):
-    """A layer of GPT-2, with the parameter names of `smp.nn.DistributedTransformerLayer`."""
+    """A layer of GPT-2, with the parameter names of `smp.nn.DistributedTransformerLayer`.
 
-    def __init__(self) -> None:
+    With a degree, it is the share of one rank, which computes alone: its results are not sums.
+    """
+
+    def __init__(self, degree: int = 1) -> None:
         super().__init__()
-        self.attention, self.output = Attention(), Output()
+        self.attention, self.output = Attention(degree), Output(degree)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         found: torch.Tensor = self.output(self.attention(hidden))
@@ -145,10 +149,11 @@ def main(rounds: int) -> None:
     losses = max(abs(own(*batch) - unsplit(*batch)) for batch in batches)
     whole = model.state_dict()
     parameters = max(float((whole[f"layer.{name}"] - value).abs().max()) for name, value in plain.state_dict().items())
-    seconds: dict[str, list[float]] = {"ours": [], "dtensor": []}
+    ways = {"ours": own, "dtensor": rival, "share": torchs(Layer(size))}
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
     rival(*batches[0])
     for place in range(rounds * 4):
-        for name, step in (("ours", own), ("dtensor", rival)):
+        for name, step in ways.items():
             dist.barrier()
             began = time.perf_counter()
             step(*batches[place % STEPS])

@@ -53,6 +53,13 @@ def test_several_microbatches_are_in_flight(mpirun: Mpirun, parameters: dict[str
     start(mpirun, 4, "trains_branches", **placed)
 
 
+@pytest.mark.parametrize(("ranks", "parameters"), [(2, {}), (4, {"partitions": 2, "microbatches": 2})])
+def test_norms_of_split_parameters_are_those_of_whole_ones(
+    mpirun: Mpirun, ranks: int, parameters: dict[str, Any]
+) -> None:
+    start(mpirun, ranks, "trains_with_norms", **parameters)
+
+
 def test_checkpoints_of_shares_resume_on_other_degrees(mpirun: Mpirun, tmp_path: Path) -> None:
     start(mpirun, 2, "saves", tmp_path)
     start(mpirun, 2, "resumes", tmp_path)

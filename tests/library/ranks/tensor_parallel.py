@@ -139,13 +139,28 @@ class Forked(nn.Module):
 
 def trains_branches() -> None:
     """Several microbatches are in flight, and branches call further stages: as in one process."""
+    trains_as_alone(Forked(), lambda parameters: torch.optim.AdamW(parameters, 1e-2))
+
+
+def trains_with_norms() -> None:
+    """Optimizers that use norms of whole parameters, and of all gradients, train as in one process."""
+    trains_as_alone(Mlp(), lambda parameters: smp.optimizers.FusedLAMB(parameters, 1e-2, max_grad_norm=0.2))
+    smp.state.model = smp.state.optimizer = None
+    trains_as_alone(Mlp(), lambda parameters: smp.optimizers.FusedNovoGrad(parameters, 1e-2, norm_type=0))
+    smp.state.model = smp.state.optimizer = None
+    trains_as_alone(Mlp(), lambda parameters: smp.optimizers.FusedNovoGrad(parameters, 1e-2))
+
+
+def trains_as_alone(plain: nn.Module, make: Callable[..., Any]) -> None:
+    """Losses and parameters equal those of one process."""
     torch.manual_seed(0)
-    plain = Forked()
+    for parameter in plain.parameters():
+        nn.init.normal_(parameter, std=0.2)
     whole = copy.deepcopy(plain)
-    expected = plain_run(whole, 0.5, lambda parameters: torch.optim.AdamW(parameters, 1e-2))
+    expected = plain_run(whole, 0.5, make)
     smp.set_tensor_parallelism(plain)
     model = smp.DistributedModel(plain)
-    optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), 1e-2))
+    optimizer = smp.DistributedOptimizer(make(model.parameters()))
     losses = []
     for tokens, target in batches():
         optimizer.zero_grad()
@@ -264,8 +279,8 @@ def registers() -> None:
     close(replaced(value, scale=0.5)["out"], 3.0 * functional.linear(value * 0.5, weight))
     refuses(early.step, "create the optimizer after smp.DistributedModel")
     smp.state.optimizer = None
-    norms = smp.DistributedOptimizer(smp.optimizers.FusedLAMB(model.parameters()))
-    refuses(norms.step, "FusedLAMB uses the norms of whole parameters")
+    norms = smp.DistributedOptimizer(type("LARS", (torch.optim.SGD,), {})(model.parameters(), 0.1))
+    refuses(norms.step, "LARS uses the norms of whole parameters")
     refuses(lambda: smp.nn.DistributedLinear(7, 2), "'tensor_parallel_degree' 2 does not divide")
     refuses(lambda: smp.nn.DistributedEmbedding(8, 4, sparse=True), "leave the embedding out")
 

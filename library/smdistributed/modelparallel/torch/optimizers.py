@@ -6,13 +6,17 @@ FusedNovoGrad: "Stochastic Gradient Methods with Layer-wise Adaptive Moments", a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import math
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from smdistributed.modelparallel.backend.exceptions import SMPConfigError
+from smdistributed.modelparallel.torch.nn.module import split_of
+from smdistributed.modelparallel.torch.nn.tensor_group import tensor_group
 from smdistributed.modelparallel.torch.script.gradients import local_part
 from smdistributed.modelparallel.torch.script.state import state
 
@@ -58,9 +62,6 @@ class _Layerwise(torch.optim.Optimizer):
     def _update(self, parameter: nn.Parameter, group: dict[str, Any], own: dict[str, Any]) -> None:
         """Updates one parameter in place, by its gradient. `own` is its state, which may be empty and is changed."""
         raise NotImplementedError
-
-    def _gradients(self) -> Iterator[torch.Tensor]:
-        return (p.grad for group in self.param_groups for p in group["params"] if p.grad is not None)
 
 
 class FusedAdam(_Layerwise):
@@ -181,9 +182,7 @@ class FusedLAMB(_Layerwise):
 
     def _begin(self) -> None:
         """Computes the norm of all gradients; all stages call it."""
-        self._norm = _norm_over_stages(
-            self._gradients(), {id(p) for group in self.param_groups for p in group["params"]}
-        )
+        self._norm = _norm_over_stages([p for group in self.param_groups for p in group["params"]])
 
     def _update(self, parameter: nn.Parameter, group: dict[str, Any], own: dict[str, Any]) -> None:
         """As apex's FusedLAMB. With weight decay or `use_nvlamb`, the step is scaled to the parameter's norm."""
@@ -193,7 +192,7 @@ class FusedLAMB(_Layerwise):
         update = _adam_update(parameter, gradient, group, own, share, self._decays_beside)
         ratio = torch.ones((), device=parameter.device)
         if group["weight_decay"] or self._scales_all:
-            size, change = parameter.norm(), update.norm()
+            size, change = _whole_norms(parameter, parameter, update)
             ratio = torch.where((size > 0) & (change > 0), size / change, ratio)
         parameter.sub_(update * (group["lr"] * ratio))
 
@@ -260,7 +259,7 @@ class FusedNovoGrad(_Layerwise):
         """As apex's FusedNovoGrad. Without `reg_inside_moment`, weight decay goes into the step alone."""
         beta1, beta2 = group["betas"]
         assert parameter.grad is not None
-        size = parameter.grad.abs().max() if group["norm_type"] == 0 else parameter.grad.norm()
+        (size,) = _whole_norms(parameter, parameter.grad, largest=group["norm_type"] == 0)
         before = own.get("norm", torch.zeros_like(size) if group["init_zero"] else size)
         if group["norm_type"] == 0:
             own["norm"] = beta2 * before + (1 - beta2) * size
@@ -279,18 +278,37 @@ class FusedNovoGrad(_Layerwise):
         parameter.sub_(update, alpha=group["lr"])
 
 
-def _norm_over_stages(gradients: Iterable[torch.Tensor], parameters: set[int]) -> float:
-    """Returns the 2-norm; over all stages, which then call it, if `parameters` has the id of one of the model."""
-    square = sum(float(local_part(gradient).float().square().sum()) for gradient in gradients)
-    if parameters & _updated_ids():
-        # With sharded optimizer state every replica has the gradients of its share, otherwise all of them.
-        is_shared = state.cfg.shard_optimizer_state
-        square = sum(
-            state.objects.gather(square, state.group("WORLD")) if is_shared else state.gather_over_stages(square)
-        )
-        if is_shared:
-            square /= len(state.group("TP_GROUP"))  # which have the same ones: split parameters are refused
-    return float(square**0.5)
+def _whole_norms(parameter: nn.Parameter, *tensors: torch.Tensor, largest: bool = False) -> list[torch.Tensor]:
+    """Returns the 2-norms, or the largest elements, of tensors that are split as `parameter` is. TP_GROUP calls it."""
+    norms = [tensor.abs().max() if largest else tensor.norm() for tensor in tensors]
+    if split_of(parameter) is None:
+        return norms
+    found = torch.stack(norms)
+    if largest:
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=tensor_group().group)
+    else:
+        dist.all_reduce(found.square_(), group=tensor_group().group)
+        found.sqrt_()
+    return list(found.unbind())
+
+
+def _norm_over_stages(parameters: Sequence[nn.Parameter]) -> float:
+    """Returns the 2-norm of the gradients; over all stages, which then call it, if one is a parameter of the model."""
+    given = [parameter for parameter in parameters if parameter.grad is not None]
+    if not _updated_ids().intersection(map(id, parameters)):
+        return math.sqrt(_square_of(given))
+    # A rank of TP_GROUP counts its shares. Of gradients that all its ranks have, it counts a part.
+    shares = [parameter for parameter in given if split_of(parameter)]
+    whole = [parameter for parameter in given if not split_of(parameter)]
+    degree, shards = len(state.group("TP_GROUP")), state.model and state.model.shard_ranks
+    square = _square_of(shares) + _square_of(whole) / degree
+    # With sharded optimizer state every replica has the gradients of its share, otherwise all of them.
+    ranks = state.group("WORLD" if state.cfg.shard_optimizer_state else "MP_GROUP")
+    return math.sqrt(sum(state.objects.gather(square, shards or ranks)))
+
+
+def _square_of(parameters: Iterable[nn.Parameter]) -> float:
+    return sum(float(local_part(p.grad).float().square().sum()) for p in parameters if p.grad is not None)
 
 
 def _updated_ids() -> set[int]:

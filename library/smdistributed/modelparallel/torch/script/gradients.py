@@ -114,7 +114,12 @@ class _Bucket:
         self.is_early = False
 
     def wait(self) -> None:
-        """Waits for the averages, which are then in `flat`. A hook gives a future of the tensor, or of a list of it."""
+        """Waits for the averages, which are then in `flat`. A hook gives a future of the tensor, or of a list of it.
+
+        A bucket without `flat` stays here.
+        """
+        if self.work is None:
+            return
         value = self.work.wait()
         if isinstance(value, list):
             (value,) = value
@@ -282,7 +287,12 @@ class Reducer:
             self._next += 1
 
     def _send(self, bucket: _Bucket) -> None:
-        """Starts to average a copy of a bucket's gradients; missing ones count as 0. Does not wait."""
+        """Starts to average a copy of a bucket's gradients; missing ones count as 0. Does not wait.
+
+        Gradients of parameters that no other rank has stay here, and are not copied.
+        """
+        if self.hook is None and len(bucket.replicas.ranks) == 1:
+            return
         gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in bucket.parameters]
         bucket.flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
         if self.hook is not None:
@@ -293,7 +303,9 @@ class Reducer:
 
     def _put_back(self, bucket: _Bucket, trained: set[nn.Parameter]) -> None:
         """Writes averages into gradients, in place. Parameters that are not in `trained` stay."""
-        assert bucket.flat is not None
+        if bucket.flat is None:
+            self._divide(bucket, trained)
+            return
         offset = 0
         for parameter in bucket.parameters:
             part = bucket.flat[offset : offset + parameter.numel()].view_as(parameter)
@@ -305,6 +317,14 @@ class Reducer:
             else:
                 parameter.grad.copy_(part)
         bucket.flat, bucket.work, bucket.is_early = None, None, False
+
+    def _divide(self, bucket: _Bucket, trained: set[nn.Parameter]) -> None:
+        """Averages the gradients of parameters that no other rank has, in place."""
+        for parameter in bucket.parameters:
+            if parameter in trained and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            elif parameter.grad is not None and bucket.replicas.divisor != 1:
+                parameter.grad /= bucket.replicas.divisor
 
 
 def broadcast_in_buckets(tensors: Iterable[torch.Tensor], group: Any, source: int) -> None:

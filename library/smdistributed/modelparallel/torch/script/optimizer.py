@@ -490,8 +490,8 @@ def _place_state(state: Any, parameter: nn.Parameter) -> Any:
     return {key: place_like(value, parameter) for key, value in state.items()}
 
 
-_NORMS = ("FusedLAMB", "FusedLamb", "FusedNovoGrad", "Lamb", "LAMB", "LARS", "Adafactor", "LBFGS", "Muon")
-"""Optimizers that use norms of whole parameters."""
+_NORMS = ("Lamb", "LAMB", "LARS", "Adafactor", "LBFGS", "Muon")
+"""Optimizers that use norms of whole parameters. FusedLAMB and FusedNovoGrad know which ones are split."""
 
 
 def _require_sound_updates(optimizer: torch.optim.Optimizer) -> None:
@@ -505,7 +505,8 @@ def _require_sound_updates(optimizer: torch.optim.Optimizer) -> None:
     if type(optimizer).__name__ in _NORMS and any(map(split_of, parameters)):
         raise SMPUnsupportedError(
             f"{type(optimizer).__name__} uses the norms of whole parameters, and tensor parallelism splits some. Fix: "
-            "use an optimizer that updates each element on its own, such as AdamW."
+            "use smp.optimizers.FusedLAMB or FusedNovoGrad, or an optimizer that updates each element on its own, such "
+            "as AdamW."
         )
 
 

@@ -20,6 +20,7 @@ turns.
   of the largest rank, and a step. The rival is FSDP2 on gloo;
 - `checkpoint-2`: seconds to save the same model with Adam's state, and to resume, on 2 ranks. The files are read while
   the host still has them in memory. The rival is torch.distributed.checkpoint. `-save` and `-resume`: its two parts;
+- `sharded-step-N-least`: a step of N ranks without any communication. Each has the whole model, and updates its share;
 - `offload-12`, `offload-12-whole`: the most bytes of activations on an emulated GPU. The 12 layers are checkpointed and
   offloaded, one is loaded ahead. The rivals are checkpoints alone, and neither of both;
 - `tensor-2-WIDTH`: a step of a transformer layer of that many channels, split over 2 ranks. The rival is
@@ -166,6 +167,8 @@ def sharded(blocks: int, width: int, rounds: int) -> list[Figure]:
         for name, found, unit, ceiling in (("memory", most, "MB", 1.0), ("step", seconds, "s", 0.7)):
             ours, rival = found["smp"], found["fsdp2"]
             figures.append(Figure(f"sharded-{name}-{ranks}", ours, unit, None, rival, "fsdp2-gloo", ceiling))
+        least, rival = job(ranks, "sharded_least", blocks, width, rounds)["least"], seconds["fsdp2"]
+        figures.append(Figure(f"sharded-step-{ranks}-least", least, "s", None, rival, "fsdp2-gloo"))
     return figures
 
 

@@ -342,11 +342,29 @@ def sharded_memory(way: str, blocks: str, width: str) -> None:
 
 def sharded_step(blocks: str, width: str, rounds: str) -> None:
     """Seconds of a step of each way; they take turns."""
-    jobs = {name: way(int(blocks), int(width)) for name, way in WAYS.items()}
-    seconds: dict[str, list[float]] = {name: [] for name in jobs}
-    for round_ in range(int(rounds) + 1):
-        for name, job in jobs.items():
-            found = timed(job.step)
+    time_sharded({name: way(int(blocks), int(width)) for name, way in WAYS.items()}, int(rounds))
+
+
+def sharded_least(blocks: str, width: str, rounds: str) -> None:
+    """Seconds of a step without any communication: each rank has the whole model, and updates its share."""
+    module = GPT(int(blocks), int(width))
+    share = list(module.parameters())[smp.rank() :: smp.size()]
+    optimizer = torch.optim.Adam(share, 1e-4, foreach=False)
+
+    def step() -> None:
+        module.zero_grad()
+        loss_of(module, torch.zeros(2, 8, dtype=torch.long)).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+
+    time_sharded({"least": step}, int(rounds))
+
+
+def time_sharded(steps: dict[str, Callable[[], Any]], rounds: int) -> None:
+    """Print the median seconds of the slowest rank, after a first call of each step. They take turns."""
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for round_ in range(rounds + 1):
+        for name, step in steps.items():
+            found = timed(step)
             if round_:
                 seconds[name].append(max(smp.allgather(found)))
     print_measured(**{name: statistics.median(found) for name, found in seconds.items()})
@@ -446,7 +464,7 @@ def peak() -> int:
 
 if __name__ == "__main__":
     on_stages: tuple[Callable[..., None], ...] = (bubble, tensor_bubble, held, call, throughput, memory)
-    on_shards: tuple[Callable[..., None], ...] = (sharded_memory, sharded_step, checkpoint)
+    on_shards: tuple[Callable[..., None], ...] = (sharded_memory, sharded_step, sharded_least, checkpoint)
     is_sharded = sys.argv[1] in [case.__name__ for case in on_shards]
     split = SPLIT if sys.argv[1] == "tensor_bubble" else {}
     stages = 1 if is_sharded else int(os.environ["OMPI_COMM_WORLD_SIZE"]) // (2 if split else 1)

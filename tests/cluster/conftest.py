@@ -63,7 +63,7 @@ class Work:
 @pytest.fixture
 def work(cluster: Cluster, request: pytest.FixtureRequest) -> Iterator[Work]:
     """Jobs that still run at the end, after a failure, are cancelled."""
-    directory = cluster.directory / request.node.name.partition("[")[0]
+    directory = cluster.directory / request.node.name.replace("[", "-").rstrip("]")
     directory.mkdir()
     yield Work(cluster, directory)
     cluster.ask("scancel", "--user=root")

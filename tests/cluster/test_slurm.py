@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -24,11 +25,13 @@ from pathlib import Path
 def save(number, frame):
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     time.sleep(3)
-    Path(os.environ["SM_MODEL_DIR"]).parent.joinpath("checkpoints", "last").write_text("step 7")
+    name = "last-" + os.environ["LOCAL_RANK"]
+    Path(os.environ["SM_MODEL_DIR"]).parent.joinpath("checkpoints", name).write_text("step 7")
     sys.exit(0)
 
 signal.signal(signal.SIGTERM, save)
-print("up", os.environ["SM_CURRENT_HOST"], flush=True)
+forked = b"sidecars.standby" in Path("/proc/self/cmdline").read_bytes()
+print("up", os.environ["SM_CURRENT_HOST"], "forked" if forked else "fresh", flush=True)
 while True:
     signal.pause()
 """
@@ -58,9 +61,16 @@ def test_the_example_trains_the_digits_on_two_nodes_with_two_ranks_each(cluster:
     assert not work.secret(number).exists()
 
 
-def test_scancel_reaches_the_script_which_saves_a_checkpoint(cluster: Cluster, work: Work) -> None:
-    number = work.submit(CAREFUL, sagemaker_mpi_enabled="true")
-    cluster.until(number, lambda job: job.log.count("up node-") == 2, SECONDS)
+@pytest.mark.parametrize(
+    ("launcher", "ranks", "start"),
+    [("mpi", 1, "fresh"), ("mpi", 2, "forked"), ("torch_distributed", 2, "forked")],
+)
+def test_scancel_reaches_the_script_which_saves_a_checkpoint(
+    cluster: Cluster, work: Work, launcher: str, ranks: int, start: str
+) -> None:
+    chosen = {f"sagemaker_{launcher}_enabled": "true", "sagemaker_mpi_num_of_processes_per_host": str(ranks)}
+    number = work.submit(CAREFUL, **chosen)
+    cluster.until(number, lambda job: len(re.findall(rf"up node-\d {start}", job.log)) == 2 * ranks, SECONDS)
     assert work.secret(number).stat().st_mode & 0o777 == 0o600
     assert work.secret(number).read_text().strip() not in command_lines()
     cluster.ask("scancel", number)
@@ -70,7 +80,9 @@ def test_scancel_reaches_the_script_which_saves_a_checkpoint(cluster: Cluster, w
         message, report = work.outcome(number, node)
         assert "SIGTERM" in message
         assert report["exit_code"] == 143
-        assert (work.base(number, node) / "checkpoints" / "last").read_text() == "step 7"
+        saved = sorted((work.base(number, node) / "checkpoints").iterdir())
+        assert [path.name for path in saved] == [f"last-{rank}" for rank in range(ranks)]
+        assert {path.read_text() for path in saved} == {"step 7"}
         assert (work.base(number, node) / "input" / "data" / "training").samefile(work.directory / "channel")
     assert not work.secret(number).exists()
 

@@ -100,7 +100,7 @@ def test_the_plan_says_how_ranks_start(tree: Tree, program: str, variables: dict
 
 # What a script may ask about its interpreter; numpy is imported before the fork.
 SHOW = """\
-import atexit, inspect, json, multiprocessing, os, pickle, random, signal, sys, threading
+import atexit, ctypes, inspect, json, multiprocessing, os, pickle, random, signal, sys, threading
 import numpy
 class Thing:
     pass
@@ -123,6 +123,10 @@ if __name__ == "__main__":
             name for name in os.environ if not name.startswith(("TORCHELASTIC_", "ROLE_", "GROUP_")) and name != "_"),
     }), flush=True)
     print("drawn", random.random(), numpy.random.rand(), flush=True)
+    left_open = os.fdopen(os.dup(1), "w", 1000)
+    left_open.write(f"written by {os.environ['RANK']}\\n")
+    ctypes.CDLL(None).printf(b"printed by %s\\n", os.environ["RANK"].encode())
+    os.setsid()
 """
 
 
@@ -142,7 +146,8 @@ def test_a_script_sees_a_fresh_interpreter(tree: Tree, run: Run, launcher: dict[
     assert [row.pop("forked") for row in (*forked, *fresh)] == [True, True, False, False]
     assert forked == fresh
     assert len(forked) == 2 and len(set(drawn)) == 2
-    assert all(ended[0].out.count(f"the end of {rank}") == 1 for rank in (0, 1))
+    last_words = [f"{what} {rank}" for what in ("the end of", "written by", "printed by") for rank in (0, 1)]
+    assert [each.out.count(words) for each in ended for words in last_words] == [1] * 12
 
 
 @LAUNCHERS

@@ -23,8 +23,9 @@ from shoal_toolkit.system.process_tree import find_descendants, has_orphans, sig
 _MAX_PARENT_LENGTH = 60  # the path of a socket has at most 107 characters
 _POLL_SECONDS = 0.1
 _MAX_REPORT = 4096  # bytes of a line
-_START = re.compile(rf"{rank_shell.STARTED} (\d{{1,9}}) (\d{{1,9}}) (\d{{1,9}})".encode())
-_FORKED = re.compile(rf"{rank_shell.FORKED} (\d{{1,9}}) (\d{{1,9}}) (\d{{1,9}})".encode())
+# A rank, its local rank, its pid, and its process group if it leads none.
+_START = re.compile(rf"{rank_shell.STARTED} (\d{{1,9}}) (\d{{1,9}}) (\d{{1,9}})(?: (\d{{1,9}}))?".encode())
+_FORKED = re.compile(rf"{rank_shell.FORKED} (\d{{1,9}}) (\d{{1,9}}) (\d{{1,9}}) (\d{{1,9}})".encode())
 _END = re.compile(rf"{rank_shell.ENDED} (\d{{1,9}}) (\d{{1,3}})".encode())
 
 
@@ -102,6 +103,7 @@ class LocalRanks:
         self._on = events
         self._rank_of: dict[int, int] = {}  # by local rank
         self._start_times: dict[int, str] = {}  # by the pid of the rank's shell
+        self._groups: dict[int, int] = {}  # of processes, by the same pid, if that does not lead it
         self._shell_of: dict[int, int] = {}  # rank → pid of its shell
         self._partial = b""  # an incomplete line of a report
         self._saving: dict[int, int] = {}  # rank that has ended → its exit code, while child processes of it run
@@ -118,9 +120,12 @@ class LocalRanks:
         """Signals every running rank and the processes in its group. Without a group: those below its shell."""
         for pid, started in self._start_times.items():
             # mpirun makes each rank the leader of a group. torchrun does not: then the processes below the shell count.
-            if started and read_start_time(pid) == started and not signal_group(pid, number):
+            if started and read_start_time(pid) == started and not signal_group(self._group_of(pid), number):
                 for process in (*find_descendants(pid), pid):
                     signal_process(process, number)
+
+    def _group_of(self, pid: int) -> int:
+        return self._groups.get(pid, pid)
 
     def pass_on(self, number: int) -> int:
         """Signals the processes of each running rank that handle a signal; see signal_handlers."""
@@ -180,24 +185,26 @@ class LocalRanks:
         self._partial = partial[:_MAX_REPORT]
         for line in lines:
             if found := _START.fullmatch(line):
-                self._on_started(*map(int, found.groups()))
+                self._on_started(*map(int, filter(None, found.groups())))
             elif found := _FORKED.fullmatch(line):
                 self._on_forked(*map(int, found.groups()))
             elif found := _END.fullmatch(line):
                 self._on_ended(*map(int, found.groups()))
 
-    def _on_started(self, rank: int, local: int, pid: int) -> None:
+    def _on_started(self, rank: int, local: int, pid: int, group: int = 0) -> None:
         self._rank_of[local] = rank
         self._start_times[pid] = read_start_time(pid)
+        self._groups[pid] = group or pid
         self._shell_of[rank] = pid
         self._on.on_rank_started(rank)
         if self._stopped_by:
             self.signal(self._stopped_by)
 
-    def _on_forked(self, rank: int, _: int, pid: int) -> None:
+    def _on_forked(self, rank: int, _: int, pid: int, group: int) -> None:
         """Notes that a process of the standby is the rank. Its shell only waits for it."""
         self._start_times.pop(self._shell_of.get(rank, 0), None)
         self._start_times[pid] = read_start_time(pid)
+        self._groups[pid] = group
         self._shell_of[rank] = pid
         if self._stopped_by:
             self.signal(self._stopped_by)
@@ -206,7 +213,8 @@ class LocalRanks:
         """Reads the last output of this host's ranks, and reports the end of one."""
         shell = self._shell_of.get(rank, 0)
         # A rank that is forked is gone, and its group stays while child processes run. A shell is there.
-        if self._stopped_by and read_start_time(shell) in ("", self._start_times.get(shell)) and has_orphans(shell):
+        same = read_start_time(shell) in ("", self._start_times.get(shell))
+        if self._stopped_by and same and has_orphans(self._group_of(shell)):
             # A script that is a shell ends at once after a signal, but its child may save a checkpoint.
             self._saving[rank] = code
             self._loop.call_later(_POLL_SECONDS, lambda: self._check_saving(rank))

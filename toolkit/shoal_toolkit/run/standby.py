@@ -21,7 +21,7 @@ from shoal_toolkit.errors import LaunchError
 from shoal_toolkit.files import list_names
 from shoal_toolkit.plan.launcher import STANDBY
 from shoal_toolkit.plan.plan import LaunchPlan
-from shoal_toolkit.plan.rank_shell import HAND_OVER, SHELL_VARIABLES, SOCKET
+from shoal_toolkit.plan.rank_shell import HAND_OVER, RANKS, SHELL_VARIABLES, SOCKET
 from shoal_toolkit.run.ranks import make_run_directory, remove_run_directory
 from shoal_toolkit.sidecars import hand_over
 from shoal_toolkit.system.loop import READ, Loop, Timer
@@ -147,6 +147,7 @@ class Standby:
         """Has the standby fork the script, or a process with the ranks that torchrun would start on this host.
 
         Args:
+            variables: The environment, with SHOAL_RANKS for ranks.
             outputs: The descriptors for stdout and stderr.
             directory: The run directory, for ranks.
 
@@ -162,7 +163,7 @@ class Standby:
             "env": {**env, MARK: self._marks()},
             "cwd": self.plan.cwd,
             "directory": directory,
-            "ranks": list_rank_variables(self.plan) if self.plan.has_ranks else [],
+            "ranks": json.loads(variables.get(RANKS, "[]")),
         }
         payload = json.dumps(request).encode()
         try:

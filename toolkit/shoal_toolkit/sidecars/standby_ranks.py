@@ -40,6 +40,24 @@ class Rank(NamedTuple):
     env: dict[str, str]
     streams: tuple[int, ...]
     affinity: set[int]
+    group: int  # of processes
+
+
+def fork_in_group() -> tuple[int, int]:
+    """Forks a process into a new process group that it does not lead. A script below a shell does not lead one either.
+
+    Therefore it can call os.setsid(). A shell that ends at once makes the group.
+
+    Returns:
+        The pid, 0 in the new process, and the group.
+    """
+    leader = os.posix_spawn("/bin/sh", ["sh", "-c", ":"], {}, setpgroup=0)
+    pid = os.fork()
+    with contextlib.suppress(OSError):  # the script has made a session already
+        os.setpgid(pid, leader)
+    if pid:
+        os.waitpid(leader, 0)
+    return pid, leader
 
 
 def fork_for(connection: socket.socket, begun_with: Mapping[str, str]) -> Rank:
@@ -55,10 +73,10 @@ def fork_for(connection: socket.socket, begun_with: Mapping[str, str]) -> Rank:
         with contextlib.suppress(OSError):
             connection.sendall(b"x")
         os._exit(0)
-    parent, pid = os.getpid(), os.fork()
+    parent = os.getpid()
+    pid, group = fork_in_group()
     if pid:
-        _wait(connection, pid)
-    os.setpgid(0, 0)
+        _wait(connection, pid, group)
     ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
     try:
         connection.sendall(b"f")  # signals come after it
@@ -72,7 +90,7 @@ def fork_for(connection: socket.socket, begun_with: Mapping[str, str]) -> Rank:
     for target, descriptor in enumerate(rank.streams):
         os.dup2(descriptor, target)
         os.close(descriptor)
-    return rank
+    return rank._replace(group=group)
 
 
 def _can_watch() -> bool:
@@ -112,10 +130,10 @@ def _receive(connection: socket.socket) -> Rank:
     pairs = (variable.partition("=") for variable in variables)
     env = {name: value for name, _, value in pairs}
     peer, _, _ = _PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
-    return Rank(directory, cwd, int(mask), env, tuple(streams), os.sched_getaffinity(peer))
+    return Rank(directory, cwd, int(mask), env, tuple(streams), os.sched_getaffinity(peer), 0)
 
 
-def _wait(connection: socket.socket, pid: int) -> NoReturn:
+def _wait(connection: socket.socket, pid: int, group: int) -> NoReturn:
     """Passes signals on to the group of a rank until it ends. Then answers with its exit code, and ends."""
     ended = os.pidfd_open(pid)
     poll = select.poll()
@@ -132,7 +150,7 @@ def _wait(connection: socket.socket, pid: int) -> NoReturn:
         numbers = connection.recv(64)
         if not numbers:
             poll.unregister(connection)
-            os.kill(pid, signal.SIGKILL)  # it may have no group of its own yet
+            os.kill(pid, signal.SIGKILL)  # it may be in another group
         for number in numbers or (signal.SIGKILL,):
             with contextlib.suppress(OSError):
-                os.killpg(pid, number)
+                os.killpg(group, number)

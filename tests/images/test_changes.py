@@ -1,192 +1,117 @@
-"""What a build would do, and why: from the record that an image carries against its sources."""
+"""Changes in a source, which start a run of `shoal run --watch` again."""
 
 from __future__ import annotations
 
-import io
-import json
-import tarfile
-from collections.abc import Mapping
-from dataclasses import replace
-from types import SimpleNamespace
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
 
-import docker.errors
 import pytest
 
-from shoal import docker_client
-from shoal.builds.plan import Sources, gather_sources, install_own_packages, plan_builds
-from shoal.docker_client import archive
-from shoal.matrix.project import Project
-from shoal.matrix.spec import BuildSpec
-from shoal.sources import packages
-from shoal.sources.lock import Pin
-from shoal.sources.record import Decision, Record, decide
-from shoal.sources.steps import BuildStep
+from shoal.jobs.changes import Changes
+from shoal.jobs.source_files import Selection
 
-from ..tested_images import PYTORCH_CPU, PYTORCH_CU117
+from ..waiting import SECONDS
 
-BASE = "debian:bookworm-slim@" + "1" * 64
+EDITORS = {
+    "in place": lambda path, text: path.write_text(text),
+    "by rename": lambda path, text: (path.with_name("x~").write_text(text), path.with_name("x~").rename(path)),
+    "by removal": lambda path, text: (path.rename(path.with_name("x~")), path.write_text(text)),
+}
 
 
-@pytest.fixture(scope="module")
-def own(project: Project) -> dict[str, bytes]:
-    return install_own_packages(project, "3.11")
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    for name in ("train.py", "data/a.txt", "lib/deep/model.py"):
+        write(tmp_path / name, "1")
+    return tmp_path
 
 
-@pytest.fixture(scope="module")
-def sources(project: Project, matrix: BuildSpec, own: Mapping[str, bytes]) -> Sources:
-    return gather_sources(project, matrix, matrix.select("pytorch"), own)
+def write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
 
 
-def planned(sources: Sources, changed: Sources, base: str = BASE) -> Decision:
-    return decide("x", sources.make_record(BASE).labels(), changed.make_record(base))
+def watch(source: Path) -> Changes:
+    return Changes(Selection(source, "train.py", elsewhere=(source / "jobs",)))
 
 
-def edited(sources: Sources, name: str, old: str, new: str) -> Sources:
-    """Return the sources with another text in one step."""
-    steps = [replace(step, text=step.text.replace(old, new)) if step.name == name else step for step in sources.steps]
-    assert tuple(steps) != sources.steps
-    return replace(sources, steps=tuple(steps))
+@pytest.mark.parametrize("save", EDITORS.values(), ids=EDITORS)
+def test_a_file_that_an_editor_has_written_is_named(source: Path, save: object) -> None:
+    changes = watch(source)
+    assert changes.find() == []
+    save(source / "lib/deep/model.py", "changed")  # type: ignore[operator]
+    assert changes.find() == ["lib/deep/model.py"]
+    assert changes.find() == []
 
 
-def with_module(layer: bytes, name: str) -> bytes:
-    """Return the layer of a package that has one more."""
-    out = io.BytesIO()
-    with tarfile.open(fileobj=io.BytesIO(layer)) as before, tarfile.open(fileobj=out, mode="w") as after:
-        for entry in before:
-            file = before.extractfile(entry)
-            assert file
-            after.addfile(entry, file)
-        archive.add_file(after, f"{packages.site_packages('3.11')}/{name}", io.BytesIO(b""))
-    return out.getvalue()
+def test_new_and_removed_files_are_named(source: Path) -> None:
+    changes = watch(source)
+    write(source / "new/one.py", "")
+    (source / "data/a.txt").unlink()
+    (source / "train.py").chmod(0o755)
+    assert changes.find() == ["data/a.txt (removed)", "new/one.py (new)", "train.py"]
 
 
-def test_nothing_changed_is_up_to_date(sources: Sources) -> None:
-    assert planned(sources, sources) == Decision("x", "up to date", len(sources.make_record(BASE).steps))
+def test_a_file_with_an_old_time_in_place_of_another_is_a_change(source: Path) -> None:
+    changes = watch(source)
+    times = (source / "train.py").stat()
+    write(source / "other", "2")
+    os.utime(source / "other", ns=(times.st_atime_ns, times.st_mtime_ns))
+    (source / "other").replace(source / "train.py")
+    assert changes.find() == ["train.py"]
 
 
-def test_steps_are_named_by_their_headings(sources: Sources) -> None:
-    names = [step.name for step in sources.make_record(BASE).steps]
-    wanted = [
-        "engine",
-        "base image",
-        "system",
-        "CUDA cu117",
-        "framework",
-        "Open MPI + mpi4py",
-        "boto3",
-        "rehearsal",
-        "checkpoint",
-        "library",
-        "toolkit",
-    ]
-    assert [name for name in names if name in wanted] == wanted
-    assert len(set(names)) == len(names)
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(".git/index", "__pycache__/train.pyc", "lib/__pycache__/x.pyc", "jobs/digits/report.html", ".env"),
+        *(".train.py.swp", "train.py~", "4913", "lib/.#model.py", ".idea/workspace.xml"),
+        *("cache/x", "lib/run.log", "only/here/x", "docs/a.html"),
+    ],
+)
+def test_files_that_nobody_edits_start_no_run(source: Path, name: str) -> None:
+    """Outputs, bytecode, files of git and of editors, and files that .gitignore or .dockerignore name."""
+    write(source / ".gitignore", "*.log\ncache/\n/only/here\n# *.py\n!keep.log\n")
+    write(source / ".dockerignore", "docs/*.html\n")
+    changes = watch(source)
+    write(source / name, "x")
+    assert changes.find() == []
+    write(source / "lib/keep.log", "x")
+    assert changes.find() == ["lib/keep.log (new)"], "it is excepted from a pattern"
 
 
-def test_a_file_of_the_toolkit_rebuilds_from_there_on(sources: Sources) -> None:
-    toolkit = with_module(sources.own["toolkit"], "shoal_toolkit/new.py")
-    plan = planned(sources, replace(sources, own={**sources.own, "toolkit": toolkit}))
-    assert plan.state == "rebuilt"
-    assert plan.rebuilt[0] == "toolkit"
-    assert plan.reasons == ("toolkit/shoal_toolkit/new.py added",)
+def test_patterns_of_others_take_no_time(source: Path) -> None:
+    write(source / ".gitignore", "*a" * 60 + "\n" + "x" * 10_000 + "\n")
+    write(source / ("a" * 200), "")
+    changes = watch(source)
+    write(source / "train.py", "2")
+    assert changes.find() == ["train.py"]
 
 
-def test_a_lock_rebuilds_its_layer_and_those_above(sources: Sources) -> None:
-    pins = tuple(Pin(pin.name, "9.9", "0" * 64) if pin.name == "torch" else pin for pin in sources.locks["framework"])
-    plan = planned(sources, replace(sources, locks={**sources.locks, "framework": pins}))
-    assert plan.rebuilt[:3] == ("framework", "Open MPI + mpi4py", "boto3")
-    assert plan.reasons == ("framework/torch 2.0.1 → 9.9",)
+def test_files_of_variables_and_secrets_are_watched(source: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    variables = tmp_path_factory.mktemp("outside") / "variables"
+    variables.write_text("A=1")
+    changes = Changes(Selection(source, "train.py"), (variables,))
+    variables.write_text("A=22")
+    assert changes.find() == [str(variables)]
 
 
-def test_docker_rebuilds_its_stage_and_those_that_copy_from_it(sources: Sources) -> None:
-    plan = planned(sources, replace(sources, engine={**sources.engine, "engine.c": b"other"}))
-    assert plan.rebuilt[:3] == ("engine", "library", "toolkit")
-    assert plan.reasons == ("engine/engine.c changed",)
+def test_a_source_that_cannot_be_read_for_a_moment_is_a_change_and_no_error(source: Path) -> None:
+    changes = watch(source)
+    (source / "link").symlink_to("/etc/passwd")  # a run would refuse it
+    assert changes.find() == ["."]
+    (source / "link").unlink()
+    assert changes.find() == ["."]
 
 
-def test_another_base_rebuilds_all(sources: Sources) -> None:
-    plan = planned(sources, sources, "debian:bookworm-slim@" + "2" * 64)
-    assert {"engine", "system", "toolkit"} <= set(plan.rebuilt)
-    assert plan.reasons == ("base changed",)
-    assert planned(sources, sources, "shoal-base:x@1").reasons == ("base debian:bookworm-slim → shoal-base:x",)
-
-
-def test_other_instructions_are_reported_with_their_template(sources: Sources) -> None:
-    changed = edited(sources, "settings", "PYTHONUNBUFFERED=1", "PYTHONUNBUFFERED=0")
-    entry = planned(sources, changed)
-    assert entry.rebuilt == ("settings",)
-    assert entry.reasons == (
-        "settings: other instructions (by versions.yml, buildspec.yml, another Python here, or shoal itself)",
-    )
-    template = planned(sources, replace(changed, templates={**sources.templates, "base.j2": b""}))
-    assert template.reasons == ("settings: other instructions (base.j2)",)
-
-
-def test_blanks_in_an_instruction_count(sources: Sources) -> None:
-    """They may stand between quotes."""
-    changed = edited(sources, "system", "python3 -m venv /opt", "python3  -m venv /opt")
-    assert planned(sources, changed).rebuilt[0] == "system"
-
-
-def test_a_step_that_comes_or_goes_is_reported(sources: Sources) -> None:
-    place = [step.name for step in sources.steps].index("toolkit")
-    more = replace(sources, steps=(*sources.steps[:place], BuildStep("extra", "RUN true"), *sources.steps[place:]))
-    assert planned(sources, more).reasons[0].startswith("extra: a new step")
-    assert planned(sources, more).rebuilt[:2] == ("extra", "toolkit")
-    assert planned(more, sources).reasons[0].startswith("extra: no longer a step")
-
-
-def test_comments_and_other_templates_change_nothing(sources: Sources) -> None:
-    noted = tuple(replace(step, note="ours") for step in sources.steps)
-    other = replace(sources, steps=noted, templates={**sources.templates, "base.j2": b""})
-    assert planned(sources, other).state == "up to date"
-
-
-def test_an_image_without_a_record_is_all_new(sources: Sources) -> None:
-    wanted = sources.make_record(BASE)
-    assert decide("x", None, wanted).state == "new"
-    for labels in ({}, {"shoal.steps": "{}"}, {"shoal.steps": "no JSON"}):
-        plan = decide("x", labels, wanted)
-        assert plan.rebuilt == tuple(step.name for step in wanted.steps)
-        assert plan.reasons == ("the image has no record of its steps",)
-
-
-def test_a_plan_says_from_where_on_and_why(sources: Sources) -> None:
-    plan = planned(sources, sources, "shoal-base:x@1")
-    assert str(plan).startswith("x: rebuilt from 'engine' on, ")
-    assert str(plan).endswith("\n    base debian:bookworm-slim → shoal-base:x")
-    assert str(planned(sources, sources)) == "x: up to date"
-
-
-def test_a_plan_only_reads_the_labels_of_images(
-    project: Project, matrix: BuildSpec, own: Mapping[str, bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    chosen = [matrix.select(tag) for tag in (PYTORCH_CU117, PYTORCH_CPU)]
-    identity = "debian:bookworm-slim@" + "1" * 64
-    made = gather_sources(project, matrix, chosen[0], own).make_record(identity)
-    asked: list[str] = []
-    monkeypatch.setattr(docker_client, "connect", lambda: docker_with({chosen[0].tag: made}, asked))
-    plans = plan_builds(project, matrix, chosen)
-    assert [plan.decision.state for plan in plans] == ["up to date", "new"]
-    assert {"debian:bookworm-slim", PYTORCH_CU117, PYTORCH_CPU} <= {*asked}
-    assert json.loads(made.labels()["shoal.steps"])["templates"].keys() == {
-        "pytorch.j2",
-        "base.j2",
-        "macros.j2",
-        "dropped.yml",
-    }
-
-
-def docker_with(made: Mapping[str, Record], asked: list[str]) -> SimpleNamespace:
-    """Docker with Debian's image and these. It notes whose labels are read, and has no method that changes anything."""
-
-    def get(tag: str) -> SimpleNamespace:
-        asked.append(tag)
-        if tag == "debian:bookworm-slim":
-            return SimpleNamespace(id="sha256:" + "1" * 64, attrs={}, labels={})
-        if tag not in made:
-            raise docker.errors.ImageNotFound(tag)
-        return SimpleNamespace(id="sha256:2", labels=made[tag].labels())
-
-    version = {"Components": [{"Name": "Engine"}], "ApiVersion": "1.41"}
-    return SimpleNamespace(version=lambda: version, images=SimpleNamespace(get=get))
+def test_waiting_ends_with_the_next_change(source: Path) -> None:
+    changes, found = watch(source), list[str]()
+    thread = threading.Thread(target=lambda: found.extend(changes.wait()), daemon=True)
+    thread.start()
+    command = f"import pathlib; pathlib.Path({str(source / 'train.py')!r}).write_text('by another program')"
+    subprocess.run((sys.executable, "-c", command), check=True)
+    thread.join(SECONDS)
+    assert found == ["train.py"]

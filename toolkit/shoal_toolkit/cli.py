@@ -20,7 +20,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from shoal_toolkit import __version__, redact
 from shoal_toolkit.discovery.host_list import remove_launch_variables
@@ -38,6 +38,7 @@ from shoal_toolkit.job.contract import (
 )
 from shoal_toolkit.job.machine import read_machine
 from shoal_toolkit.job.settings import (
+    START_FILE,
     TrainSettings,
     derive_rank_secret,
     describe_restarts,
@@ -51,6 +52,9 @@ from shoal_toolkit.result.result import Result, prepare_output, write_result
 from shoal_toolkit.run.host import Host, HostTask, make_report
 from shoal_toolkit.system.account import build_account_variables
 from shoal_toolkit.system.loop import PASSED_SIGNALS, STOP_SIGNALS
+
+if TYPE_CHECKING:  # only `shoal run --watch` has one
+    from shoal_toolkit.run.warm import Warm
 
 _PREFLIGHT_TIMEOUT = 60  # seconds in which the hosts of a preflight must meet
 
@@ -146,8 +150,14 @@ def train(words: Sequence[str], began: float, preflight: bool = False) -> int:
         The exit code of the job, or of the preflight: 1 if there is a finding.
     """
     paths = read_paths(os.environ)
+    warm: Warm | None = None
+    if START_FILE in os.environ and not preflight:
+        from shoal_toolkit.run.warm import wait_for_start
+
+        warm = wait_for_start(words)
+        began = time.monotonic()
     try:
-        return _run_job(paths, words, began, preflight)
+        return _run_job(paths, words, began, preflight, warm)
     except StoppedError as stopped:
         result = Result.from_signal(stopped.number)
     except TrainError as error:
@@ -168,7 +178,7 @@ def _explain_bug(error: Exception) -> LaunchError:
     return LaunchError(f"{summary}\n{''.join(traceback.format_exception(type(error), error, error.__traceback__))}")
 
 
-def _run_job(paths: Paths, words: Sequence[str], began: float, preflight: bool) -> int:
+def _run_job(paths: Paths, words: Sequence[str], began: float, preflight: bool, warm: Warm | None = None) -> int:
     """Runs this host's part. Removes secrets and mpirun's variables from os.environ. Installs signal handlers."""
     early = EarlyStop()
     settings, problem = take_settings(os.environ)
@@ -196,7 +206,8 @@ def _run_job(paths: Paths, words: Sequence[str], began: float, preflight: bool) 
     except Exception as error:
         plan = _explain_bug(error)  # reported to the other hosts too
     hosts = plan.hosts if isinstance(plan, LaunchPlan) else _order_hosts(paths, cluster)
-    role = _make_role(_prepare(HostTask(paths, cluster, hosts, plan, settings, environ, began, preflight, plan_with)))
+    task = HostTask(paths, cluster, hosts, plan, settings, environ, began, preflight, plan_with, warm)
+    role = _make_role(_prepare(task))
     early.end()
     return role.run()
 

@@ -9,10 +9,10 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -28,6 +28,7 @@ from shoal.commands.common import (
     load_matrix,
     open_project,
     parse_pairs,
+    print_failure,
     print_json,
     progress_console,
     report_builds,
@@ -58,7 +59,8 @@ from shoal.console import CleanConsole, print_line
 from shoal.docker_client import images as docker_images
 from shoal.errors import ImageError, UsageError
 from shoal.jobs import metric_definitions, processes, store, summary, trackers
-from shoal.jobs.hosts.docker import run_job_in_docker
+from shoal.jobs.changes import Changes
+from shoal.jobs.hosts.docker import NOT_COLLECTED, DockerHosts, open_hosts, run_job_in_docker, run_on_hosts
 from shoal.jobs.hosts.local import list_loopback_names, run_job_locally
 from shoal.jobs.job import DOCKER, LOCAL, FinishedJob, JobRequest
 from shoal.jobs.store import (
@@ -95,12 +97,19 @@ _HOSTS_HELP = (
 _VOLUME_HELP = "File or directory of this machine, and its place on every host. :ro: read-only. Repeatable."
 _NAME_HELP = "Name of the new job and its directory: letters, digits and hyphens. Default: a unique name."
 _DETACH_HELP = "Return when the job has started. `shoal ps`, `shoal logs` and `shoal stop` continue from there."
+_WATCH_HELP = (
+    "Run again when a file of the source changes. Ctrl-C ends a run, and a second one the command. Each run is a new"
+    " job, with containers that were made ready before."
+)
 _METRIC_HELP = (
     "Metric of the live view, the report and metrics.jsonl, as in an estimator's metric definitions. Its value is the"
     " first group of the expression in the log. Repeatable."
 )
 
 
+_SHOWN_CHANGES = 5
+_PACKAGE_FILES = frozenset({"requirements.txt", "uv.lock", "pylock.toml", "pyproject.toml"})
+"""Files of a source that decide which packages a job has."""
 _SECRET_HELP = (
     "Secret for every host, in the file /run/secrets/NAME. It comes from this environment's variable NAME or FILE."
     " With ,type=env at the end it is also the variable NAME of the script. Repeatable."
@@ -181,6 +190,7 @@ class RunOptions:
     local: Local = False
     name: Annotated[str | None, typer.Option(metavar="NAME", help=_NAME_HELP)] = None
     detach: Annotated[bool, typer.Option("--detach", "-d", help=_DETACH_HELP)] = False
+    watch: Annotated[bool, typer.Option("--watch", help=_WATCH_HELP)] = False
     plain: Annotated[bool, typer.Option("--plain", help="Print plain lines, without a live view on a terminal.")] = (
         False
     )
@@ -211,7 +221,26 @@ class RunOptions:
         record.request.check()
         if record.request.engine == LOCAL:
             _check_local(record.request)
+        if self.watch:
+            self._check_watch(record.request)
         return record
+
+    def _check_watch(self, request: JobRequest) -> None:
+        """Raises `UsageError` for options that are of one job, or need an end."""
+        given = {
+            "--resume": self.resume,
+            "--name": self.name,
+            "--checkpoints": self.checkpoints,
+            "--detach": self.detach,
+            "--json": self.as_json,
+        }
+        if options := ", ".join(name for name, value in given.items() if value):
+            raise UsageError(
+                f"--watch and {options}: contradict each other, as each run is a new job with checkpoints and a name of"
+                f" its own. Fix: leave out {options}"
+            )
+        if request.source is None:
+            raise UsageError("--watch: the image has the code, so no file can change. Fix: name SCRIPT")
 
     def _read_fields(self) -> dict[str, Any]:
         given = read_options(self, JobRequest, _READERS)
@@ -284,6 +313,8 @@ def run_job(options: RunOptions) -> None:
 
     Survive failures: shoal run pytorch train.py --hosts 2 --max-restarts 3
 
+    Run again after each edit: shoal run pytorch train.py --watch
+
     Continue a job: shoal run --resume code-20260131-101500-3f2a1c
     """
     record = options.to_record()
@@ -293,6 +324,8 @@ def run_job(options: RunOptions) -> None:
         return
     _print_warnings(request, options)
     progress = progress_console(options.as_json)
+    if options.watch:
+        watch_source(options, progress)
     tag, build_seconds = _prepare_image(request, options.build, progress)
     moved = processes.fork_to_background() if options.detach else None
     if isinstance(moved, Path):
@@ -312,12 +345,122 @@ def run_job(options: RunOptions) -> None:
     raise typer.Exit(result.exit_code)
 
 
-def _run_to_end(opened: OpenJob, progress: Console, options: RunOptions, build_seconds: float | None) -> FinishedJob:
-    """Runs a job, records how it ended, also after an error, writes its report, and returns its result."""
+def watch_source(options: RunOptions, progress: Console) -> NoReturn:
+    """Runs a job, and again after each change of its source, until an interrupt comes while none runs.
+
+    Raises `typer.Exit` with the exit code of an interrupt.
+    """
+    first = options.to_record().request
+    files = [*(options.env_file or ()), *(secret.file for secret in first.secrets if secret.file)]
+    changes = Changes(first.selection, tuple(files))
+    _run_watched(options, progress, None)
+    while True:
+        with contextlib.ExitStack() as stack:
+            try:
+                print_line("watching for changes; Ctrl-C ends", progress)
+                ready = _make_ready(options, progress, stack)
+                changed = changes.wait()
+            except KeyboardInterrupt:
+                raise typer.Exit(128 + signal.SIGINT) from None
+            print_line(f"changed: {_join_changes(changed)}; running {first.entry_point} again", progress)
+            if ready is None or not ready.fits(options, changed):
+                stack.close()
+                ready = None
+            _run_watched(options, progress, ready)
+
+
+def _join_changes(changed: Sequence[str]) -> str:
+    more = f" and {len(changed) - _SHOWN_CHANGES} more" if len(changed) > _SHOWN_CHANGES else ""
+    return ", ".join(changed[:_SHOWN_CHANGES]) + more
+
+
+@dataclass(frozen=True)
+class ReadyJob:
+    """A job with hosts that wait for its start."""
+
+    opened: OpenJob
+    hosts: DockerHosts
+
+    def fits(self, options: RunOptions, changed: Sequence[str]) -> bool:
+        """Returns whether its hosts can run the job as it is now, and gives them the present source."""
+        names = {name.split(" ")[0] for name in changed}
+        if _PACKAGE_FILES & names or any(name.startswith("/") for name in names):  # other packages or secrets
+            return False
+        try:
+            request = options.to_record().request
+            tag, _ = _prepare_image(request, False, self.hosts.console)
+            now = dataclasses.replace(self.opened.record.request, image=tag)
+            if dataclasses.replace(request, image=tag) != now or not self.hosts.has_image(tag):
+                return False
+            return self.hosts.take_source()
+        except NOT_COLLECTED:  # the run without it reports the error, if it is still there
+            return False
+
+
+def _make_ready(options: RunOptions, progress: Console, stack: contextlib.ExitStack) -> ReadyJob | None:
+    """Creates and starts the hosts of the next run; without Docker, or after an error, there are none."""
+    try:
+        record = options.to_record()
+        if record.request.engine == LOCAL:
+            return None
+        tag, _ = _prepare_image(record.request, False, progress)
+        record = dataclasses.replace(record, request=dataclasses.replace(record.request, image=tag))
+        opened = stack.enter_context(open_job(record, None))
+        return ReadyJob(opened, stack.enter_context(open_hosts(opened, PlainView(progress), waits=True)))
+    except Exception as error:
+        if convert_error(error) is None:
+            raise
+        stack.close()  # the run reports the error, if it is still there
+        return None
+
+
+def _run_watched(options: RunOptions, progress: Console, ready: ReadyJob | None) -> None:
+    """Runs a job, and prints how it ended. An error, or an interrupt of the run, is printed, and ends only the run."""
+    try:
+        if ready is not None:
+            ready.opened.begin()
+            ready.opened.log.began = time.time()
+            result = _run_to_end(ready.opened, progress, options, None, ready.hosts)
+            request = ready.opened.record.request
+        else:
+            record = options.to_record()
+            tag, build_seconds = _prepare_image(record.request, options.build, progress)
+            record = dataclasses.replace(record, request=dataclasses.replace(record.request, image=tag))
+            with open_job(record, None) as opened:
+                result = _run_to_end(opened, progress, options, build_seconds)
+                request = opened.record.request
+    except KeyboardInterrupt:
+        return
+    except Exception as error:
+        failure = convert_error(error)
+        if failure is None:
+            raise
+        print_failure(failure)
+        return
+    summary.print_summary(progress, request, result)
+    _print_report(progress, result.report)
+
+
+def _run_to_end(
+    opened: OpenJob,
+    progress: Console,
+    options: RunOptions,
+    build_seconds: float | None,
+    hosts: DockerHosts | None = None,
+) -> FinishedJob:
+    """Runs a job, records how it ended, also after an error, writes its report, and returns its result.
+
+    Args:
+        hosts: Hosts that wait for its start.
+    """
     run = run_job_locally if opened.record.request.engine == LOCAL else run_job_in_docker
     try:
         with _open_view(opened, progress, options) as view:
-            result = run(opened, view)
+            if hosts is not None:
+                hosts.view = view
+                result = run_on_hosts(opened, hosts)
+            else:
+                result = run(opened, view)
     except BaseException as error:
         code, state = _describe_exception(error)
         is_lost = opened.resumed and opened.record.uncollected and not opened.log.lines

@@ -11,6 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from pathlib import Path
 from typing import IO, Any, cast
@@ -27,6 +28,7 @@ from shoal.errors import ImageError
 from shoal.limits import MOST_LOG_LINE, MOST_PROCESSES, MOST_REPORT
 
 JOB_LABEL = "shoal.job"
+_MOST_REMOVALS = 8  # of containers at the same time
 _LOG = {"max-size": "64m"}
 HANGS = 10
 """Seconds without an answer after which Docker is considered to hang."""
@@ -94,14 +96,19 @@ def remove_objects(client: docker.DockerClient, name: str, volumes: bool = False
     The label finds half-made ones too. Running containers are killed, and their anonymous volumes are removed.
     """
     filters: dict[str, str | list[str] | bool] = {"label": f"{JOB_LABEL}={name}"}
-    for container in client.containers.list(all=True, filters=filters):
-        with contextlib.suppress(docker.errors.NotFound):
-            container.remove(force=True, v=True)
+    found = client.containers.list(all=True, filters=filters)
+    with ThreadPoolExecutor(max(1, min(len(found), _MOST_REMOVALS))) as pool:
+        list(pool.map(_remove_container, found))
     for network in client.networks.list(filters=filters):
         _remove_network(network)
     if volumes:
         for volume in client.volumes.list(filters=filters):
             volume.remove()
+
+
+def _remove_container(container: Container) -> None:
+    with contextlib.suppress(docker.errors.NotFound):
+        container.remove(force=True, v=True)
 
 
 def _remove_network(network: Network) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 from shoal.docker_client.archive import count_steps, make_relative, stays_inside
 from shoal.errors import ShoalError
 from shoal.jobs.job import FinishedJob
+from shoal.jobs.parallel_gzip import ParallelGzip
 from shoal.limits import MOST_DEPTH, MOST_FAILURE, MOST_REPORT, Room, open_file, parse_json, read_file
 
 FAILURE, REPORT, METRICS = "output/failure", "output/job.json", "output/data/metrics.json"
@@ -163,7 +164,11 @@ def _pack(target: Path, files: Mapping[str, tuple[str, Path]], roots: Mapping[st
     """Packs files by their names in the archive, and returns how many. Those that cannot be become messages."""
     room = Room(target.parent)
     count = 0
-    with tarfile.open(target, "w:gz", compresslevel=6) as archive:
+    with (
+        target.open("wb") as out,
+        ParallelGzip(out) as compressed,
+        tarfile.open(fileobj=compressed, mode="w") as archive,  # type: ignore[call-overload]  # it needs only `write`
+    ):
         for arcname, (host, path) in sorted(files.items()):
             if path.is_symlink():
                 link = archive.gettarinfo(path, arcname)

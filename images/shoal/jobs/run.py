@@ -157,6 +157,9 @@ class CollectedHosts(Hosts, Protocol):
     def collect(self, opened: OpenJob) -> Mapping[str, Path]:
         """Collects checkpoints and files of the hosts, which have ended. Returns the tree of each host."""
 
+    def begin_removal(self, opened: OpenJob, has_succeeded: bool) -> None:
+        """Begins to remove hosts after `collect`. Meanwhile their results are read and packed."""
+
 
 @dataclass
 class Watch:
@@ -309,6 +312,7 @@ def run_job(opened: OpenJob, hosts: CollectedHosts) -> job.FinishedJob:
         raise
     hosts.join_readers()
     trees = hosts.collect(opened)
+    hosts.begin_removal(opened, not any(watch.exit_codes().values()))
     notes = {host: "killed by the out-of-memory killer" for host, end in exits.items() if end.out_of_memory}
     result = read_result(opened.name, watch.exit_codes(), opened.directory, trees, notes)
     return replace(result, restarts=[*watch.restarts, *result.restarts])

@@ -88,6 +88,8 @@ class OpenJob(StoredJob):
     resumed: bool
     log: JobLog = field(default_factory=JobLog)
     """The log of this command."""
+    at_end: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    """Its callbacks end the job's hosts. They are called last, when its files and its report are written."""
     on_started: Callable[[], None] = lambda: None
     """Called when the hosts start: errors in the request have been found before."""
 
@@ -233,8 +235,9 @@ def open_job(record: JobRecord, resumed: str | None, name: str | None = None) ->
                 record = _prepare_resume(directory, record, opened)
             result = OpenJob(name, directory, record, opened, resumed is not None, JobLog(path=directory / LOG))
             try:
-                result.begin()
-                yield result
+                with result.at_end:
+                    result.begin()
+                    yield result
             finally:
                 result.log.close()
                 has_checkpoints = result.has_checkpoints

@@ -28,6 +28,7 @@ EVENTS = "SHOAL_LOG_EVENTS"  # 1: `shoal run` reads the log, as events (log.py)
 REPORTED_VARIABLES = "SHOAL_REPORTED_VARIABLES"  # names of variables for job.json, separated by spaces
 # Names of variables, separated by spaces. `train` sets each to the content of the file that NAME_FILE names.
 SECRET_VARIABLES = "SHOAL_SECRET_VARIABLES"
+START_FILE = "SHOAL_START_FILE"  # a file without which `train` waits: `shoal run --watch` (run/warm.py)
 RESTART_VARIABLES = ("SHOAL_RESTART", "SHOAL_RESTART_REASON")  # for the script
 VARIABLES = (
     *(SECRET, SECRET_FILE, "SHOAL_AGENT_PORT", "SHOAL_HOSTS_TIMEOUT", "SHOAL_SETUP_TIMEOUT", "SHOAL_STOP_GRACE"),
@@ -38,7 +39,7 @@ VARIABLES = (
 # Set by `train`, `shoal run` and the library, not by users.
 _INTERNAL = (
     *("SHOAL_JOB", "SHOAL_RUN_DIR", "SHOAL_CODE_DIR", "SHOAL_REHEARSE_TOLD", "SHOAL_SDK_HYPERPARAMETERS"),
-    *("SHOAL_PEERS", "SHOAL_CONNECTIONS", EVENTS, REPORTED_VARIABLES, SECRET_VARIABLES),
+    *("SHOAL_PEERS", "SHOAL_CONNECTIONS", EVENTS, REPORTED_VARIABLES, SECRET_VARIABLES, START_FILE),
 )
 _LEAST_SIMILARITY = 0.8
 

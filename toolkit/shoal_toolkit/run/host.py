@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from shoal_toolkit import redact
 from shoal_toolkit.errors import FAILED, TrainError
@@ -25,6 +25,9 @@ from shoal_toolkit.result.result import (
 from shoal_toolkit.run.script import HostScript, ScriptEvents
 from shoal_toolkit.system.loop import PASSED_SIGNALS, STOP_SIGNALS, Loop
 from shoal_toolkit.system.memory import count_oom_kills
+
+if TYPE_CHECKING:  # only `shoal run --watch` has one
+    from shoal_toolkit.run.warm import Warm
 
 _KILL_SECONDS = 10.0
 _UNREAD_SECONDS = 1.0
@@ -50,6 +53,7 @@ class HostTask(NamedTuple):
     began: float  # time.monotonic() when `train` started
     preflight: bool = False  # check the hosts, start nothing, and write no result
     plan_with: Callable[[Sequence[str]], LaunchPlan] | None = None  # plans a start with some of the hosts
+    warm: Warm | None = None  # a standby that was started before the job
 
     @property
     def least_hosts(self) -> int:
@@ -65,6 +69,8 @@ class HostTask(NamedTuple):
         """Whether the only host runs one script, once: without set-up, ranks of a launcher, sidecars and restarts."""
         plan = self.plan
         if self.preflight or self.may_restart or len(self.hosts) > 1 or not isinstance(plan, LaunchPlan):
+            return False
+        if self.warm is not None:
             return False
         return not (plan.has_ranks or plan.setup or plan.sidecars or is_members_only(self.environ))
 

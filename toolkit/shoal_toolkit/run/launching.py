@@ -19,6 +19,8 @@ class LaunchingHost(Host, HostEvents):
 
     def make_processes(self) -> HostProcesses:
         processes = HostProcesses(self.loop, self.flow, self.plan, self.task.environ, self, self.output.reads_all)
+        if self.task.warm is not None:
+            processes.adopt_standby(self.task.warm)
         if self.task.may_restart or self.plan.forks_ranks:
             processes.keep_standby()
         return processes

@@ -28,6 +28,7 @@ from shoal_toolkit.system.process_tree import find_descendants
 
 if TYPE_CHECKING:  # without restarts there is none
     from shoal_toolkit.run.standby import Standby
+    from shoal_toolkit.run.warm import Warm
 
 _KILL_SECONDS = 10.0
 
@@ -134,10 +135,19 @@ class HostProcesses(HostScript):
 
     def keep_standby(self) -> None:
         """Has a standby start this host's command, if it can (standby.py): ranks always, a script again."""
-        if self._plan.can_fork:
+        if self._plan.can_fork and self._standby is None:
             from shoal_toolkit.run.standby import Standby
 
             self._standby = Standby(self._loop, self._plan, self._environ)
+
+    def adopt_standby(self, warm: Warm) -> None:
+        """Has a standby from before the job start this host's command. If it cannot fork the command, it ends."""
+        if warm.fits(self._plan, self._environ):
+            self.keep_standby()
+            assert self._standby is not None  # `fits` has checked that the script can be forked
+            self._standby.adopt(warm.process)
+        else:
+            warm.process.end()
 
     def start(self) -> None:
         """Starts this host's own command, launcher or script, and the sidecars. Raises LaunchError if it can't.

@@ -16,6 +16,7 @@ import socket
 import struct
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import NamedTuple
 
 from shoal_toolkit.errors import LaunchError
 from shoal_toolkit.files import list_names
@@ -32,6 +33,62 @@ _IMPORT_SECONDS = 120.0  # that a start waits for a standby that is importing
 _ANSWER_SECONDS = 5.0
 _NUMBER = struct.Struct("!I")
 _SET_CHILD_SUBREAPER = 36  # of prctl
+
+
+class StandbyProcess(NamedTuple):
+    """A process that imports the frameworks of a script."""
+
+    pid: int
+    mark: str  # of the processes that it forks
+    server: socket.socket
+    directory: str  # with its socket, for ranks of mpirun; empty without
+
+    def end(self) -> None:
+        """Ends the process; processes that it has forked go on."""
+        self.server.close()
+        signal_group(self.pid, signal.SIGKILL)
+        if self.directory:
+            remove_run_directory(self.directory)
+
+
+def start_process(plan: LaunchPlan, environ: Mapping[str, str], mark: str) -> StandbyProcess:
+    """Starts a process that imports the frameworks of the plan's script. Raises LaunchError or OSError.
+
+    Args:
+        environ: The environment of the script.
+        mark: A random word for the environment of the processes that it forks.
+    """
+    python, *arguments = plan.script
+    server, *theirs = socket.socketpair()  # to this process and, under mpirun, one that listens for ranks
+    directory = make_run_directory() if plan.by_mpirun else ""
+    try:
+        if directory:
+            theirs.append(socket.socket(socket.AF_UNIX))
+            theirs[-1].bind(os.path.join(directory, SOCKET))
+            theirs[-1].listen(max(plan.ranks.values()))
+        for each in theirs:
+            os.set_inheritable(each.fileno(), True)
+        argv = [python, "-m", STANDBY, ",".join(str(each.fileno()) for each in theirs), *arguments]
+        with open(os.devnull, "wb") as null:
+            pid = spawn(argv, build_environment(plan, environ, mark), plan.cwd, null.fileno(), null.fileno())
+    except (LaunchError, OSError):
+        server.close()
+        if directory:
+            remove_run_directory(directory)
+        raise
+    finally:
+        for each in theirs:
+            each.close()
+    return StandbyProcess(pid, mark, server, directory)
+
+
+def build_environment(plan: LaunchPlan, environ: Mapping[str, str], mark: str) -> dict[str, str]:
+    """Returns the environment of a standby: with Open MPI's libraries next to Python, which mpirun adds too."""
+    env = {**environ, MARK: f"{environ.get(MARK, '')} {mark}".strip()}
+    libraries = os.path.join(os.path.dirname(os.path.dirname(plan.script[0])), "lib")
+    if plan.by_mpirun and list_names(libraries, prefix="libopen-pal.so"):
+        env["LD_LIBRARY_PATH"] = os.pathsep.join(filter(None, (libraries, env.get("LD_LIBRARY_PATH"))))
+    return env
 
 
 class Standby:
@@ -63,52 +120,21 @@ class Standby:
 
     def _start(self) -> None:
         """Starts the process. An error leaves this host without a standby."""
-        python, *arguments = self.plan.script
-        sockets: list[socket.socket] = []
         try:
-            self._make_sockets(sockets)
-            argv = [python, "-m", STANDBY, ",".join(str(each.fileno()) for each in sockets), *arguments]
-            with open(os.devnull, "wb") as null:
-                self._pid = spawn(argv, self._build_environment(), self.plan.cwd, null.fileno(), null.fileno())
+            self.adopt(start_process(self.plan, self._environ, self.mark))
         except (LaunchError, OSError):
             self.close()
-            return
-        finally:
-            for each in sockets:
-                each.close()
-        assert self._server is not None
+
+    def adopt(self, process: StandbyProcess) -> None:
+        """Makes a process, which may be importing, the standby of this host."""
+        self._pid, self.mark, self._server, self.directory = process
         self._loop.on_child(self._pid, partial(self._on_ended, self._pid))
         self._loop.watch(self._server.fileno(), READ, self._on_readable)
-
-    def _make_sockets(self, theirs: list[socket.socket]) -> None:
-        """Adds the sockets that the process gets: one to this process and, under mpirun, one that listens for ranks."""
-        self._server, other = socket.socketpair()
-        theirs.append(other)
-        if self.plan.by_mpirun:
-            self.directory = make_run_directory()
-            theirs.append(socket.socket(socket.AF_UNIX))
-            theirs[-1].bind(self.socket_path)
-            theirs[-1].listen(max(self.plan.ranks.values()))
-        for each in theirs:
-            os.set_inheritable(each.fileno(), True)
-
-    def _build_environment(self) -> dict[str, str]:
-        """Returns the environment of the process: with Open MPI's libraries next to Python, which mpirun adds too."""
-        env = {**self._environ, MARK: self._marks()}
-        libraries = os.path.join(os.path.dirname(os.path.dirname(self.plan.script[0])), "lib")
-        if self.plan.by_mpirun and list_names(libraries, prefix="libopen-pal.so"):
-            env["LD_LIBRARY_PATH"] = os.pathsep.join(filter(None, (libraries, env.get("LD_LIBRARY_PATH"))))
-        return env
-
-    @property
-    def socket_path(self) -> str:
-        """The path at which it listens for ranks that mpirun has started."""
-        return os.path.join(self.directory, SOCKET)
 
     def add_links(self, directory: str) -> None:
         """Links the standby's socket and the program that hands a rank over in a run directory."""
         if self.directory:
-            os.symlink(self.socket_path, os.path.join(directory, SOCKET))
+            os.symlink(os.path.join(self.directory, SOCKET), os.path.join(directory, SOCKET))
             os.symlink(hand_over.__file__, os.path.join(directory, HAND_OVER))
 
     def _marks(self) -> str:

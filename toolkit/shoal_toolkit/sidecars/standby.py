@@ -83,16 +83,16 @@ def preload(imports: Sequence[tuple[str, str]]) -> str:
     return ""
 
 
-def choose_imports(arguments: Sequence[str], later: Sequence[str]) -> list[tuple[str, str]]:
+def choose_imports(arguments: Sequence[str], path: Sequence[str], later: Sequence[str] = ()) -> list[tuple[str, str]]:
     """Returns the modules and names to import for `python ARGUMENT ...`: of packages in data/standby.json only.
 
     Args:
+        path: Directories with modules of the script's own; the first is the one that Python puts first on its path.
         later: Packages that are left out.
     """
     from shoal_toolkit.sidecars.script_imports import find_imports
 
     table = read_table("standby")["packages"]
-    path = [sys.path[0], os.getcwd()]
     chosen: dict[tuple[str, str], None] = {}
     for found in find_imports(arguments, path):
         package = found.module.partition(".")[0]
@@ -126,7 +126,7 @@ def import_for(
     files = (os.memfd_create("stdout"), os.memfd_create("stderr"))
     for file, descriptor in zip(files, _OUTPUTS):
         os.dup2(file, descriptor)
-    spoiled_by = preload(choose_imports(arguments, later))
+    spoiled_by = preload(choose_imports(arguments, [sys.path[0], os.getcwd()], later))
     sys.stdout.flush()
     sys.stderr.flush()
     for old, descriptor in zip(kept, _OUTPUTS):

@@ -14,7 +14,7 @@ import queue
 import tarfile
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
@@ -58,6 +58,8 @@ _LIST_SECONDS = 10
 _SHOWN_OMISSIONS = 20  # of a directory
 _ML = "/opt/ml"
 _CHECKPOINTS = f"opt/ml/{checkpoints.CONTENT}"
+_START_FILE, _START_PATH = "SHOAL_START_FILE", "run/shoal-start"
+"""The variable with a file without which `train` waits, and this file relative to the container's root."""
 
 NOT_COLLECTED = (
     ShoalError,
@@ -92,6 +94,8 @@ class DockerHosts:
     """Keeps the lines of all hosts."""
     image: str = ""
     """The image with the packages of the job's lock file; empty: the request's."""
+    image_id: str = ""
+    """The ID of the request's image, if the hosts wait for their start."""
     owner: Owner = ROOT
     """The user of the containers, who gets all files that are copied into them."""
     cpus: Mapping[str, str] = field(default_factory=dict)
@@ -105,6 +109,10 @@ class DockerHosts:
     """The threads that print logs."""
     meter: GpuMeter = field(default_factory=GpuMeter)
     """Reads the use of GPUs."""
+    lost_files: tuple[str, ...] = ()
+    """Files that a script which has succeeded has saved beside the code, if it has saved no model."""
+    waits: bool = False
+    """Whether `train` waits for `start` in containers that run already: `shoal run --watch` makes them ready early."""
 
     @property
     def ids(self) -> dict[str, str]:
@@ -131,6 +139,7 @@ class DockerHosts:
             **gpus.gpu_environment(self.devices[host]),
             **self.cpus,
             **settings["environment"],
+            **({_START_FILE: f"/{_START_PATH}"} if self.waits else {}),
             **(environment or {}),
         }
         own = {
@@ -163,17 +172,62 @@ class DockerHosts:
         """Starts containers, and threads that print their logs and put their exits into `arrivals`."""
         for host in hosts:
             self.readers.append(start_log_reader(str(self.by_name[host].id), host, self.view, self.log))
-        for host in hosts:
-            try:
-                self.by_name[host].start()
-            except docker.errors.APIError as error:
-                raise images.explain_start(self.request.image, error, self.request.environment) from error
+        if self.waits:
+            self._release()
+        else:
+            self._start_containers(hosts)
         for host in hosts:
             arguments = (host, str(self.by_name[host].id), self.arrivals)
             threading.Thread(target=report_exit, args=arguments, daemon=True).start()
             if self.devices[host]:
                 measured = (host, str(self.by_name[host].id), self.meter)
                 threading.Thread(target=measure_gpus, args=measured, daemon=True).start()
+
+    def _start_containers(self, hosts: Iterable[str]) -> None:
+        for host in hosts:
+            try:
+                self.by_name[host].start()
+            except docker.errors.APIError as error:
+                raise images.explain_start(self.request.image, error, self.request.environment) from error
+
+    def start_waiting(self) -> None:
+        """Starts all containers, in which `train` imports the frameworks of the script, and waits for `start`."""
+        found = images.find_image(self.client, self.request.image)
+        self.image_id = str(found.id) if found else ""
+        self._start_containers(self.by_name)
+
+    def _release(self) -> None:
+        """Lets `train` go on in all containers."""
+        packed = archive.pack_file(_START_PATH, b"", 0o444, self.owner, replaces_links=True)
+        for container in self.by_name.values():
+            container.put_archive("/", packed)
+        self.waits = False
+
+    def has_image(self, tag: str) -> bool:
+        """Returns whether a tag still names the image that the job was made with."""
+        found = images.find_image(self.client, tag)
+        return found is not None and found.id == self.image_id
+
+    def take_source(self) -> bool:
+        """Copies the present source and configuration into all containers, which wait. Returns whether they can run it.
+
+        They cannot if a file is gone, or has become a directory or link: it would stay. Or if a container has ended.
+        """
+        for container in self.by_name.values():
+            container.reload()
+            if container.status != "running":
+                return False
+        before = _list_kinds(self.tree)
+        self.tree.seek(0)
+        self.tree.truncate()
+        _pack_job(self.request, self.name, self.owner, self.tree)
+        after = _list_kinds(self.tree)
+        if any(after.get(name) != kind for name, kind in before.items()):
+            return False
+        for container in self.by_name.values():
+            self.tree.seek(0)
+            container.put_archive("/", self.tree)
+        return True
 
     def stop(self, hosts: Iterable[str]) -> None:
         """Stops containers, all at the same time, and waits for them; an interrupt ends the wait."""
@@ -214,6 +268,8 @@ class DockerHosts:
         If the checkpoints cannot be copied, that is printed, the earlier ones stay, and so does the volume with the
         newest.
         """
+        if self.network:  # nothing of the job is in it, and Docker needs a fifth of a second
+            self._remove_early(opened, _remove_network, self.network)
         try:
             self._collect_checkpoints(opened.checkpoints)
             opened.update(uncollected=False)
@@ -231,6 +287,19 @@ class DockerHosts:
             containers.read_archive(self._find_container(), f"/{_CHECKPOINTS}") as file,
         ):
             self._print_omissions("", archive.unpack_safely(file, scratch, _ML))
+
+    def begin_removal(self, opened: OpenJob, has_succeeded: bool) -> None:
+        """Begins to remove the containers in a thread, if the checkpoints are collected. Before, lists lost files."""
+        trees = {host: opened.directory / host for host in self.by_name}
+        self.lost_files = _list_lost_files(self, trees) if has_succeeded else ()
+        if not opened.record.uncollected:
+            self._remove_early(opened, _remove_objects, self.identity)
+
+    def _remove_early(self, opened: OpenJob, remove: Callable[[str], None], name: str) -> None:
+        """Removes objects in a thread, which has ended when the job is closed."""
+        thread = threading.Thread(target=remove, args=(name,), daemon=True)
+        thread.start()
+        opened.at_end.callback(_await_removal, thread)
 
     def _find_container(self) -> Container:
         """Returns a container that still exists, or the first one. All of them have the volume."""
@@ -326,6 +395,7 @@ def create_hosts(
     view: View,
     log: JobLog | None = None,
     identity: str | None = None,
+    waits: bool = False,
 ) -> Iterator[DockerHosts]:
     """Creates the network, the volume and the containers of a job, and yields them. Starts nothing.
 
@@ -341,9 +411,7 @@ def create_hosts(
     owner = find_owner(client, request.image, identity)
     image = locked_image.provide_image(client, request, identity, say)
     with TemporaryFile() as tree:
-        with TemporaryDirectory(prefix="shoal-job-") as scratch:
-            job.write_tree(Path(scratch), request, name, mode=0o644)  # also for a script that changes its user
-            archive.pack_tree(Path(scratch), "opt/ml", tree, owner)
+        _pack_job(request, name, owner, tree)
         hosts = DockerHosts(
             client=client,
             request=request,
@@ -359,10 +427,25 @@ def create_hosts(
             image=image,
             owner=owner,
             cpus=job.share_cpus(request, client.info()["NCPU"]) if request.hosts > 1 else {},
+            waits=waits,
         )
         for host in request.host_names:
             hosts.create(host)
         yield hosts
+
+
+def _pack_job(request: job.JobRequest, name: str, owner: Owner, out: IO[bytes]) -> None:
+    """Writes the archive with the files that all hosts of a job share."""
+    with TemporaryDirectory(prefix="shoal-job-") as scratch:
+        job.write_tree(Path(scratch), request, name, mode=0o644)  # also for a script that changes its user
+        archive.pack_tree(Path(scratch), "opt/ml", out, owner)
+
+
+def _list_kinds(packed: IO[bytes]) -> dict[str, bytes]:
+    """Returns the types of all entries of an archive that this module has packed, by name."""
+    packed.seek(0)
+    with tarfile.open(fileobj=packed) as files:
+        return {entry.name: entry.type for entry in files}
 
 
 _NEVER_RAN = 1  # the exit code of `train` for a job that could not run
@@ -386,18 +469,33 @@ def run_job_in_docker(opened: OpenJob, view: View) -> job.FinishedJob:
         DockerError: If Docker does not answer, refuses, or lacks the image.
         UsageError: If the source cannot be copied, there are fewer GPUs than hosts, or the job runs already.
     """
+    with open_hosts(opened, view) as hosts:
+        return run_on_hosts(opened, hosts)
+
+
+@contextlib.contextmanager
+def open_hosts(opened: OpenJob, view: View, waits: bool = False) -> Iterator[DockerHosts]:
+    """Creates the objects of a job in Docker. They are removed when the job is closed (`OpenJob.at_end`).
+
+    Args:
+        waits: Start the containers now. `train` waits in them until the job starts.
+    """
     client, request = docker_client.connect(), opened.record.request
     is_filled = opened.resumed and _keep_volume(client, opened, view.console)
-    with (
-        _remove_all_at_end(client, opened, view.console),
-        create_hosts(client, request, opened.name, view, opened.log, opened.identity) as hosts,
-    ):
+    opened.at_end.callback(_remove_all, client, opened, view.console)
+    with create_hosts(client, request, opened.name, view, opened.log, opened.identity, waits) as hosts:
         if not is_filled:
             hosts.fill(opened.checkpoints)
-        result = run.run_job(opened, hosts)
-        trees = {host: opened.directory / host for host in hosts.by_name}
-        lost = _list_lost_files(hosts, trees) if not result.exit_code else ()
-    return replace(check_train(client, request, trees, result), lost_files=lost)
+        if waits:
+            hosts.start_waiting()
+        yield hosts
+
+
+def run_on_hosts(opened: OpenJob, hosts: DockerHosts) -> job.FinishedJob:
+    """Runs a job on its hosts, as `run_job_in_docker` does."""
+    result = run.run_job(opened, hosts)
+    trees = {host: opened.directory / host for host in hosts.by_name}
+    return replace(check_train(hosts.client, hosts.request, trees, result), lost_files=hosts.lost_files)
 
 
 def check_train(
@@ -448,18 +546,31 @@ def _keep_volume(client: docker.DockerClient, opened: OpenJob, console: Console)
     return False
 
 
-@contextlib.contextmanager
-def _remove_all_at_end(client: docker.DockerClient, opened: OpenJob, console: Console) -> Iterator[None]:
-    """Removes the job's objects from Docker at the end. A volume with checkpoints that could not be collected stays."""
-    try:
-        yield
-    finally:
-        with containers.delay_interrupts():
-            containers.remove_objects(client, opened.identity, volumes=not opened.record.uncollected)
-        if opened.record.uncollected:
-            volume = volume_name(opened.identity)
-            print_line(
-                f"the newest checkpoints were not collected. They are in the Docker volume {volume}. Fix: if a disk"
-                f" is full, make room for them. Then continue from them with: shoal run --resume {opened.name}",
-                console,
-            )
+def _remove_objects(identity: str) -> None:
+    """Body of a thread: remove the objects of a job. After an error, `_remove_all` tries again."""
+    with contextlib.suppress(*NOT_COLLECTED):
+        containers.remove_objects(docker_client.connect(), identity, volumes=True)
+
+
+def _remove_network(name: str) -> None:
+    """Body of a thread: remove a network, which no container uses after its end."""
+    with contextlib.suppress(*NOT_COLLECTED):
+        docker_client.connect().networks.get(name).remove()
+
+
+def _await_removal(thread: threading.Thread) -> None:
+    with containers.delay_interrupts():
+        thread.join()
+
+
+def _remove_all(client: docker.DockerClient, opened: OpenJob, console: Console) -> None:
+    """Removes the job's objects from Docker. A volume with checkpoints that could not be collected stays."""
+    with containers.delay_interrupts():
+        containers.remove_objects(client, opened.identity, volumes=not opened.record.uncollected)
+    if opened.record.uncollected:
+        volume = volume_name(opened.identity)
+        print_line(
+            f"the newest checkpoints were not collected. They are in the Docker volume {volume}. Fix: if a disk"
+            f" is full, make room for them. Then continue from them with: shoal run --resume {opened.name}",
+            console,
+        )

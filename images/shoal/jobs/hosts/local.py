@@ -185,6 +185,9 @@ class LocalHosts:
                 print_line(f"the checkpoints were not collected: {error}. They are in {place}", self.console)
         return self.trees
 
+    def begin_removal(self, opened: OpenJob, has_succeeded: bool) -> None:
+        """Does nothing: the processes have ended."""
+
     def remove_copies(self, is_collected: bool) -> None:
         """Removes the copies of the code, and if they are collected, of the checkpoints."""
         for tree in self.trees.values():

@@ -1,0 +1,132 @@
+"""A host that is made ready before its job: `train` imports, waits for a file, and runs the source of that time."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .conftest import TRAIN, Tree, clean_environment
+
+LIMIT = 60
+ONE: dict[str, Any] = {"sagemaker_program": "train.py"}
+TWO = {**ONE, "sagemaker_mpi_num_of_processes_per_host": 2}
+LAUNCHERS = {
+    "no launcher": (ONE, 1),
+    "torchrun": ({**TWO, "sagemaker_torch_distributed_enabled": True}, 2),
+    "mpirun": ({**TWO, "sagemaker_mpi_enabled": True}, 2),
+}
+# A package of data/standby.json that says where it was imported.
+PACKAGE = """\
+import os
+importer = os.getpid()
+with open(os.path.join(os.environ["IMPORTED"], str(importer)), "w") as file:
+    file.write("done")
+"""
+SCRIPT = """\
+import json, os, sys
+import transformers
+forked = transformers.importer != os.getpid()
+print("ran " + json.dumps({"forked": forked, "version": VERSION, "argv": sys.argv[1:]}), flush=True)
+"""
+
+
+class Waiting:
+    """A `train` that waits, and has imported."""
+
+    def __init__(self, tree: Tree, packages: Path) -> None:
+        self.start_file, self.imported = packages / "start", packages / "imported"
+        self.imported.mkdir()
+        (packages / "transformers.py").write_text(PACKAGE)
+        variables = {
+            "PYTHONPATH": str(packages),
+            "IMPORTED": str(self.imported),
+            "SHOAL_START_FILE": str(self.start_file),
+        }
+        env = clean_environment(SAGEMAKER_BASE_DIR=str(tree.base), **variables)
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(TRAIN, env=env, stdout=pipe, stderr=pipe, text=True)
+        until = time.monotonic() + LIMIT
+        while not [path for path in self.imported.iterdir() if path.read_text()]:
+            assert time.monotonic() < until and self.process.poll() is None
+            time.sleep(0.02)
+
+    def run(self) -> list[dict[str, Any]]:
+        """Let the job start, and return the lines of its ranks."""
+        self.start_file.touch()
+        out, err = self.process.communicate(timeout=LIMIT)
+        assert self.process.returncode == 0, err
+        return [json.loads(line.partition("ran ")[2]) for line in out.splitlines() if "ran " in line]
+
+
+@pytest.fixture
+def waiting(tree: Tree, tmp_path: Path) -> Waiting:
+    tree.script(SCRIPT.replace("VERSION", "1"))
+    tree.hyperparameters(**ONE)
+    (tmp_path / "packages").mkdir()
+    return Waiting(tree, tmp_path / "packages")
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_ranks_are_forked_with_the_source_and_hyperparameters_of_the_start(
+    tree: Tree, tmp_path: Path, launcher: str
+) -> None:
+    hyperparameters, ranks = LAUNCHERS[launcher]
+    tree.script(SCRIPT.replace("VERSION", "1"))
+    tree.hyperparameters(**hyperparameters, epochs=1)
+    (tmp_path / "packages").mkdir()
+    waiting = Waiting(tree, tmp_path / "packages")
+    tree.script(SCRIPT.replace("VERSION", "helper.version"))
+    tree.script(
+        SCRIPT.replace("import transformers", "import transformers, helper").replace("VERSION", "helper.version")
+    )
+    tree.script("version = 2", "helper.py")
+    epochs = 1 if launcher == "mpirun" else 3
+    tree.hyperparameters(**hyperparameters, epochs=epochs)
+    assert waiting.run() == [{"forked": True, "version": 2, "argv": ["--epochs", str(epochs)]}] * ranks
+    assert len(list(waiting.imported.iterdir())) == 1
+    assert tree.report["launch_seconds"] < LIMIT, "the time of waiting does not count"
+
+
+CHANGES = {
+    "an import less": {"train.py": "print('ran {\"forked\": false}')"},
+    "a variable before the import": {"train.py": "import os\nos.environ['HF_HOME'] = '/x'\n" + SCRIPT},
+    "a module with the name of an installed one": {"queue.py": "from _queue import *\n"},
+    "another version of an imported package": {"transformers.py": "importer = __import__('os').getpid()\n"},
+    "a requirement": {"requirements.txt": "--no-index\n"},
+}
+
+
+def test_ranks_of_mpirun_get_other_hyperparameters_too(tree: Tree, tmp_path: Path) -> None:
+    """The standby has their command from its start, so a new one forks them."""
+    hyperparameters, ranks = LAUNCHERS["mpirun"]
+    tree.script(SCRIPT.replace("VERSION", "1"))
+    tree.hyperparameters(**hyperparameters, epochs=1)
+    (tmp_path / "packages").mkdir()
+    waiting = Waiting(tree, tmp_path / "packages")
+    tree.hyperparameters(**hyperparameters, epochs=3)
+    assert waiting.run() == [{"forked": True, "version": 1, "argv": ["--epochs", "3"]}] * ranks
+    assert len(list(waiting.imported.iterdir())) == 2
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_ranks_are_not_forked_if_the_imports_may_be_others(tree: Tree, waiting: Waiting, change: str) -> None:
+    for name, text in CHANGES[change].items():
+        tree.script(text.replace("VERSION", "2"), name)
+    assert [row["forked"] for row in waiting.run()] == [False]
+
+
+def test_a_job_that_could_not_be_planned_early_starts_all_the_same(tree: Tree, tmp_path: Path) -> None:
+    (tmp_path / "packages" / "imported").mkdir(parents=True)
+    start = tmp_path / "start"
+    env = clean_environment(SAGEMAKER_BASE_DIR=str(tree.base), SHOAL_START_FILE=str(start))
+    process = subprocess.Popen(TRAIN, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    tree.script("print('it runs')")
+    tree.hyperparameters(**ONE)
+    start.touch()
+    out, _ = process.communicate(timeout=LIMIT)
+    assert (process.returncode, "it runs" in out) == (0, True), out

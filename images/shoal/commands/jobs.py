@@ -353,7 +353,7 @@ def watch_source(options: RunOptions, progress: Console) -> NoReturn:
     first = options.to_record().request
     files = [*(options.env_file or ()), *(secret.file for secret in first.secrets if secret.file)]
     changes = Changes(first.selection, tuple(files))
-    _run_watched(options, progress, None)
+    earlier = _run_watched(options, progress, None, None)
     while True:
         with contextlib.ExitStack() as stack:
             try:
@@ -366,7 +366,7 @@ def watch_source(options: RunOptions, progress: Console) -> NoReturn:
             if ready is None or not ready.fits(options, changed):
                 stack.close()
                 ready = None
-            _run_watched(options, progress, ready)
+            earlier = _run_watched(options, progress, ready, earlier)
 
 
 def _join_changes(changed: Sequence[str]) -> str:
@@ -414,31 +414,45 @@ def _make_ready(options: RunOptions, progress: Console, stack: contextlib.ExitSt
         return None
 
 
-def _run_watched(options: RunOptions, progress: Console, ready: ReadyJob | None) -> None:
-    """Runs a job, and prints how it ended. An error, or an interrupt of the run, is printed, and ends only the run."""
-    try:
-        if ready is not None:
-            ready.opened.begin()
-            ready.opened.log.began = time.time()
-            result = _run_to_end(ready.opened, progress, options, None, ready.hosts)
-            request = ready.opened.record.request
-        else:
+def _run_watched(
+    options: RunOptions, progress: Console, ready: ReadyJob | None, earlier: JobRecord | None
+) -> JobRecord | None:
+    """Runs a job, and prints how it ended. An error, or an interrupt of the run, is printed, and ends only the run.
+
+    Args:
+        earlier: The record of the first run, with the owners of the files that decide what runs. They must not change.
+
+    Returns:
+        The same, or the record of this run if it is the first one.
+    """
+    with contextlib.ExitStack() as stack:
+        try:
+            build_seconds = None
             record = options.to_record()
-            tag, build_seconds = _prepare_image(record.request, options.build, progress)
-            record = dataclasses.replace(record, request=dataclasses.replace(record.request, image=tag))
-            with open_job(record, None) as opened:
-                result = _run_to_end(opened, progress, options, build_seconds)
-                request = opened.record.request
-    except KeyboardInterrupt:
-        return
-    except Exception as error:
-        failure = convert_error(error)
-        if failure is None:
-            raise
-        print_failure(failure)
-        return
-    summary.print_summary(progress, request, result)
+            if earlier is not None:
+                check_owners(earlier, record.request, "--watch")
+            if ready is None:
+                tag, build_seconds = _prepare_image(record.request, options.build, progress)
+                record = dataclasses.replace(record, request=dataclasses.replace(record.request, image=tag))
+                opened = stack.enter_context(open_job(record, None))
+            else:
+                opened = ready.opened
+                opened.begin()
+                opened.log.began = time.time()
+            earlier = earlier or opened.record
+            result = _run_to_end(opened, progress, options, build_seconds, ready.hosts if ready else None)
+            stack.close()
+        except KeyboardInterrupt:
+            return earlier
+        except Exception as error:
+            failure = convert_error(error)
+            if failure is None:
+                raise
+            print_failure(failure)
+            return earlier
+    summary.print_summary(progress, opened.record.request, result)
     _print_report(progress, result.report)
+    return earlier
 
 
 def _run_to_end(

@@ -1,0 +1,60 @@
+"""`shoal run --watch` without Docker: the loop, and options that it refuses."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ..watching import SECONDS, Watching
+
+SHOAL = Path(sys.executable).with_name("shoal")
+
+
+@pytest.fixture
+def watching(tmp_path: Path) -> Iterator[Watching]:
+    source = tmp_path / "code"
+    source.mkdir()
+    (source / "train.py").write_text("print('one')")
+    script, output = str(source / "train.py"), str(tmp_path / "jobs")
+    words = (str(SHOAL), "run", "pytorch", script, "--engine", "none", "--watch", "--plain", "--output", output)
+    made = Watching(words, source)
+    yield made
+    made.process.kill()
+    made.process.wait()
+
+
+def test_each_change_runs_the_script_again(watching: Watching, tmp_path: Path) -> None:
+    assert "one" in watching.read_until("watching for changes")
+    assert "ModuleNotFoundError" in watching.run_again("import helper\nprint('two', helper.x)")
+    again = watching.run_again("x = 2", "helper.py")
+    assert "changed: helper.py (new); running train.py again" in again and "two 2" in again
+    watching.save("import time\nprint('it sleeps', flush=True)\ntime.sleep(1000)\n")
+    watching.read_until("it sleeps")
+    watching.save("print('four')")  # does not end the run
+    watching.process.send_signal(signal.SIGINT)
+    output = watching.read_until("four")
+    assert "stopping; the script has" in output and "changed: train.py" in output
+    watching.read_until("watching for changes")
+    watching.process.send_signal(signal.SIGINT)
+    assert watching.process.wait(SECONDS) == 128 + signal.SIGINT
+    assert len(os.listdir(tmp_path / "jobs")) == 5  # noqa: PTH208
+
+
+def test_a_source_of_another_user_is_not_run(watching: Watching) -> None:
+    watching.read_until("watching for changes")
+    os.chown(watching.source, 12345, -1)
+    refused = watching.run_again("print('stolen')")
+    assert "belongs to the user 12345 now" in refused and "stolen" not in refused
+
+
+def test_a_signal_to_end_ends_the_run_and_the_command(watching: Watching) -> None:
+    watching.read_until("watching for changes")
+    watching.save("import time\nprint('it sleeps', flush=True)\ntime.sleep(1000)\n")
+    watching.read_until("it sleeps")
+    watching.process.send_signal(signal.SIGTERM)
+    assert watching.process.wait(SECONDS) == 128 + signal.SIGTERM

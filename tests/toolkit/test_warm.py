@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import time
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from .conftest import TRAIN, Tree, clean_environment
+from .netns import UNAVAILABLE, running, two_hosts
 
 LIMIT = 60
 ONE: dict[str, Any] = {"sagemaker_program": "train.py"}
@@ -90,6 +92,37 @@ def test_ranks_are_forked_with_the_source_and_hyperparameters_of_the_start(
     assert waiting.run() == [{"forked": True, "version": 2, "argv": ["--epochs", str(epochs)]}] * ranks
     assert len(list(waiting.imported.iterdir())) == 1
     assert tree.report["launch_seconds"] < LIMIT, "the time of waiting does not count"
+
+
+@pytest.mark.mpi
+@pytest.mark.skipif(bool(UNAVAILABLE), reason=UNAVAILABLE)
+@pytest.mark.parametrize("launcher", ["torchrun", "mpirun"])
+def test_ranks_of_two_hosts_are_forked(tmp_path: Path, launcher: str) -> None:
+    """Each `train` is PID 1 of its host, and accepts members of the job only, as with `shoal run`."""
+    packages, imported, start_file = tmp_path / "packages", tmp_path / "imported", tmp_path / "start"
+    for directory in (packages, imported):
+        directory.mkdir()
+    (packages / "transformers.py").write_text(PACKAGE.replace("str(importer)", "f'{os.uname().nodename}-{importer}'"))
+    variables = {"PYTHONPATH": str(packages), "IMPORTED": str(imported), "SHOAL_START_FILE": str(start_file)}
+    secret = {"SHOAL_MEMBERS_ONLY": "1", "SHOAL_JOB_SECRET": "a secret of the test"}
+    with two_hosts(tmp_path) as hosts:
+        for host in hosts:
+            host.tree.script(SCRIPT.replace("VERSION", "1"))
+            host.tree.hyperparameters(**LAUNCHERS[launcher][0])
+        processes = [host.start(**variables, **secret) for host in hosts]
+        with running(*processes):
+            until = time.monotonic() + LIMIT
+            while len([path for path in imported.iterdir() if path.read_text()]) < 2:
+                assert time.monotonic() < until and all(process.poll() is None for process in processes)
+                time.sleep(0.02)
+            for host in hosts:
+                host.tree.script(SCRIPT.replace("VERSION", "2"))
+            start_file.touch()
+            done = [host.finished(process) for host, process in zip(hosts, processes)]
+    rows = [json.loads(text) for each in done for text in re.findall("ran (.*)", each.out)]
+    assert [each.code for each in done] == [0, 0], done
+    assert rows == [{"forked": True, "version": 2, "argv": []}] * 4, done
+    assert len(list(imported.iterdir())) == 2, "each host has imported once, before the job"
 
 
 CHANGES = {

@@ -178,6 +178,7 @@ lock: setup ## resolve the requirements of all images to lock files with hashes
 #: launch        how fast `train` launches, in containers of the image
 #: cluster       jobs on 2 to 64 hosts of this machine, and on Slurm: time, memory, open files (as root)
 #: images        image sizes, and builds against docker build; QUICK=1: without the matrix, MATRIX=1: only the matrix
+#: registry      from a registry to the first step at 200 Mbit/s, sizes, bytes of a release (as root; SOCI=DIRECTORY)
 #: everyday      which imports and commands of published scripts the default images lack
 #: dataparallel  collectives and a step on the backend smddp against gloo and MPI
 #: link          all_reduce between two hosts over 1 Gbit/s, smddp against gloo (needs root)
@@ -220,6 +221,7 @@ bench-tensorflow: MODULE = tensorflow_image
 bench-launch bench-tensorflow bench-images: OPTIONS = --image $(IMAGE)
 bench-images: OPTIONS += $(if $(QUICK),--quick) $(if $(MATRIX),--matrix)
 bench-compression: OPTIONS = $(if $(TENSORFLOW),--tensorflow $(TENSORFLOW))
+bench-registry: OPTIONS = $(if $(SOCI),--soci $(SOCI))
 bench-house: OPTIONS = $(if $(SINCE),--since $(SINCE))
 bench-launch bench-tensorflow bench-images bench-faults: image
 $(patsubst %,bench-%,$(filter-out start,$(BENCHMARKS))): bench-%: setup-all

@@ -52,9 +52,22 @@ def two_hosts(rate: str) -> Iterator[tuple[Host, Host]]:
         _do("ip", "link", "add", *ends[:3], "type", "veth", "peer", *ends[3:])
         for host in (first, second):
             _set_up(host)
-            shape = ["rate", rate, "burst", str(_BURST_BYTES), "latency", f"{_QUEUE_MILLISECONDS}ms"]
-            _do(*host.command("tc", "qdisc", "add", "dev", INTERFACE, "root", "tbf", *shape))
+            _shape(host, INTERFACE, rate)
         yield first, second
+
+
+@contextmanager
+def shaped_host(rate: str) -> Iterator[Host]:
+    """One host that can reach only itself, by its address and at `rate`, in the words of tc: 1gbit.
+
+    Raises CalledProcessError as `two_hosts` does.
+    """
+    with ExitStack() as undo:
+        (host,) = _make_namespaces(1, undo)
+        _do("ip", "-n", host.namespace, "link", "set", "lo", "mtu", "1500", "up")
+        _do("ip", "-n", host.namespace, "address", "add", f"{host.address}/32", "dev", "lo")
+        _shape(host, "lo", rate)
+        yield host
 
 
 @contextmanager
@@ -93,6 +106,11 @@ def _set_up(host: Host) -> None:
     _do("ip", "-n", host.namespace, "address", "add", f"{host.address}/{_MASK}", "dev", INTERFACE)
     _do("ip", "-n", host.namespace, "link", "set", INTERFACE, "up")
     _do("ip", "-n", host.namespace, "link", "set", "lo", "up")
+
+
+def _shape(host: Host, interface: str, rate: str) -> None:
+    shape = ["rate", rate, "burst", str(_BURST_BYTES), "latency", f"{_QUEUE_MILLISECONDS}ms"]
+    _do(*host.command("tc", "qdisc", "add", "dev", interface, "root", "tbf", *shape))
 
 
 def _do(*words: str) -> None:

@@ -18,9 +18,12 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import docker
 import pytest
+
+from shoal.builds import soci
 
 from ..repeats import in_soak
 from ..tested_images import CLONE
@@ -127,20 +130,22 @@ def way(registry: int) -> Iterator[Way]:
 
 @pytest.fixture
 def checkout(client: docker.DockerClient, tmp_path: Path) -> Iterator[Path]:
-    """A project of one image, which the engine has."""
+    """A project of one image, which the engine has, with a layer that is large enough for an index."""
     (tmp_path / "dockerfiles").mkdir()
     (tmp_path / "dockerfiles" / "versions.yml").write_text(VERSIONS)
     (tmp_path / "buildspec.yml").write_text(BUILDSPEC)
     layer = io.BytesIO()
     with tarfile.open(fileobj=layer, mode="w") as archive:
-        archive.addfile(tarfile.TarInfo("empty"))
+        large = tarfile.TarInfo("large")
+        large.size = 11 << 20
+        archive.addfile(large, io.BytesIO(os.urandom(large.size)))
     client.api.import_image_from_data(layer.getvalue(), *TAG.split(":"))
     yield tmp_path
     client.images.remove(TAG)
 
 
-def push(checkout: Path, way: Way, password: str) -> subprocess.CompletedProcess[str]:
-    command = [str(Path(sys.executable).with_name("shoal")), *arguments(checkout, way, password)]
+def push(checkout: Path, way: Way, password: str, *options: str) -> subprocess.CompletedProcess[str]:
+    command = [str(Path(sys.executable).with_name("shoal")), *arguments(checkout, way, password), *options]
     environment = {**os.environ, "DOCKER_CONFIG": str(checkout)}
     return subprocess.run(
         command, cwd=checkout, env=environment, capture_output=True, text=True, timeout=120, check=False
@@ -161,13 +166,47 @@ def test_an_image_is_in_the_registry(client: docker.DockerClient, checkout: Path
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.count("; trying again") == failures / 2
     assert way.failures == 0
+    digest, _ = fetch(way, "application/vnd.docker.distribution.manifest.v2+json")
+    assert digest in ended.stdout
+    assert client.images.get(TAG).tags == [TAG]
+
+
+def fetch(way: Way, kind: str) -> tuple[str, dict[str, Any]]:
+    """Return the digest and the content of the image's manifest."""
     repository, version = TAG.split(":")
     request = urllib.request.Request(f"http://{way.address}/v2/team/{repository}/manifests/{version}")
-    request.add_header("Accept", "application/vnd.docker.distribution.manifest.v2+json")
+    request.add_header("Accept", kind)
     request.add_header("Authorization", "Basic " + base64.b64encode(f"shoal:{PASSWORD}".encode()).decode())
     with urllib.request.urlopen(request, timeout=10) as answer:
-        assert answer.headers["Docker-Content-Digest"] in ended.stdout
-    assert client.images.get(TAG).tags == [TAG]
+        return answer.headers["Docker-Content-Digest"], json.load(answer)
+
+
+def test_zstd_is_in_the_registry(checkout: Path, way: Way) -> None:
+    way.failures = 2
+    ended = push(checkout, way, PASSWORD, "--compression", "zstd")
+    assert ended.returncode == 0, ended.stderr
+    assert way.failures == 0
+    digest, manifest = fetch(way, soci.MANIFEST)
+    assert digest in ended.stdout
+    assert [layer["mediaType"].rpartition("+")[2] for layer in manifest["layers"]] == ["zstd"]
+
+
+def test_docker_pulls_the_same_image_from_a_lazy_one(client: docker.DockerClient, checkout: Path, way: Way) -> None:
+    ended = push(checkout, way, PASSWORD, "--lazy")
+    assert ended.returncode == 0, ended.stderr
+    _, index = fetch(way, soci.INDEX)
+    assert len(index["manifests"]) == 2
+    before = client.images.get(TAG)
+    before.tag(f"{TAG}-kept")  # for the fixture
+    client.images.remove(TAG)
+    login = {"username": "shoal", "password": PASSWORD}
+    pulled = client.images.pull(f"{way.address}/team/{TAG}", auth_config=login)
+    try:
+        assert pulled.id == before.id
+    finally:
+        before.tag(TAG)
+        for name in (f"{TAG}-kept", pulled.tags[0]):
+            client.images.remove(name)
 
 
 def test_a_wrong_password_is_reported_at_once(client: docker.DockerClient, checkout: Path, way: Way) -> None:

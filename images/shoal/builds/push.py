@@ -1,34 +1,55 @@
-"""Pushes images to a registry, and retries after errors that may be temporary."""
+"""Pushes images to a registry, and retries after errors that may be temporary.
+
+Docker pushes them as it compresses them. Another compression, or an index for lazy loading, is made and sent here.
+"""
 
 from __future__ import annotations
 
 import re
+import shutil
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import docker
 import docker.errors
+import docker.models.images
 import requests
 import urllib3.exceptions
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
+from shoal.builds import layers, registry, soci
 from shoal.console import print_line
 from shoal.docker_client import containers
-from shoal.errors import PushError
+from shoal.errors import DiskError, PushError
 
 TRIES = 5
+_SAVED_AT_ONCE = 1024 * 1024  # bytes of an image that Docker sends at once
 _PREFIX = re.compile(r"[a-z0-9.-]+(:\d+)?(/[a-z0-9]+([._-]+[a-z0-9]+)*)*")
 # How registries and networks report temporary errors.
 _TRANSIENT = re.compile(
-    r"time(d )?out|connection (refused|reset)|closed (idle|network) connection|broken pipe|\beof\b"
+    r"time(d )?out|connection (refused|reset|aborted)|closed (idle|network) connection|broken pipe|\beof\b"
     r"|temporary failure|server misbehaving|unexpected http (response )?(code|status):? 5\d\d"
     r"|\b(429|500|502|503|504)\b|too ?many ?requests|unavailable",
     re.IGNORECASE,
 )
+
+
+@dataclass(frozen=True)
+class Format:
+    """How an image is stored in a registry: compressed by Docker if `compression` is None and it is not `lazy`."""
+
+    compression: layers.Compression | None = None
+    lazy: bool = False
+    """Whether it has a SOCI index, for which it is compressed with gzip."""
+
+
+DOCKERS = Format()
 
 
 @dataclass(frozen=True)
@@ -59,21 +80,28 @@ def make_reference(tag: str, prefix: str) -> str:
 
 
 def push_image(
-    client: docker.DockerClient, tag: str, target: str, console: Console, wait: Callable[[float], object] = time.sleep
+    client: docker.DockerClient,
+    tag: str,
+    target: str,
+    console: Console,
+    wait: Callable[[float], object] = time.sleep,
+    stored: Format = DOCKERS,
 ) -> Pushed:
     """Pushes the image `tag` as `target`, with the credentials that `docker login` has stored.
 
-    The image has the tag `target` meanwhile. Temporary errors are retried after 1, 2, 4 and 8 seconds, for which `wait`
-    is called.
+    If Docker pushes it, the image has the tag `target` meanwhile. If not, its compressed layers are in a temporary
+    directory. Temporary errors are retried after 1, 2, 4 and 8 seconds, for which `wait` is called.
 
     Raises:
         PushError: With the registry's words, or if Docker goes away or lacks the image.
+        DiskError: If the temporary directory has no place for the layers.
     """
     started = time.monotonic()
-    with _report_lost_docker(target), _tagged(client, tag, target):
+    prepare = _tagged if stored == DOCKERS else _packed
+    with _report_lost_docker(target), prepare(client, tag, target, stored) as send:
         for tries in range(1, TRIES + 1):
             try:
-                digest = _try(client, target, console)
+                digest = send(console)
             except PushError as error:
                 if tries == TRIES or not _TRANSIENT.search(str(error)):
                     raise PushError(f"{target}: {error}{_advice(str(error), tries)}") from None
@@ -98,29 +126,70 @@ def _report_lost_docker(target: str) -> Iterator[None]:
         ) from error
 
 
+Send = Callable[[Console], str]
+"""Sends an image once, and returns its digest. Raises PushError if the registry or Docker reports an error."""
+
+
 @contextmanager
-def _tagged(client: docker.DockerClient, tag: str, target: str) -> Iterator[None]:
+def _tagged(client: docker.DockerClient, tag: str, target: str, _: Format) -> Iterator[Send]:
     """A tag that the image had before stays. Another image that has this tag loses it."""
-    try:
-        image = client.images.get(tag)
-    except docker.errors.ImageNotFound:
-        raise PushError(f"{tag}: Docker does not have it. Fix: shoal build {tag}") from None
+    image = _find(client, tag)
     is_new = target not in image.tags
     try:
         with containers.delay_interrupts():
             image.tag(target)
-        yield
+        yield lambda console: _try(client, target, console)
     finally:
         if is_new:
             with containers.delay_interrupts(), suppress(docker.errors.ImageNotFound):  # Docker did not tag it
                 client.images.remove(target)
 
 
+@contextmanager
+def _packed(client: docker.DockerClient, tag: str, target: str, stored: Format) -> Iterator[Send]:
+    """Compresses the image into a temporary directory. Each try sends only blobs that the registry lacks."""
+    image = _find(client, tag)
+    with tempfile.TemporaryDirectory(prefix="shoal-push-") as name:
+        size, free = image.attrs["Size"], shutil.disk_usage(name).free
+        if free < size:
+            raise DiskError(
+                f"{name}: {free / 1e9:.1f} GB free, and the layers of {tag} may need {size / 1e9:.1f} GB. Fix: free"
+                " some, or set TMPDIR to a directory on another disk"
+            )
+        chunks = image.save(chunk_size=_SAVED_AT_ONCE)
+        packed = layers.pack_image(tag, chunks, Path(name), stored.compression or "gzip", with_entries=stored.lazy)
+        publication = soci.publish_lazy(packed) if stored.lazy else soci.publish_plain(packed)
+        yield lambda console: _send(publication, target, console)
+
+
+def _find(client: docker.DockerClient, tag: str) -> docker.models.images.Image:
+    try:
+        return client.images.get(tag)
+    except docker.errors.ImageNotFound:
+        raise PushError(f"{tag}: Docker does not have it. Fix: shoal build {tag}") from None
+
+
+def _send(publication: soci.Publication, target: str, console: Console) -> str:
+    """Sends the blobs and manifests that the registry lacks, and returns the digest of the one with the tag."""
+    place = registry.Registry(target)
+    with _progress(console) as progress:
+        task = progress.add_task(target, total=sum(blob.size for blob in publication.blobs))
+        for blob in publication.blobs:
+            place.send_blob(blob, lambda count: progress.advance(task, count))
+    for manifest in publication.manifests:
+        place.send_manifest(manifest, by_tag=False)
+    return place.send_manifest(publication.tagged, by_tag=True)
+
+
+def _progress(console: Console) -> Progress:
+    columns = TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TransferSpeedColumn()
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+
+
 def _try(client: docker.DockerClient, target: str, console: Console) -> str:
     """Pushes once, and returns the manifest's digest. Raises PushError if the registry or Docker reports an error."""
     digest = ""
-    columns = TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TransferSpeedColumn()
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    with _progress(console) as progress:
         task = progress.add_task(target, total=None)
         layers: dict[str, Mapping[str, int]] = {}
         lines: Iterable[dict[str, Any]] = client.api.push(target, stream=True, decode=True)

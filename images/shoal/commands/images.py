@@ -12,6 +12,7 @@ from rich.console import Console
 
 from shoal import docker_client
 from shoal.builds import builder, listing, plan, push
+from shoal.builds.layers import Compression
 from shoal.commands.common import (
     BUILD,
     EVERY_DAY,
@@ -138,6 +139,17 @@ def push_images(
     images: NamedImages = None,
     skip: Skip = None,
     every: EveryImage = False,
+    compression: Annotated[
+        Compression | None,
+        typer.Option(
+            help="Compress the layers again. zstd is smaller; Docker 23, containerd 1.5 and later can pull it. Without"
+            " it, they are Docker's gzip."
+        ),
+    ] = None,
+    lazy: Annotated[
+        bool,
+        typer.Option("--lazy", help="Add a SOCI index, with which clients of SOCI start jobs before the pull ends."),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Push built images to a registry, with the credentials of `docker login`. Network errors are retried.
@@ -146,22 +158,27 @@ def push_images(
 
     Example: shoal push pytorch --to registry.example.org/team
     """
+    if lazy and compression == "zstd":
+        raise UsageError("--lazy with --compression zstd: clients of SOCI read gzip only. Fix: leave out one of them")
+    stored = push.Format(compression, lazy)
     _, matrix = open_project()
     chosen = choose_images(matrix, f"push --to {to}", images, skip, every)
     targets = {image.tag: push.make_reference(image.tag, to) for image in chosen}
     client = docker_client.connect()
     progress = progress_console(as_json)
-    results = [_push_image(client, tag, target, progress) for tag, target in targets.items()]
+    results = [_push_image(client, tag, target, progress, stored) for tag, target in targets.items()]
     if as_json:
         print_json(results)
     raise_first(result.error for result in results)
 
 
-def _push_image(client: docker.DockerClient, tag: str, target: str, progress: Console) -> push.Pushed:
+def _push_image(
+    client: docker.DockerClient, tag: str, target: str, progress: Console, stored: push.Format
+) -> push.Pushed:
     """An error that a user can act on becomes part of the result, and is not printed. Others are raised."""
     started = time.monotonic()
     try:
-        pushed = push.push_image(client, tag, target, progress)
+        pushed = push.push_image(client, tag, target, progress, stored=stored)
     except EXPECTED as error:
         return push.Pushed(tag, target, "failed", round(time.monotonic() - started, 3), error=error)
     print_line(f"✓ {target}@{pushed.digest} in {pushed.seconds:.1f} s", progress)

@@ -12,7 +12,7 @@ import posixpath
 import re
 import stat
 import tarfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from types import SimpleNamespace
 from typing import IO, Any, NoReturn
@@ -46,6 +46,32 @@ def open_stream(source: IO[bytes], size: int = _AT_ONCE) -> tarfile.TarFile:
         size: How many bytes are read at once, a multiple of 512.
     """
     return tarfile.open(fileobj=source, mode="r|", bufsize=size, tarinfo=_Entry)
+
+
+class Chunks(io.RawIOBase):
+    """A readable file over an iterable of bytes, which is read once from begin to end."""
+
+    def __init__(self, chunks: Iterable[bytes]) -> None:
+        self._chunks, self._rest = iter(chunks), memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Fills the buffer from the current chunk, or the next one. Returns 0 at the end."""
+        while not self._rest:
+            try:
+                self._rest = memoryview(next(self._chunks))
+            except StopIteration:
+                return 0
+        size = min(len(buffer), len(self._rest))
+        buffer[:size], self._rest = self._rest[:size], self._rest[size:]
+        return size
+
+
+def is_tar(begin: bytes) -> bool:
+    """Returns whether a file begins like a tar archive, from its first 512 bytes."""
+    return begin[257:262] == b"ustar" or (len(begin) == 512 and not any(begin))
 
 
 class _Entry(tarfile.TarInfo):

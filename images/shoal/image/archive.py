@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import IO, Any, Literal, cast
 
-from shoal.docker_client.archive import open_stream
+from shoal.docker_client.archive import Chunks, is_tar, open_stream
 from shoal.errors import ImageError
 from shoal.image import deflate
 from shoal.limits import MOST_LAYER, MOST_LAYER_ENTRIES, MOST_LAYER_TEXT, MOST_LAYERS, MOST_PATH
@@ -115,27 +115,6 @@ def read_layers(name: str, chunks: Iterable[bytes], known: Blobs | None = None) 
     return tuple(_layers(name, members))
 
 
-class Chunks(io.RawIOBase):
-    """A readable file over an iterable of bytes, which is read once from begin to end."""
-
-    def __init__(self, chunks: Iterable[bytes]) -> None:
-        self._chunks, self._rest = iter(chunks), memoryview(b"")
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        """Fills the buffer from the current chunk, or the next one. Returns 0 at the end."""
-        while not self._rest:
-            try:
-                self._rest = memoryview(next(self._chunks))
-            except StopIteration:
-                return 0
-        size = min(len(buffer), len(self._rest))
-        buffer[:size], self._rest = self._rest[:size], self._rest[size:]
-        return size
-
-
 class Budget:
     """What is left of the limits for an image, over all its layers. Raises `ImageError` if it is used up."""
 
@@ -191,17 +170,13 @@ def _keep(archive: tarfile.TarFile, member: tarfile.TarInfo, members: _Members, 
     if begin[:2] == b"\x1f\x8b":
         with gzip.open(buffered) as unpacked:
             members.layers[name] = known[name] = _layer(cast(IO[bytes], unpacked), pool, members.budget)
-    elif _is_tar(begin):
+    elif is_tar(begin):
         members.layers[name] = known[name] = _layer(buffered, pool, members.budget)
     elif found := [word for magic, word in _OTHER_COMPRESSIONS.items() if begin.startswith(magic)]:
         members.compressions[name] = found[0]
     elif member.size <= _MOST_TEXT and begin[:1] in (b"{", b"["):
         members.budget.take(text=member.size)
         members.texts[name] = buffered.read()
-
-
-def _is_tar(begin: bytes) -> bool:
-    return begin[257:262] == b"ustar" or (len(begin) == 512 and not any(begin))
 
 
 def _layer(content: IO[bytes], pool: ThreadPoolExecutor, budget: Budget) -> LayerTar:

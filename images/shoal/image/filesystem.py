@@ -14,9 +14,9 @@ import docker
 import pydantic
 
 from shoal.docker_client import containers
-from shoal.docker_client.archive import open_stream
+from shoal.docker_client.archive import Chunks, open_stream
 from shoal.image import owners
-from shoal.image.archive import Budget, Chunks, Entry, normalize_path, read_entries
+from shoal.image.archive import Budget, Entry, normalize_path, read_entries
 
 _BLOCK = 1 << 20
 _HEADER = 16  # bytes of a .pyc header: magic number, flags, time and size of the source, four bytes each

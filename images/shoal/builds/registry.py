@@ -1,0 +1,202 @@
+"""Sends blobs and manifests to a registry, by the distribution API of OCI.
+
+Docker can only push what it has compressed itself. It uses the credentials of `docker login`, also from a helper.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+from urllib.parse import urljoin, urlsplit
+
+import docker.auth
+import docker.errors
+import requests
+from requests.auth import HTTPBasicAuth
+
+from shoal.builds.layers import Blob
+from shoal.errors import PushError
+
+_TIMEOUT = (20, 300)  # seconds to connect, and of silence
+_SHOWN = 300  # characters of an answer
+_HUB = "index.docker.io"
+_LOOPBACK = re.compile(r"(localhost|127(\.\d+){3}|\[::1\])(:\d+)?")
+_CERTIFICATES = Path("/etc/docker/certs.d")
+_PARAMETER = re.compile(r'(\w+)="([^"]*)"')
+
+OnSent = Callable[[int], object]
+
+
+class Registry:
+    """A repository in a registry. Each method raises PushError with the registry's or the network's words."""
+
+    def __init__(self, reference: str) -> None:
+        """Finds the credentials of `docker login`, and whether a registry on this machine speaks HTTPS.
+
+        Args:
+            reference: The image's name, with its registry: registry.example.org/team/name:tag.
+        """
+        self.host, _, rest = reference.partition("/")
+        self.repository, _, self.tag = rest.rpartition(":")
+        self._session = requests.Session()
+        authority = _CERTIFICATES / self.host / "ca.crt"
+        if authority.is_file():
+            self._session.verify = str(authority)
+        self._login = _find_login(self.host)
+        self._token = ""
+        self._base = self._find_base()
+
+    def send_blob(self, blob: Blob, on_sent: OnSent) -> bool:
+        """Sends a blob, unless the repository has it. Returns whether it was sent.
+
+        `on_sent` is called with the number of bytes that were sent, or need not be.
+        """
+        # A refusal of HEAD has no words. The next request says why.
+        found = self._ask("HEAD", f"blobs/{blob.digest}", allowed=(200, 401, 403, 404))
+        if found.status_code == requests.codes.ok:
+            on_sent(blob.size)
+            return False
+        answer = self._ask("POST", "blobs/uploads/", allowed=(202,))
+        place = urljoin(answer.url, answer.headers.get("Location", ""))
+        address = f"{place}{'&' if urlsplit(place).query else '?'}digest={blob.digest}"
+        headers = {"Content-Type": "application/octet-stream", "Content-Length": str(blob.size)}
+        with _open(blob) as content:
+            self._ask("PUT", address, allowed=(201,), headers=headers, data=_Counted(content, blob.size, on_sent))
+        return True
+
+    def send_manifest(self, manifest: Blob, *, by_tag: bool) -> str:
+        """Sends a manifest, as the tag or by its digest. Returns its digest."""
+        name = self.tag if by_tag else manifest.digest
+        headers = {"Content-Type": manifest.media_type}
+        self._ask("PUT", f"manifests/{name}", allowed=(201,), headers=headers, data=manifest.content)
+        return manifest.digest
+
+    def _find_base(self) -> str:
+        """A registry on this machine may speak HTTP, as for Docker."""
+        host = "registry-1.docker.io" if self.host == "docker.io" else self.host
+        base = f"https://{host}/v2/"
+        if not _LOOPBACK.fullmatch(self.host):
+            return base
+        try:
+            self._session.get(base, timeout=_TIMEOUT)
+        except requests.exceptions.SSLError:
+            return f"http://{host}/v2/"
+        except requests.RequestException as error:
+            raise PushError(_describe(error)) from error
+        return base
+
+    def _ask(
+        self,
+        method: str,
+        path: str,
+        allowed: tuple[int, ...],
+        headers: Mapping[str, str] | None = None,
+        data: Any = None,
+    ) -> requests.Response:
+        """Sends a request, with a new token if the registry asks for one. `path` may be a whole URL."""
+        address = path if "://" in path else f"{self._base}{self.repository}/{path}"
+        for _ in range(2):
+            answer = self._send(method, address, dict(headers or {}), data)
+            if answer.status_code != requests.codes.unauthorized or not self._authorize(answer):
+                break
+            if isinstance(data, _Counted):
+                data.rewind()
+        if answer.status_code not in allowed:
+            raise PushError(f"{method} {urlsplit(address).path}: {answer.status_code} {_read_words(answer)}")
+        return answer
+
+    def _send(self, method: str, address: str, headers: dict[str, str], data: Any) -> requests.Response:
+        # Credentials stay with the registry, also if it sends uploads to another host.
+        ours = urlsplit(address).netloc == urlsplit(self._base).netloc
+        if ours and self._token:
+            headers["Authorization"] = self._token
+        try:
+            return self._session.request(method, address, headers=headers, data=data, timeout=_TIMEOUT)
+        except requests.RequestException as error:
+            raise PushError(_describe(error)) from error
+
+    def _authorize(self, answer: requests.Response) -> bool:
+        """Gets the credentials that the registry asks for. Returns whether they are new."""
+        scheme, _, rest = answer.headers.get("WWW-Authenticate", "").partition(" ")
+        before = self._token
+        if scheme.lower() == "basic" and self._login:
+            request = HTTPBasicAuth(self._login["username"], self._login["password"])(requests.Request())
+            self._token = str(request.headers["Authorization"])
+        elif scheme.lower() == "bearer":
+            self._token = f"Bearer {self._fetch_token(dict(_PARAMETER.findall(rest)))}"
+        return self._token != before
+
+    def _fetch_token(self, asked: Mapping[str, str]) -> str:
+        """Returns the token of the authority that the registry names."""
+        fields = {"service": asked.get("service", ""), "scope": f"repository:{self.repository}:pull,push"}
+        login, address = self._login, asked.get("realm", "")
+        try:
+            if refresh := login.get("identitytoken"):
+                fields |= {"grant_type": "refresh_token", "refresh_token": refresh, "client_id": "shoal"}
+                answer = self._session.post(address, data=fields, timeout=_TIMEOUT)
+            else:
+                basic = HTTPBasicAuth(login["username"], login["password"]) if login else None
+                answer = self._session.get(address, params=fields, auth=basic, timeout=_TIMEOUT)
+            if not answer.ok:
+                raise PushError(f"{urlsplit(address).netloc}: {answer.status_code} {_read_words(answer)}")
+            found = answer.json()
+        except (requests.RequestException, ValueError) as error:
+            raise PushError(_describe(error)) from error
+        return str(found.get("token") or found.get("access_token") or "")
+
+
+class _Counted:
+    """A readable file that reports what was read of it, and cannot be read with a length that changes."""
+
+    def __init__(self, file: IO[bytes], size: int, on_sent: OnSent) -> None:
+        self._file, self._size, self._on_sent = file, size, on_sent
+
+    def __len__(self) -> int:
+        return self._size
+
+    def read(self, size: int = -1) -> bytes:
+        data = self._file.read(size)
+        self._on_sent(len(data))
+        return data
+
+    def rewind(self) -> None:
+        """Starts again from the first byte."""
+        self._on_sent(-self._file.tell())
+        self._file.seek(0)
+
+    def __iter__(self) -> Iterator[bytes]:
+        return iter(lambda: self.read(1 << 20), b"")
+
+
+@contextmanager
+def _open(blob: Blob) -> Iterator[IO[bytes]]:
+    with blob.content.open("rb") if isinstance(blob.content, Path) else io.BytesIO(blob.content) as file:
+        yield file
+
+
+def _find_login(host: str) -> dict[str, str]:
+    """Returns the credentials that `docker login` has stored for a registry; empty if there are none."""
+    try:
+        name = docker.auth.INDEX_NAME if host in ("docker.io", _HUB) else host
+        found = docker.auth.load_config().resolve_authconfig(name)
+    except docker.errors.DockerException as error:
+        raise PushError(f"Docker's credentials cannot be read: {error}. Fix: docker login {host}") from error
+    login = {str(key).lower(): str(value) for key, value in (found or {}).items() if value}
+    return login if "username" in login or "identitytoken" in login else {}
+
+
+def _read_words(answer: requests.Response) -> str:
+    """Returns the registry's own words about an error."""
+    try:
+        errors = [str(error.get("message") or error.get("code")) for error in answer.json()["errors"]]
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return answer.text[:_SHOWN] or str(answer.reason)
+    return "; ".join(errors)[:_SHOWN] or str(answer.reason)
+
+
+def _describe(error: Exception) -> str:
+    return str(error)[:_SHOWN] or type(error).__name__

@@ -40,7 +40,7 @@ from scale_model import errors, fit
 SLURM = "slurm"
 COUNTS = (2, 8, 32, 64, 256)
 MODELLED = 1000
-MANY, MOST_ROUNDS = 256, 3  # of jobs with so many hosts
+MANY, MOST_ROUNDS = 256, 3  # of jobs with that many hosts
 SECONDS = {64: 6.0, MANY: 8.0}  # of mpirun
 PROCESSOR_SECONDS, KILOBYTES, FILES = 0.03, 100, 3
 GROWTH, MODEL_ERROR = 1.25, 0.25
@@ -118,7 +118,7 @@ def rise(times: Mapping[int, Times], low: int, high: int) -> float:
 
 
 def print_profile(floor: float) -> None:
-    """Prints the processor time of what a host starts. `floor`: of a host with a Python that does nothing, in s."""
+    """Prints the processor time of the programs of a host. `floor`: that of a Python that does nothing, in s."""
     programs = Path(sys.executable).parent
     python = str(programs / "python")
     alone = {

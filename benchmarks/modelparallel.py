@@ -68,8 +68,8 @@ def main(arguments: list[str]) -> int:
     size = given.sharded or (BLOCKS, WIDTH)
     measures: list[Callable[[int], list[Figure]]] = [functools.partial(sharded, *size)]
     if not given.sharded:
-        on_stages = [partitions, bubbles, tensor_bubble, held, calls, throughput, memory]
-        measures = [*on_stages, offload, tensor, *measures, checkpoint]
+        measures = [partitions, bubbles, tensor_bubble, held, calls, throughput, memory, offload, tensor, *measures]
+        measures.append(checkpoint)
     if given.only:
         measures = [measure for measure in measures if getattr(measure, "__name__", "sharded") == given.only]
     for measure in measures:

@@ -342,7 +342,7 @@ def sharded_memory(way: str, blocks: str, width: str) -> None:
 
 def sharded_step(blocks: str, width: str, rounds: str) -> None:
     """Seconds of a step of each way; they take turns."""
-    time_sharded({name: way(int(blocks), int(width)) for name, way in WAYS.items()}, int(rounds))
+    time_sharded({name: way(int(blocks), int(width)).step for name, way in WAYS.items()}, int(rounds))
 
 
 def sharded_least(blocks: str, width: str, rounds: str) -> None:

@@ -40,8 +40,9 @@ MODEL_PARALLEL = tuple(name for name in TORCH if name != "LOCAL_RANK")
 RANKS = "SHOAL_RANKS"  # JSON: the variables of each rank of this host, for the process that forks them
 SHELL_VARIABLES = ("SHOAL_RUN_DIR", "SHOAL_CODE_DIR", RANKS)  # for the shells and the process that forks only
 
-# For mpirun and its daemons: the UCX in Open MPI's wheel waits 40 ms of processor time while it hooks memory functions,
-# which only ranks need. UCX ignores case. Only `train` spells the value like this, so that a user's value stays.
+# For mpirun and its daemons. The UCX in Open MPI's wheel hooks memory functions, which takes 40 ms of processor time.
+# Only ranks need that. Processes of MPI_Comm_spawn keep the value. UCX ignores case. Only `train`
+# spells the value like this, so that a user's value stays.
 NO_HOOKS = ("UCX_MEM_MMAP_HOOK_MODE", "nOnE")
 
 # A shell exports variables that it got exported. Therefore a LOCAL_RANK of the container is unset first.

@@ -44,7 +44,8 @@ _NUMBER = struct.Struct("!I")
 _SIGNAL_CODE = 128
 _LATER = "SHOAL_IMPORTED_LATER"  # packages that ranks import themselves, separated by commas
 _OUTPUTS = (1, 2)
-_TOOLS = ("LD_PRELOAD", "LD_AUDIT", "OMP_TOOL_LIBRARIES", "CUDA_INJECTION64_PATH", "NVTX_INJECTION64_PATH")
+# Tools that begin before Python, such as profilers, may write their findings when the process ends.
+_TOOLS = ("LD_AUDIT", "OMP_TOOL_LIBRARIES", "CUDA_INJECTION64_PATH", "NVTX_INJECTION64_PATH")
 _STOPPING_SECONDS = 0.2
 _NOT_FOR_US = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)  # Slurm signals everybody
 
@@ -253,25 +254,7 @@ def run_request(request: dict[str, Any], imported: Imported) -> None:
     if request["ranks"]:
         _fork_ranks(request)
     _begin_script(imported)
-    if imported.output:
-        skip_destructors()
     become(request["argv"])
-
-
-def skip_destructors() -> None:
-    """Makes this process end before the exit handlers of C that libraries have registered so far.
-
-    torch's remove each of its operators, which takes 0.2 s of processor time. Python ends as usual, then the handlers
-    that are registered from now on run, and the streams of C are flushed. Tools that begin before Python, such as
-    profilers, may write what they found in such a handler: with them all handlers run. So they do without glibc.
-    """
-    if any(os.environ.get(name) for name in _TOOLS):
-        return
-    libc = ctypes.CDLL(None)
-    with contextlib.suppress(AttributeError):
-        # The last one runs first. exit() passes its status to both.
-        libc.on_exit(libc._exit, None)
-        libc.__getattr__("__cxa_atexit")(libc.fflush, None, None)
 
 
 def _fork_ranks(request: dict[str, Any]) -> None:
@@ -396,8 +379,8 @@ def prepare_end() -> Callable[[], None]:
     """Returns a function that ends a rank without touching, and so copying, the pages that all ranks share.
 
     Python's end would clear every imported module, and libtorch's exit handlers take its tables of operators apart.
-    Modules that have got names since are cleared. Exit handlers are skipped only if no library was loaded since, because
-    its destructors would be skipped too.
+    Modules that have got names since are cleared. Exit handlers are skipped only if no library was loaded since: its
+    destructors would be skipped too.
     """
     imported = {
         name: (module, len(vars(module)))
@@ -448,10 +431,9 @@ def main() -> None:
     _close_others({each.fileno() for each in (server, *listeners)})
     handlers = {number: signal.signal(number, signal.SIG_IGN) for number in _NOT_FOR_US}
     begun_with = dict(os.environ)
-    # The first to be registered is the last to be called. Functions of sitecustomize may need the modules, and a profiler
-    # in LD_PRELOAD writes at the end.
+    # The first to be registered is the last to be called. Functions of sitecustomize may need the modules.
     preloaded = os.environ.get("LD_PRELOAD", "").split(":")["SHOAL_PEERS" in os.environ :]  # job/peer_filter.py
-    ends_quickly = not atexit._ncallbacks() and not any(preloaded)
+    ends_quickly = not (atexit._ncallbacks() or any(preloaded) or any(os.environ.get(name) for name in _TOOLS))
     ends: list[Callable[[], None]] = []
     atexit.register(lambda: [end() for end in ends])
     output = import_for(script, (server, *listeners), begun_with)

@@ -142,7 +142,7 @@ _CHOICES = {
 def read_config(argument: Mapping[str, Any] | None, environ: Mapping[str, str]) -> Config:
     """Returns the configuration, with defaults. SM_HP_MP_PARAMETERS wins.
 
-    Warns of keys and variables that have no effect here, and of unknown variables whose names begin with `SMP_`.
+    Warns of keys and variables that have no effect here, and of unknown variables that begin with `SMP_`.
     Raises SMPConfigError if `partitions` is missing, a key is unknown, or values are wrong or contradict each other.
     Raises SMPUnsupportedError for keys that are not implemented.
     """

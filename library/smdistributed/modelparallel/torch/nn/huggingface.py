@@ -56,7 +56,7 @@ def to_smdistributed(
 ) -> dict[str, torch.Tensor]:
     """Translates Hugging Face's state dict. Other names stay. Tensors are views of the given ones.
 
-    `heads`: the number of attention heads, for families with `per_head`. `prefix`: what precedes the model's names in
+    `heads`: the number of attention heads, for families with `per_head`. `prefix`: the text before the model's names in
     the state dict; None: anything before layers, and nothing before other names.
     """
     found: dict[str, torch.Tensor] = {}
@@ -267,7 +267,7 @@ def make_causal_lm(
     config, family = module.config, FAMILIES[type(module).__name__]
     if getattr(config, "add_cross_attention", False):
         raise SMPUnsupportedError("it has cross-attention. Fix: leave it out of tensor parallelism.")
-    if hasattr(module, "embed_out"):  # GPT-NeoX of transformers 4, whose name then comes before that of transformers 5
+    if hasattr(module, "embed_out"):  # GPT-NeoX of transformers 4; its name comes before the new one
         family = dataclasses.replace(family, outside={"embed_out": "lm_head", **family.outside})
     options = {"distribute_embedding": distribute_embedding, "use_alibi": use_alibi}
     options["fp32_residual_addition"] = fp32_residual_addition

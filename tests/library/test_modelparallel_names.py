@@ -130,6 +130,82 @@ def test_a_full_checkpoint_of_a_model_in_a_module_of_the_script_has_hugging_face
     assert torch.equal(model.state_dict()["lm.word_embedding.weight"], weights["lm.transformer.wte.weight"])
 
 
+HUGGING_FACE: dict[str, tuple[str, dict[str, Any]]] = {
+    "bert": ("BertForMaskedLM", {"intermediate_size": 16}),
+    "gpt2": ("GPT2LMHeadModel", {}),
+    "gptj": ("GPTJForCausalLM", {"rotary_dim": 2}),
+    "gptneo": ("GPTNeoForCausalLM", {"attention_types": [[["global"], 1]]}),
+    "roberta": ("RobertaForMaskedLM", {"intermediate_size": 16}),
+}
+
+
+@pytest.mark.parametrize("name", HUGGING_FACE)
+def test_each_published_translation_has_the_names_of_both_libraries(job: Any, name: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    kind, more = HUGGING_FACE[name]
+    cls = getattr(transformers, kind)
+    sizes = {"vocab_size": 20, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes |= {"num_layers": 1, "num_heads": 2} if name == "gptneo" else {}
+    with smp.model_creation(tensor_parallelism=True):
+        module = cls(cls.config_class(**sizes, **more))
+    theirs = {key: value.clone() for key, value in module.state_dict().items()}
+    ours = smp.DistributedModel(module).state_dict()
+    functions = vars(getattr(smp.nn.huggingface, name))
+    published = [function for key, function in functions.items() if key.startswith("translate_")]
+    assert len(published) >= 2
+    for translate in published:
+        back = "_to_hf_" in translate.__name__
+        given, wanted = (ours, theirs) if back else (theirs, ours)
+        found = translate(given, max_seq_len=8)
+        shared = {key for key in wanted if key.startswith("transformer.") and ".output.pre_layernorm." in key}
+        assert set(wanted) - set(found) <= (shared if name == "gptj" else set())
+        assert all(torch.equal(value, wanted[key]) for key, value in found.items()), translate.__name__
+
+
+def test_an_encoder_takes_a_none_for_each_layer_and_no_mask_of_heads(job: Any) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.BertConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
+    encoder = smp.nn.huggingface.make_encoder(transformers.BertModel(config).encoder)
+    states = torch.randn(2, 3, 8)
+    assert encoder(states, None, head_mask=[None]).last_hidden_state.shape == (2, 3, 8)
+    with pytest.raises(SMPUnsupportedError, match="DistributedEncoder does not take head_mask"):
+        encoder(states, None, head_mask=[torch.ones(2)])
+
+
+@pytest.mark.parametrize("activation", ["gelu", "relu", "gelu_new"])
+def test_an_output_layer_is_two_linear_modules_with_a_residual(job: Any, activation: str) -> None:
+    layer = smp.nn.DistributedTransformerOutputLayer(8, 16, 0.0, activation, pre_layernorm=True)
+    states = torch.randn(2, 3, 8)
+    inner = nn.functional.linear(nn.functional.layer_norm(states, (8,)), layer.dense1.weight, layer.dense1.bias)
+    active = {"gelu": nn.GELU(), "relu": nn.ReLU(), "gelu_new": nn.GELU(approximate="tanh")}[activation]
+    output = nn.functional.linear(active(inner), layer.dense2.weight, layer.dense2.bias)
+    torch.testing.assert_close(layer(states), nn.functional.layer_norm(states + output, (8,)))
+    assert isinstance(layer, smp.nn.DistributedModule) and isinstance(layer.layernorm, smp.nn.FusedLayerNorm)
+    with pytest.raises(SMPUnsupportedError, match="activation is 'silu'"):
+        smp.nn.DistributedTransformerOutputLayer(activation="silu")
+
+
+def test_a_transformer_with_both_layernorms_normalizes_its_input_and_output(job: Any) -> None:
+    options: dict[str, Any] = {
+        "num_attention_heads": 2, "attention_head_size": 4, "hidden_size": 8, "intermediate_size": 16,
+        "attention_dropout_prob": 0.0, "hidden_dropout_prob": 0.0,
+    }  # fmt: skip
+    transformer = smp.nn.DistributedTransformer(2, pre_layernorm=True, post_layernorm=True, **options)
+    states = torch.randn(2, 3, 8)
+    inner = transformer.seq_layers((nn.functional.layer_norm(states, (8,)), None))[0]
+    torch.testing.assert_close(transformer((states, None))[0], nn.functional.layer_norm(inner, (8,)))
+    one = smp.nn.DistributedTransformer(1, post_layernorm=True, **options)
+    torch.testing.assert_close(one((states, None))[0], one.seq_layers[0]((states, None))[0])
+
+
+def test_a_module_with_two_names_is_in_the_state_dict_by_both(job: Any) -> None:
+    module = nn.ModuleDict({"first": nn.Linear(2, 2)})
+    module["second"] = module["first"]
+    plain = {key: value.clone() for key, value in module.state_dict().items()}
+    found = smp.DistributedModel(module).state_dict()
+    assert list(found) == list(plain) and all(torch.equal(found[key], plain[key]) for key in plain)
+
+
 def test_modules_are_replaced_with_degree_1_too(job: Any) -> None:
     assert not isinstance(nn.Linear(2, 2), smp.nn.FlashAttentionLayer)
     with smp.model_creation(tensor_parallelism=True):

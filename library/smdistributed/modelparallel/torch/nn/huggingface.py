@@ -245,12 +245,19 @@ _HARMLESS = ("use_cache", "return_dict", "cache_position")
 
 
 def _refuse_arguments(name: str, others: Mapping[str, Any]) -> None:
-    given = [key for key, value in others.items() if key not in _HARMLESS and value is not None and value is not False]
+    given = [key for key, value in others.items() if key not in _HARMLESS and _is_given(value)]
     if given:
         raise SMPUnsupportedError(
             f"{name} does not take {', '.join(given)}. Fix: leave it out, or leave the model out "
             "of tensor parallelism (use_distributed_transformer=0 in AWS's scripts)."
         )
+
+
+def _is_given(value: Any) -> bool:
+    """Whether it is, or has, something else than None and False: BERT of transformers 4 gives a None for each layer."""
+    if isinstance(value, (list, tuple)):
+        return any(map(_is_given, value))
+    return value is not None and value is not False
 
 
 _Made = TypeVar("_Made", DistributedCausalLM, DistributedEncoder)

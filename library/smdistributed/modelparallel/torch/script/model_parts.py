@@ -229,9 +229,18 @@ def select_local(manager: ModuleManager, keep_vars: bool = False) -> dict[str, A
 
 
 def merge_parts(manager: ModuleManager, parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merges the parts of all stages, in the order of the model's own state dict. Other keys are left out."""
+    """Merges the parts of all stages, in the order of the model's own state dict. Other keys are left out.
+
+    A module with several names, such as T5's embedding, is in the parts by its first one.
+    """
     found = {key: value for part in parts for key, value in part.items()}
-    return {key: found[key] for key in manager.root.state_dict() if key in found}
+    own = manager.root.state_dict(keep_vars=True)
+    known = {id(own[key]): value for key, value in found.items() if isinstance(own.get(key), torch.Tensor)}
+    return {
+        key: found[key] if key in found else known[id(tensor)]
+        for key, tensor in own.items()
+        if key in found or id(tensor) in known
+    }
 
 
 def load_local(manager: ModuleManager, state_dict: Mapping[str, Any], strict: bool) -> None:

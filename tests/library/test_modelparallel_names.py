@@ -26,7 +26,7 @@ from smdistributed.modelparallel.backend.exceptions import (
     SMPUnsupportedError,
     StepUsageError,
 )
-from smdistributed.modelparallel.torch.optimizers import FusedLAMB, FusedNovoGrad
+from smdistributed.modelparallel.torch.optimizers import FusedAdam, FusedLAMB, FusedNovoGrad
 from smdistributed.modelparallel.torch.script.half_precision import LossScale
 from smdistributed.modelparallel.torch.utils import get_distribution_axis, rmsg
 
@@ -183,6 +183,14 @@ def test_an_output_layer_is_two_linear_modules_with_a_residual(job: Any, activat
     assert isinstance(layer, smp.nn.DistributedModule) and isinstance(layer.layernorm, smp.nn.FusedLayerNorm)
     with pytest.raises(SMPUnsupportedError, match="activation is 'silu'"):
         smp.nn.DistributedTransformerOutputLayer(activation="silu")
+
+
+def test_an_embedding_begins_with_its_range_or_the_given_weights(job: Any) -> None:
+    made = smp.nn.DistributedEmbedding(200, 32, padding_idx=3, initializer_range=0.5)
+    assert not made.weight[3].any() and 0.45 < float(made.weight.detach()[4:].std()) < 0.55
+    weight = torch.randn(5, 4)
+    given = smp.nn.DistributedEmbedding(5, 4, _weight=weight)
+    assert torch.equal(given(torch.tensor([[1, 4]])), weight[[1, 4]][None])
 
 
 def test_a_transformer_with_both_layernorms_normalizes_its_input_and_output(job: Any) -> None:
@@ -626,6 +634,18 @@ def test_consecutive_hysteresis_forgives_after_every_good_step() -> None:
 def test_wrong_arguments_of_the_scale_are_named(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(SMPConfigError, match=message):
         LossScale(1.0, True, arguments)
+
+
+@pytest.mark.parametrize(("beside", "rival"), [(True, torch.optim.AdamW), (False, torch.optim.Adam)])
+def test_fused_adam_steps_as_torchs(beside: bool, rival: Any) -> None:
+    first, second = (nn.Parameter(torch.tensor([3.0, -4.0])) for _ in range(2))
+    options: dict[str, Any] = {"lr": 0.1, "betas": (0.8, 0.9), "eps": 1e-3, "weight_decay": 0.1}
+    steps = FusedAdam([first], adam_w_mode=beside, **options), rival([second], **options)
+    for gradient in ([0.3, -0.4], [-1.0, 2.0], [0.5, 0.0]):
+        for parameter, optimizer in zip((first, second), steps):
+            parameter.grad = torch.tensor(gradient)
+            optimizer.step()
+        torch.testing.assert_close(first, second)
 
 
 def test_lamb_steps_by_the_size_of_a_parameter() -> None:

@@ -56,8 +56,8 @@ def to_smdistributed(
 ) -> dict[str, torch.Tensor]:
     """Translates Hugging Face's state dict. Other names stay. Tensors are views of the given ones.
 
-    `heads`: the number of attention heads, for families with `per_head`. `prefix`: the text before the model's names in
-    the state dict; None: anything before layers, and nothing before other names.
+    `heads`: the number of attention heads, for families with `per_head`. `prefix`: the part of names before the
+    model's; None: anything before layers, and nothing before other names.
     """
     found: dict[str, torch.Tensor] = {}
     rules = [(rule.theirs, rule) for rule in _rules(family) if rule.theirs]
@@ -171,7 +171,7 @@ def _make_module(name: str) -> ModuleType:
     return module
 
 
-bert, gpt2, gptj, gptneo, roberta = map(_make_module, __all__)
+bert, gpt2, gptj, gptneo, roberta = (_make_module(name) for name in __all__)
 
 
 # --- tensor-parallel models
@@ -274,7 +274,7 @@ def make_causal_lm(
     config, family = module.config, FAMILIES[type(module).__name__]
     if getattr(config, "add_cross_attention", False):
         raise SMPUnsupportedError("it has cross-attention. Fix: leave it out of tensor parallelism.")
-    if hasattr(module, "embed_out"):  # GPT-NeoX of transformers 4; its name comes before the new one
+    if hasattr(module, "embed_out"):  # GPT-NeoX of transformers 4: its name comes before the newer one
         family = dataclasses.replace(family, outside={"embed_out": "lm_head", **family.outside})
     options = {"distribute_embedding": distribute_embedding, "use_alibi": use_alibi}
     options["fp32_residual_addition"] = fp32_residual_addition

@@ -106,7 +106,7 @@ def test_tables_of_cases_on_two_ranks(mpirun: Mpirun, free_port: int, name: str)
 def test_what_a_script_sees(start_up: dict[str, str]) -> None:
     ran = python(RANKS / "rehearsed_answers.py", SHOAL_REHEARSE_GPUS="2", **start_up, **REHEARSE)
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert len(ran.stdout.split()) == 17
+    assert len(ran.stdout.split()) == 18
     assert ran.stderr.count(NOTICE) == 1
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.amp import autocast_mode
 
+from shoal_rehearsal.torch.half_kernels import HAS_HALF
 from shoal_rehearsal.torch.overrides import OVERRIDES
 
 
@@ -21,14 +22,13 @@ def patch(_: int) -> None:
     """
     autocast: Any = autocast_mode.autocast
     initialise = autocast.__init__
-    has_half = _has_half()
 
     @functools.wraps(initialise)
     def on_cpu(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
         initialise(self, device_type, *args, **kwargs)
         if device_type == "cuda":
             self.device = "cpu"
-            if self.fast_dtype is torch.float16 and not has_half:
+            if self.fast_dtype is torch.float16 and not HAS_HALF:
                 self.fast_dtype = torch.bfloat16
 
     autocast.__init__ = on_cpu
@@ -40,16 +40,6 @@ def patch(_: int) -> None:
         # the first argument is the mode
         OVERRIDES[torch._amp_foreach_non_finite_check_and_unscale_] = lambda _, *args: _check_and_unscale(*args)
         OVERRIDES[torch._amp_update_scale_] = lambda _, *args: _update_scale(*args)
-
-
-def _has_half() -> bool:
-    """Whether the CPU computes layers in float16 (since about torch 2.2)."""
-    try:
-        torch.nn.functional.conv1d(torch.ones(1, 1, 1).half(), torch.ones(1, 1, 1).half())
-        torch.nn.functional.linear(torch.ones(1, 1).half(), torch.ones(1, 1).half())
-    except RuntimeError:
-        return False
-    return True
 
 
 def _has_unscale() -> bool:

@@ -28,6 +28,7 @@ from shoal_rehearsal.torch.devices import (
     set_unknown_placement,
     tensors_in,
 )
+from shoal_rehearsal.torch.half_kernels import HAS_HALF, SinglePrecision, lacks_kernel
 from shoal_rehearsal.torch.overrides import OVERRIDES, translate_device
 
 _LAYERS = (
@@ -52,6 +53,9 @@ _NEED_ONE_DEVICE = {
 
 
 _WITH_OUT_DTYPE = {getattr(torch, name) for name in ("mm", "bmm", "addmm", "baddbmm")}
+
+_BACKWARDS = (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)
+"""They run with `SinglePrecision` already, and cannot be called twice."""
 
 
 def require_same_device(func: Any, tensors: Sequence[torch.Tensor]) -> None:
@@ -85,12 +89,23 @@ class EmulationMode(TorchFunctionMode):
         if func in _WITH_OUT_DTYPE:
             _cast_to_out_dtype(positional, named)
         is_to_pin = named.pop("pin_memory", False)  # no CPU allocator pins without a GPU
-        result = func(*positional, **named)
+        result = _call(func, positional, named)
         if requested is None:
             set_unknown_placement(result, common_placement(tensors))
         else:
             set_placement(result, None if requested is UNKNOWN else requested)
         return OVERRIDES[torch.Tensor.pin_memory](self, result) if is_to_pin else result
+
+
+def _call(func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """Calls a function, in single precision where the CPU has no kernel for float16."""
+    try:
+        return func(*args, **kwargs)
+    except RuntimeError as error:
+        if not lacks_kernel(error) or func in _BACKWARDS:
+            raise
+    with SinglePrecision():  # type: ignore[no-untyped-call]
+        return func(*args, **kwargs)
 
 
 def _replace_devices(args: list[Any], kwargs: dict[str, Any]) -> Placement:
@@ -153,12 +168,13 @@ class _AutogradEngine:
     def __init__(self, mode: EmulationMode, engine: Any) -> None:
         self._mode = mode
         self._engine = engine
+        self._precision: Any = contextlib.nullcontext if HAS_HALF else SinglePrecision
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
     def run_backward(self, *args: Any, **kwargs: Any) -> Any:
-        with contextlib.nullcontext() if _is_entered() else self._mode:
+        with contextlib.nullcontext() if _is_entered() else self._mode, self._precision():
             return self._engine.run_backward(*args, **kwargs)
 
 

@@ -263,6 +263,29 @@ def mixed_precision() -> None:
     assert scaler.get_scale() == 2.0
 
 
+def models_in_half_precision() -> None:
+    """Also where the CPU has no kernels for float16 (torch 2.0): they are computed in float32, and rounded."""
+    layers = (nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(8, 8), nn.LayerNorm(8), nn.GELU())
+    model = nn.Sequential(*layers, nn.Dropout(0.1), nn.Linear(8, 3)).half().cuda()
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2, eps=1e-4)
+    images, losses = torch.rand(3, 1, 4, 4).half().cuda(), []
+    for _ in range(20):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(images), torch.arange(3, device="cuda"))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert loss.dtype is torch.float16 and loss.is_cuda and losses[-1] < losses[0], losses
+    assert {parameter.grad.dtype for parameter in model.parameters() if parameter.grad is not None} == {torch.float16}
+    table, attention = nn.Embedding(5, 8).half().cuda(), nn.MultiheadAttention(8, 2).half().cuda()
+    rows = table(torch.tensor([[1, 2, 3]], device="cuda"))
+    found = attention(rows, rows, rows)[0] + nn.LSTM(8, 8).half().cuda()(rows)[0]
+    found.softmax(-1).square().sum().backward()
+    assert found.dtype is torch.float16 and found.is_cuda and table.weight.grad is not None
+    half, sums = torch.full((2, 2), 1.5, device="cuda").half(), torch.zeros(2, 2, device="cuda").half()
+    assert torch.mm(half, half, out=sums) is sums and sums.tolist() == [[4.5, 4.5], [4.5, 4.5]]
+
+
 def on_several_gpus() -> None:
     model = nn.DataParallel(nn.Linear(2, 2).cuda())
     assert model(torch.ones(4, 2)).device == CUDA
@@ -285,6 +308,7 @@ CHECKS = (
     legacy_types,
     streams_and_events,
     mixed_precision,
+    models_in_half_precision,
     on_several_gpus,
 )
 if __name__ == "__main__":

@@ -18,6 +18,8 @@ turns.
 - `memory-P`: the peak of the largest rank, of 302 million parameters with Adam, against the share of one process;
 - `sharded-memory-N`, `sharded-step-N`: the same model, split over N ranks by `sharded_data_parallel_degree`. The peak
   of the largest rank, and a step. The rival is FSDP2 on gloo;
+- `shares-memory-2`: the peak of the larger of 2 replicas that have 151 million bfloat16 parameters, float32 copies and
+  Adam, with `shard_optimizer_state`. The rival is the same without it;
 - `checkpoint-2`: seconds to save the same model with Adam's state, and to resume, on 2 ranks. The files are read while
   the host still has them in memory. The rival is torch.distributed.checkpoint. `-save` and `-resume`: its two parts;
 - `sharded-step-N-least`: a step of N ranks without any communication. Each has the whole model, and updates its share;
@@ -29,7 +31,7 @@ turns.
   library can be faster with these operations;
 - `tensor-2-WIDTH-loss`, `-parameters`: the largest differences from a run without shares, after 20 steps of SGD.
 
-`--sharded BLOCKS WIDTH` measures the sharded model alone, with another size. `--only checkpoint` measures one kind.
+`--sharded BLOCKS WIDTH` measures the sharded model alone, with another size. `--only FUNCTION` measures one kind.
 """
 
 from __future__ import annotations
@@ -61,18 +63,21 @@ def main(arguments: list[str]) -> int:
     """Measure, and print the figures."""
     parser = make_parser(__doc__, 5)
     parser.add_argument("--sharded", type=int, nargs=2, metavar=("BLOCKS", "WIDTH"), help="only the sharded model")
-    parser.add_argument("--only", metavar="KIND", help="only the figures of this function")
+    parser.add_argument("--only", metavar="FUNCTION", help="only the figures of this function, such as checkpoint")
     given = parser.parse_args(arguments)
     print_machine()
     figures: list[Figure] = []
     size = given.sharded or (BLOCKS, WIDTH)
-    measures: list[Callable[[int], list[Figure]]] = [functools.partial(sharded, *size)]
+    measures: dict[str, Callable[[int], list[Figure]]] = {
+        each.__name__: functools.partial(each, *size) for each in (sharded_memory, sharded_step)
+    }
     if not given.sharded:
-        measures = [partitions, bubbles, tensor_bubble, held, calls, throughput, memory, offload, tensor, *measures]
-        measures.append(checkpoint)
+        on_stages = (partitions, bubbles, tensor_bubble, held, calls, throughput, memory)
+        others = (*on_stages, offload, tensor, checkpoint, shares_memory)
+        measures = {**{each.__name__: each for each in others}, **measures}
     if given.only:
-        measures = [measure for measure in measures if getattr(measure, "__name__", "sharded") == given.only]
-    for measure in measures:
+        measures = {given.only: measures[given.only]}
+    for measure in measures.values():
         found = measure(given.rounds)
         figures += found
         for figure in found:
@@ -159,17 +164,27 @@ def offload(_: int) -> list[Figure]:
     ]
 
 
-def sharded(blocks: int, width: int, rounds: int) -> list[Figure]:
+def sharded_memory(blocks: int, width: int, _: int) -> list[Figure]:
     figures = []
     for ranks in (2, 4):
         most = {way: job(ranks, "sharded_memory", way, blocks, width)["most"] / 1e6 for way in ("smp", "fsdp2")}
-        seconds = job(ranks, "sharded_step", blocks, width, rounds)
-        for name, found, unit, ceiling in (("memory", most, "MB", 1.0), ("step", seconds, "s", 0.7)):
-            ours, rival = found["smp"], found["fsdp2"]
-            figures.append(Figure(f"sharded-{name}-{ranks}", ours, unit, None, rival, "fsdp2-gloo", ceiling))
-        least, rival = job(ranks, "sharded_least", blocks, width, rounds)["least"], seconds["fsdp2"]
-        figures.append(Figure(f"sharded-step-{ranks}-least", least, "s", None, rival, "fsdp2-gloo"))
+        figures.append(Figure(f"sharded-memory-{ranks}", most["smp"], "MB", None, most["fsdp2"], "fsdp2-gloo", 1.0))
     return figures
+
+
+def sharded_step(blocks: int, width: int, rounds: int) -> list[Figure]:
+    figures = []
+    for ranks in (2, 4):
+        found = job(ranks, "sharded_step", blocks, width, rounds)
+        figures.append(Figure(f"sharded-step-{ranks}", found["smp"], "s", None, found["fsdp2"], "fsdp2-gloo", 0.7))
+        least = job(ranks, "sharded_least", blocks, width, rounds)["least"]
+        figures.append(Figure(f"sharded-step-{ranks}-least", least, "s", None, found["fsdp2"], "fsdp2-gloo"))
+    return figures
+
+
+def shares_memory(_: int) -> list[Figure]:
+    found = {way: job(2, "shares_memory", way, BLOCKS // 2, WIDTH)["most"] / 1e6 for way in ("", "1")}
+    return [Figure("shares-memory-2", found["1"], "MB", None, found[""], "without-shares", 0.75)]
 
 
 def checkpoint(rounds: int) -> list[Figure]:

@@ -328,6 +328,20 @@ def memory(blocks: str, width: str) -> None:
     print_measured(most=max(smp.allgather(peak() - before)), parameters=parameters)
 
 
+def shares_memory(is_sharded: str, blocks: str, width: str) -> None:
+    """The same of a replica with bf16: parameters, their copies, and Adam. `is_sharded`: of the optimizer's state."""
+    before = peak()
+    configure(partitions=1, ddp=True, bf16=True, shard_optimizer_state=bool(is_sharded))
+    module = GPT(int(blocks), int(width)).bfloat16()
+    inner = torch.optim.Adam(module.parameters(), 1e-4, foreach=False)
+    model, optimizer = smp.DistributedModel(module), smp.DistributedOptimizer(inner)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model.backward(loss_of(model, torch.zeros(2, 8, dtype=torch.long)))
+        optimizer.step()
+    print_measured(most=max(smp.allgather(peak() - before)))
+
+
 # --- sharded data parallelism
 
 
@@ -464,10 +478,16 @@ def peak() -> int:
 
 if __name__ == "__main__":
     on_stages: tuple[Callable[..., None], ...] = (bubble, tensor_bubble, held, call, throughput, memory)
-    on_shards: tuple[Callable[..., None], ...] = (sharded_memory, sharded_step, sharded_least, checkpoint)
-    is_sharded = sys.argv[1] in [case.__name__ for case in on_shards]
+    on_replicas: tuple[Callable[..., None], ...] = (
+        sharded_memory,
+        sharded_step,
+        sharded_least,
+        checkpoint,
+        shares_memory,
+    )
+    has_replicas = sys.argv[1] in [case.__name__ for case in on_replicas]
     split = SPLIT if sys.argv[1] == "tensor_bubble" else {}
-    stages = 1 if is_sharded else int(os.environ["OMPI_COMM_WORLD_SIZE"]) // (2 if split else 1)
+    stages = 1 if has_replicas else int(os.environ["OMPI_COMM_WORLD_SIZE"]) // (2 if split else 1)
     smp.init({"partitions": stages, "ddp": stages == 1, **split})
-    cases = {case.__name__: case for case in (*on_stages, *on_shards)}
+    cases = {case.__name__: case for case in (*on_stages, *on_replicas)}
     cases[sys.argv[1]](*sys.argv[2:])

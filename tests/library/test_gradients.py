@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from shoal_toolkit.hooks.idle import wait_for_idle_threads
-from smdistributed.modelparallel.torch.script import gradients, half_precision
+from smdistributed.modelparallel.torch.script import buckets, half_precision
 from smdistributed.modelparallel.torch.script.gradients import clip_gradients
 from smdistributed.modelparallel.torch.script.half_precision import LossScale, MasterWeights
 
@@ -128,6 +128,6 @@ def test_parameters_are_broadcast_in_buckets(monkeypatch: pytest.MonkeyPatch, ev
 
     monkeypatch.setattr(torch.distributed, "_broadcast_coalesced", counted)
     given = parameters(3.0)
-    gradients.broadcast_in_buckets(given, everybody, 0)
-    gradients.broadcast_in_buckets([], everybody, 0)
+    buckets.broadcast_in_buckets(given, everybody, 0)
+    buckets.broadcast_in_buckets([], everybody, 0)
     assert sent == [sum(1 for parameter in given if parameter.numel())]

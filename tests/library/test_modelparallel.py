@@ -156,6 +156,15 @@ def test_ranks_finish_the_renames_of_a_killed_job_together(tmp_path: Path, monke
     assert [path.name for path in tmp_path.iterdir()] == ["tag_partial"]
 
 
+@pytest.mark.long
+@pytest.mark.mpi
+@pytest.mark.parametrize(("ranks", "stages"), [(2, 1), pytest.param(4, 2, marks=pytest.mark.once)])
+def test_replicas_keep_gradients_copies_and_state_of_their_share(mpirun: Mpirun, ranks: int, stages: int) -> None:
+    cases = "adds_up,never_reset,norms,copies"
+    output = mpirun(ranks, RANKS.with_name("optimizer_shards.py"), cases, STAGES=str(stages))
+    assert [output.count(case) for case in cases.split(",")] == [ranks] * 4, output
+
+
 @pytest.mark.mpi
 @pytest.mark.once
 def test_misuse_is_reported_with_its_place(mpirun: Mpirun) -> None:

@@ -53,7 +53,10 @@ def test_several_microbatches_are_in_flight(mpirun: Mpirun, parameters: dict[str
     start(mpirun, 4, "trains_branches", **placed)
 
 
-@pytest.mark.parametrize(("ranks", "parameters"), [(2, {}), (4, {"partitions": 2, "microbatches": 2})])
+@pytest.mark.parametrize(
+    ("ranks", "parameters"),
+    [(2, {}), (4, {"partitions": 2, "microbatches": 2}), (4, {"shard_optimizer_state": True})],
+)
 def test_norms_of_split_parameters_are_those_of_whole_ones(
     mpirun: Mpirun, ranks: int, parameters: dict[str, Any]
 ) -> None:

@@ -28,7 +28,7 @@ class GradScaler(torch.cuda.amp.GradScaler):
             optimizer.update_master_grads()  # what is updated may be copies
         super().unscale_(optimizer)
         found = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
-        group = state.process_group("MP_GROUP")
+        group = state.process_group("WORLD" if state.cfg.shard_optimizer_state else "MP_GROUP")
         worst = torch.tensor([max([float(value) for value in found.values()], default=0.0)], device=device_of(group))
         dist.all_reduce(worst, dist.ReduceOp.MAX, group=group)
         for key in list(found) or [_own_device()]:

@@ -6,11 +6,13 @@ wrote the file. They are refused unless the script or SMP_TRUST_CHECKPOINTS says
 
 from __future__ import annotations
 
+import inspect
 import os
 import pickle
 import re
 import shutil
 import warnings
+import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -90,10 +92,10 @@ def read_object(path: Path, map_location: Any = "cpu", weights_only: bool | None
     """
     if not path.is_file():
         raise SMPRuntimeError(f"There is no {path}: {path.parent} holds {list_files(path.parent)}. {TAG_FIX}")
-    return load_object(path, path, weights_only, map_location=map_location, **options)
+    return load_object(os.fspath(path), path, weights_only, map_location=map_location, **options)
 
 
-def load_object(file: Path | BinaryIO, path: Path, weights_only: bool | None, **options: Any) -> Any:
+def load_object(file: str | BinaryIO, path: Path, weights_only: bool | None, **options: Any) -> Any:
     """Loads an object from a file or from bytes. `path`: its name in errors. Raises the errors of `read_object`."""
     only = not _trusts_checkpoints() if weights_only is None else weights_only
     try:
@@ -109,10 +111,16 @@ def load_object(file: Path | BinaryIO, path: Path, weights_only: bool | None, **
         ) from error
 
 
+def read_mapped(path: Path, weights_only: bool | None) -> Any:
+    """Loads an object as `read_object` does. If torch can, its tensors are read from the file when they are used."""
+    is_mapped = "mmap" in inspect.signature(torch.load).parameters and zipfile.is_zipfile(path)  # not before torch 2.1
+    return read_object(path, weights_only=weights_only, **({"mmap": True} if is_mapped else {}))
+
+
 def read_weights(path: Path, weights_only: bool | None) -> Any:
-    """Loads a model's state dict: a file of safetensors by its name, else as `read_object`."""
+    """Loads a model's state dict: a file of safetensors by its name, else as `read_mapped`."""
     if path.name != SAFE_WEIGHTS:
-        return read_object(path, weights_only=weights_only)
+        return read_mapped(path, weights_only)
     from safetensors.torch import load_file
 
     return load_file(path)

@@ -19,6 +19,7 @@ from smdistributed.modelparallel.torch.script.checkpoint_files import (
     TAG_FIX,
     TORCH_WEIGHTS,
     list_files,
+    read_mapped,
     read_newest,
     read_object,
     read_weights,
@@ -255,7 +256,7 @@ def _load_full(
     script_model(state).load_state_dict(translate(found) if translate else found, strict)
     saved = directory / f"optimizer_{tag}"
     if load_optimizer and state.optimizer is not None and saved.is_file():
-        state.optimizer.load_state_dict(read_object(saved, weights_only=weights_only))
+        state.optimizer.load_state_dict(read_mapped(saved, weights_only))
 
 
 def _user_content_of(tag: str) -> str:

@@ -42,6 +42,8 @@ def clip_over_model(
     state: TorchState, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float, group: str = "MP_GROUP"
 ) -> float:
     """Clips as `clip_gradients` does, by the norm over a group, or over a sharded replica. All its ranks call it."""
+    if state.cfg.shard_optimizer_state:  # each replica has the gradients of its share
+        group = {"MP_GROUP": "WORLD", "TP_GROUP": "DP_GROUP"}[group]
     ranks = (state.model and state.model.shard_ranks) or state.group(group)
     return clip_gradients(
         parameters,
@@ -75,7 +77,8 @@ def _patch_norm(original: Any) -> Any:
         **kwargs: Any,
     ) -> Any:
         given, stages = _find_updated(parameters)
-        shared = stages and (len(state.group("TP_GROUP")) > 1 or (state.model and state.model.shard_ranks))
+        in_parts = (state.model and state.model.shard_ranks) or state.cfg.shard_optimizer_state
+        shared = stages and (len(state.group("TP_GROUP")) > 1 or in_parts)
         if len(stages) < 2 and not shared:
             return original(given, max_norm, norm_type, error_if_nonfinite, *args, **kwargs)
         group = "TP_GROUP" if len(stages) < 2 else "MP_GROUP"

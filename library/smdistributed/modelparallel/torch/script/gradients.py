@@ -13,7 +13,6 @@ import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,6 +22,14 @@ from torch import nn
 from smdistributed.core.torch.devices import device_of
 from smdistributed.modelparallel.backend.exceptions import StepUsageError
 from smdistributed.modelparallel.torch.nn.module import split_of
+from smdistributed.modelparallel.torch.script.buckets import (
+    Bucket,
+    HookedBucket,
+    Replicas,
+    by_replicas,
+    split_into_buckets,
+)
+from smdistributed.modelparallel.torch.script.optimizer_shards import OptimizerShards
 
 
 def clip_gradients(
@@ -80,92 +87,13 @@ def _norms(gradients: Sequence[torch.Tensor], norm_type: float) -> Iterator[torc
         yield torch.stack([norm.double() for norm in norms])
 
 
-_BROADCAST_BYTES = 25 << 20  # as DistributedDataParallel has it
-
-
-@dataclass(frozen=True)
-class Replicas:
-    """Ranks that have the same parameters. Averages are sums over `ranks`, divided by `divisor`."""
-
-    group: Any
-    ranks: Sequence[int]
-    divisor: float
-
-
-def by_replicas(tensors: Iterable[Any], replicas: tuple[Replicas, Replicas]) -> Iterator[tuple[Replicas, list[Any]]]:
-    """Yields which replicas have which tensors, in their order. `replicas`: of whole ones, and of TP_GROUP's shares."""
-    given = list(tensors)
-    for its_replicas, is_share in zip(replicas, (False, True)):
-        its = [tensor for tensor in given if (split_of(tensor) is not None) is is_share]
-        if its:
-            yield its_replicas, its
-
-
-class _Bucket:
-    """Parameters with gradients that travel together to `replicas`, and their copy `flat` while it does.
-
-    `is_early`: whether a gradient has changed since the copy.
-    """
-
-    def __init__(self, parameters: Sequence[nn.Parameter], replicas: Replicas) -> None:
-        self.parameters, self.replicas = parameters, replicas
-        self.flat: torch.Tensor | None = None
-        self.work: Any = None
-        self.is_early = False
-
-    def wait(self) -> None:
-        """Waits for the averages, which are then in `flat`. A hook gives a future of the tensor, or of a list of it.
-
-        A bucket without `flat` stays here.
-        """
-        if self.work is None:
-            return
-        value = self.work.wait()
-        if isinstance(value, list):
-            (value,) = value
-        if isinstance(value, torch.Tensor):
-            self.flat = value
-
-
-class HookedBucket:
-    """A bucket as communication hooks get it, with the methods of torch.distributed.GradBucket."""
-
-    def __init__(self, bucket: _Bucket, index: int, count: int) -> None:
-        self._bucket, self._index, self._count = bucket, index, count
-
-    def index(self) -> int:
-        """The number of the bucket, from 0, in the order of sending."""
-        return self._index
-
-    def is_last(self) -> bool:
-        """Whether it is the last bucket of the step."""
-        return self._index == self._count - 1
-
-    def buffer(self) -> torch.Tensor:
-        """All gradients of the bucket in one vector."""
-        assert self._bucket.flat is not None
-        return self._bucket.flat
-
-    def set_buffer(self, tensor: torch.Tensor) -> None:
-        """Replaces the vector."""
-        self._bucket.flat = tensor
-
-    def parameters(self) -> list[nn.Parameter]:
-        """The parameters of the bucket."""
-        return list(self._bucket.parameters)
-
-    def gradients(self) -> list[torch.Tensor]:
-        """The parts of the vector, with the shapes of the parameters."""
-        parts = self.buffer().split([parameter.numel() for parameter in self._bucket.parameters])  # type: ignore[no-untyped-call]
-        return [part.view_as(parameter) for part, parameter in zip(parts, self._bucket.parameters)]
-
-
 class Reducer:
     """Averages the gradients of parameters over replicas. Hooks on their gradients count and send them.
 
     `overlap`: whether a bucket is sent as soon as it is complete, or at the end of the step. `every`: how many steps
     are accumulated before they are averaged. `replicas`: see `by_replicas`. `hook`: computes the averages of a bucket
-    instead: see `DistributedModel.register_comm_hook`.
+    instead: see `DistributedModel.register_comm_hook`. `shards`: with `shard_optimizer_state`, only the owner of a
+    parameter keeps its average, and the other replicas' gradients become None.
     """
 
     hook: Callable[[HookedBucket], Any] | None = None
@@ -177,15 +105,21 @@ class Reducer:
         overlap: bool,
         bucket_bytes: int,
         every: int,
+        shards: OptimizerShards | None = None,
     ) -> None:
+        self._shards = shards
+        self._averaged: set[nn.Parameter] = set()
+        """Owned parameters with a gradient that is an average: new gradients are summed apart from it."""
+        self._earlier: dict[nn.Parameter, torch.Tensor] = {}
+        """Averages of earlier steps, to which the next ones are added: a script has not reset the gradients."""
         self._replicas, self._overlap, self._every = replicas, overlap, every
         self._bucket_bytes = bucket_bytes
-        self._buckets: list[_Bucket] = []
-        self._bucket_of: dict[nn.Parameter, _Bucket] = {}
+        self._buckets: list[Bucket] = []
+        self._bucket_of: dict[nn.Parameter, Bucket] = {}
         self._expected: Counter[nn.Parameter] = Counter()
         self._seen: Counter[nn.Parameter] = Counter()
         self._next = self._steps = 0
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._kept: list[Any] = []
         self._frozen = [parameter for _, parameter in reversed(parameters)]
         self._take_trained()
@@ -197,13 +131,20 @@ class Reducer:
             return
         self._frozen = [parameter for parameter in self._frozen if not parameter.requires_grad]
         new = [
-            _Bucket(part, replicas)
+            Bucket(part, replicas, owner)
             for replicas, its in by_replicas(trained, self._replicas)
-            for part in _split_into_buckets(its, self._bucket_bytes)
+            for owner, owned in self._by_owner(its)
+            for part in split_into_buckets(owned, self._bucket_bytes)
         ]
         self._buckets += new
         self._bucket_of.update((parameter, bucket) for bucket in new for parameter in bucket.parameters)
         self._kept += [self._hook_gradient(parameter) for parameter in trained]
+
+    def _by_owner(self, parameters: list[nn.Parameter]) -> list[tuple[int | None, list[nn.Parameter]]]:
+        if self._shards is None:
+            return [(None, parameters)]
+        owners = {parameter: self._shards.owner_of(parameter) for parameter in parameters}
+        return [(owner, [p for p in parameters if owners[p] == owner]) for owner in sorted(set(owners.values()))]
 
     def begin(self) -> None:
         """Begins a step: forgets the gradients that were counted, and takes parameters that are trained by now."""
@@ -246,7 +187,7 @@ class Reducer:
     def _is_last_step(self) -> bool:
         return self._steps + 1 == self._every
 
-    def _agree_on_flags(self) -> tuple[set[_Bucket], set[nn.Parameter]]:
+    def _agree_on_flags(self) -> tuple[set[Bucket], set[nn.Parameter]]:
         """Returns buckets that any replica sent too early, and parameters with a gradient on any. A collective."""
         parameters = list(self._bucket_of)
         own = [bucket.is_early for bucket in self._buckets] + [p.grad is not None for p in parameters]
@@ -264,33 +205,51 @@ class Reducer:
         grad_fn: Any = parameter.expand_as(parameter).grad_fn
         accumulator = grad_fn.next_functions[0][0]
         accumulator.register_hook(lambda *_: self._accumulated(parameter))
+        if self._shards is not None:
+            parameter.register_hook(lambda _: self._set_average_apart(parameter))  # type: ignore[no-untyped-call]
         return accumulator
+
+    def _set_average_apart(self, parameter: nn.Parameter) -> None:
+        """Called before a gradient is added or sent: other replicas no longer have the average that is in `.grad`."""
+        with self._lock:
+            if parameter in self._averaged:
+                self._averaged.discard(parameter)
+                if parameter.grad is not None:
+                    self._earlier[parameter], parameter.grad = parameter.grad, None
 
     def _accumulated(self, parameter: nn.Parameter) -> None:
         """Called on autograd's threads. If its bucket was sent already, notes that this was too early."""
         with self._lock:
             self._seen[parameter] += 1
             bucket = self._bucket_of[parameter]
-            if bucket.flat is not None:
+            if bucket.work is not None:
                 bucket.is_early = True
             if self._overlap and self._is_last_step():
                 self._send_next(self._is_complete)
 
-    def _is_complete(self, bucket: _Bucket) -> bool:
+    def _is_complete(self, bucket: Bucket) -> bool:
         """Whether each gradient was accumulated as often as in earlier steps; False before the first average."""
         return all(0 < self._expected[p] <= self._seen[p] for p in bucket.parameters)
 
-    def _send_next(self, may_send: Callable[[_Bucket], bool]) -> None:
+    def _send_next(self, may_send: Callable[[Bucket], bool]) -> None:
         """Sends buckets in the order of all replicas, until one for which `may_send` returns False."""
         while self._next < len(self._buckets) and may_send(self._buckets[self._next]):
+            for sent in self._buckets[: self._next]:
+                if not self._keeps(sent) and self.hook is None and sent.work.is_completed():
+                    sent.flat = None
             self._send(self._buckets[self._next])
             self._next += 1
 
-    def _send(self, bucket: _Bucket) -> None:
+    def _keeps(self, bucket: Bucket) -> bool:
+        return bucket.owner is None or self._shards is None or bucket.owner == self._shards.mine
+
+    def _send(self, bucket: Bucket) -> None:
         """Starts to average a copy of a bucket's gradients; missing ones count as 0. Does not wait.
 
         Gradients of parameters that no other rank has stay here, and are not copied.
         """
+        for parameter in bucket.parameters:
+            self._set_average_apart(parameter)
         if self.hook is None and len(bucket.replicas.ranks) == 1:
             return
         gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in bucket.parameters]
@@ -299,54 +258,38 @@ class Reducer:
             bucket.work = self.hook(HookedBucket(bucket, self._buckets.index(bucket), len(self._buckets)))
             return
         bucket.flat /= bucket.replicas.divisor
+        if self._shards and bucket.owner is not None and self._shards.is_reduced_to_owner(bucket.replicas.ranks):
+            bucket.work = self._shards.reduce(bucket.flat, bucket.owner)
+            return
         bucket.work = dist.all_reduce(bucket.flat, group=bucket.replicas.group, async_op=True)
 
-    def _put_back(self, bucket: _Bucket, trained: set[nn.Parameter]) -> None:
-        """Writes averages into gradients, in place. Parameters that are not in `trained` stay."""
-        if bucket.flat is None:
-            self._divide(bucket, trained)
-            return
-        offset = 0
-        for parameter in bucket.parameters:
-            part = bucket.flat[offset : offset + parameter.numel()].view_as(parameter)
-            offset += parameter.numel()
-            if parameter not in trained:
-                continue  # as in one process: optimizers skip parameters without a gradient
-            if parameter.grad is None:
-                parameter.grad = part.clone()
-            else:
-                parameter.grad.copy_(part)
+    def _put_back(self, bucket: Bucket, trained: set[nn.Parameter]) -> None:
+        """Writes averages into gradients, in place. Gradients of other owners become None."""
+        flat, offset = bucket.flat, 0
         bucket.flat, bucket.work, bucket.is_early = None, None, False
-
-    def _divide(self, bucket: _Bucket, trained: set[nn.Parameter]) -> None:
-        """Averages the gradients of parameters that no other rank has, in place."""
         for parameter in bucket.parameters:
-            if parameter in trained and parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            elif parameter.grad is not None and bucket.replicas.divisor != 1:
-                parameter.grad /= bucket.replicas.divisor
+            first, offset = offset, offset + parameter.numel()
+            if not self._keeps(bucket):
+                parameter.grad = None
+            elif parameter in trained:  # as in one process: optimizers skip parameters without a gradient
+                average = None if flat is None else flat[first:offset].view_as(parameter)
+                self._set_average(parameter, average, bucket.replicas.divisor)
+            elif parameter in self._earlier:
+                parameter.grad = self._earlier.pop(parameter)
+            if bucket.owner is not None and parameter.grad is not None:
+                self._averaged.add(parameter)
 
-
-def broadcast_in_buckets(tensors: Iterable[torch.Tensor], group: Any, source: int) -> None:
-    """Copies tensors of rank `source` of the job to the group, many in one message. Empty ones are left out."""
-    given = [tensor.detach() for tensor in tensors if tensor.numel()]
-    if given:
-        dist._broadcast_coalesced(group, given, _BROADCAST_BYTES, dist.get_group_rank(group, source))  # type: ignore[attr-defined]
-
-
-def _split_into_buckets(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> Iterator[list[nn.Parameter]]:
-    """Yields consecutive parameters of the same dtype and device, about `bucket_bytes` at a time."""
-    bucket: list[nn.Parameter] = []
-    size = 0
-    for parameter in parameters:
-        alike = not bucket or (bucket[0].dtype, bucket[0].device) == (parameter.dtype, parameter.device)
-        if bucket and (not alike or size >= bucket_bytes):
-            yield bucket
-            bucket, size = [], 0
-        bucket.append(parameter)
-        size += parameter.numel() * parameter.element_size()
-    if bucket:
-        yield bucket
+    def _set_average(self, parameter: nn.Parameter, average: torch.Tensor | None, divisor: float) -> None:
+        """Sets a gradient. `average` is None if no other rank has the parameter: its gradient is divided."""
+        earlier = self._earlier.pop(parameter, None)
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter) if average is None else average.clone()
+        elif average is None:
+            parameter.grad /= divisor
+        else:
+            parameter.grad.copy_(average)
+        if earlier is not None:
+            parameter.grad += earlier
 
 
 _UNAVERAGED = (

@@ -141,7 +141,8 @@ def _checked(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
 class MasterWeights:
     """The copies and the loss scale that `fp16` and `bf16` add to an optimizer. Without, the loss scale is 1.
 
-    The optimizer's parameter groups get the copies. `gradients` returns None as long as there is no model.
+    The optimizer's parameter groups get the copies. `gradients` returns None as long as there is no model. `owns` says
+    whether this rank updates a parameter: others get no copy.
     """
 
     def __init__(
@@ -150,8 +151,10 @@ class MasterWeights:
         enabled: bool,
         scale: LossScale,
         gradients: Callable[[], StepGradients | None],
+        owns: Callable[[nn.Parameter], bool] = lambda _: True,
     ) -> None:
         self._optimizer, self._enabled, self.scale, self._gradients = optimizer, enabled, scale, gradients
+        self._owns = owns
         self.copies: dict[nn.Parameter, nn.Parameter] = {}
         """The copies, by the model's parameters."""
         self.overflow = False
@@ -215,7 +218,8 @@ class MasterWeights:
         All ranks call it if there is a loss scale. Otherwise, without copies, it changes nothing: the caller averages.
         """
         given, copies = list(parameters), set(self.copies.values())
-        if not self.is_unscaled and self.scale.value == 1.0 and copies.isdisjoint(given):
+        is_scaled = self.scale.value != 1.0 or self.scale.is_dynamic
+        if not self.is_unscaled and not is_scaled and copies.isdisjoint(given):
             return given  # the update has yet to copy them
         if not self.is_unscaled:
             self.unscale()
@@ -225,7 +229,8 @@ class MasterWeights:
         """Replaces the optimizer's half-precision parameters by copies. Empty ones, of other stages, get none."""
         for group in self._optimizer.param_groups if self._enabled else ():
             for place, parameter in enumerate(group["params"]):
-                if parameter.dtype in (torch.float16, torch.bfloat16) and parameter.numel():
+                is_half = parameter.dtype in (torch.float16, torch.bfloat16)
+                if is_half and parameter.numel() and self._owns(parameter):
                     copy = nn.Parameter(parameter.detach().float(), parameter.requires_grad)
                     copy_split(parameter, copy)
                     group["params"][place] = self.copies[parameter] = copy

@@ -31,15 +31,11 @@ from smdistributed.modelparallel.torch.pipeline.tasks import current_task, move_
 from smdistributed.modelparallel.torch.plan.construction import dtype_of
 from smdistributed.modelparallel.torch.plan.manual_partition import manual_stages
 from smdistributed.modelparallel.torch.script import clipping
-from smdistributed.modelparallel.torch.script.gradients import (
-    Reducer,
-    Replicas,
-    StepGradients,
-    broadcast_in_buckets,
-    by_replicas,
-)
+from smdistributed.modelparallel.torch.script.buckets import Replicas, broadcast_in_buckets, by_replicas
+from smdistributed.modelparallel.torch.script.gradients import Reducer, StepGradients
 from smdistributed.modelparallel.torch.script.half_precision import convert, to_half, to_single
 from smdistributed.modelparallel.torch.script.model_parts import ModelParts
+from smdistributed.modelparallel.torch.script.optimizer_shards import OptimizerShards
 from smdistributed.modelparallel.torch.script.placement import choose_stages, materialize_local_modules, move_to_gpu
 from smdistributed.modelparallel.torch.script.sharding import Shards
 from smdistributed.modelparallel.torch.script.state import TorchState, state
@@ -129,6 +125,8 @@ class DistributedModel(ModelParts):
         self._resumed_stages: dict[str, int] | None = None
         self._replaced: dict[nn.Parameter, nn.Parameter] = {}
         self._comm_hook: Callable[[Any], Any] | None = None
+        self.optimizer_shards: OptimizerShards | None = None
+        """With `shard_optimizer_state`, the owners of the placed model's parameters."""
         self.shards: Shards | None = None
         """With `sharded_data_parallel_degree`, the shards of the placed model."""
         self._is_whole = False
@@ -280,13 +278,17 @@ class DistributedModel(ModelParts):
         else:
             self._replaced = materialize_local_modules(self.manager)
             move_to_gpu(self.local_modules())
+        if cfg.shard_optimizer_state:
+            ranks, group = self._state.group("RDP_GROUP"), self._state.process_group("RDP_GROUP")
+            self.optimizer_shards = OptimizerShards(ranks, self._state.rank, group, self.local_parameters())
         if self._state.optimizer is not None:
             self.replace_parameters(self._state.optimizer.optimizer)
         load, self._to_load = self._to_load, None
         if load:
             load()
         if len(self._state.group("DP_GROUP")) > 1 and self.shards is None:
-            reducer = Reducer(list(self.local_named_parameters()), self._replicas(), *self._reducer_options)
+            parameters = list(self.local_named_parameters())
+            reducer = Reducer(parameters, self._replicas(), *self._reducer_options, self.optimizer_shards)
             reducer.hook, self.gradients.reducer = self._comm_hook, reducer
             self._copy_from_first_replica((*self.local_parameters(), *self.local_buffers()))
             reducer.begin()

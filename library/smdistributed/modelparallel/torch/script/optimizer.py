@@ -6,7 +6,7 @@ It adds the loss scale, single-precision copies, sharded state, clipping, and st
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -15,54 +15,16 @@ from torch.utils._pytree import tree_map
 
 from smdistributed.core.options import did_you_mean, only_known, warn_without_effect
 from smdistributed.modelparallel.backend.exceptions import SMPRuntimeError, SMPUnsupportedError, StepUsageError
-from smdistributed.modelparallel.backend.partition import assign_owners
 from smdistributed.modelparallel.torch.nn.module import split_of
 from smdistributed.modelparallel.torch.nn.replacement import was_replaced
 from smdistributed.modelparallel.torch.pipeline.tasks import current_task
 from smdistributed.modelparallel.torch.script.clipping import clip_over_model
-from smdistributed.modelparallel.torch.script.gradients import broadcast_in_buckets, local_part
+from smdistributed.modelparallel.torch.script.gradients import local_part
 from smdistributed.modelparallel.torch.script.half_precision import LossScale, MasterWeights
 from smdistributed.modelparallel.torch.script.model import DistributedModel, script_model
+from smdistributed.modelparallel.torch.script.optimizer_shards import OptimizerShards
 from smdistributed.modelparallel.torch.script.sharding import make_whole, pack_parts, place_like
 from smdistributed.modelparallel.torch.script.state import WrappedOptimizer, state
-
-
-class OptimizerShards:
-    """Which replica updates which parameter of this stage. `ranks`: of RDP_GROUP, which hold the same parameters."""
-
-    def __init__(self, ranks: Sequence[int], rank: int, group: Any) -> None:
-        self._ranks, self._mine, self._group = ranks, ranks.index(rank), group
-        self._owners: dict[nn.Parameter, int] = {}
-
-    def assign(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Gives new parameters an owner once, trained yet or not: the state stays there."""
-        for trained in (True, False):
-            new = [p for p in parameters if p.numel() and p.requires_grad is trained and p not in self._owners]
-            self._owners.update(zip(new, assign_owners([p.numel() for p in new], len(self._ranks))))
-
-    def select_own(self, states: Mapping[int, Any], parameters: Sequence[nn.Parameter]) -> dict[int, Any]:
-        """Selects states, by number, of this replica's own parameters, and of those without an owner."""
-        return {i: value for i, value in states.items() if self._owners.get(parameters[i], self._mine) == self._mine}
-
-    def owner_of(self, parameter: nn.Parameter) -> int:
-        return self._owners.get(parameter, 0)
-
-    def step(self, step: Callable[[], Any], parameters: Sequence[nn.Parameter]) -> Any:
-        """Updates this replica's share, and broadcasts each share from its owner. All ranks of the group call it.
-
-        `parameters` have gradients, and the same order on all ranks.
-        """
-        owners = [self._owners[parameter] for parameter in parameters]
-        others = {p: p.grad for p, owner in zip(parameters, owners) if owner != self._mine}
-        for parameter in others:
-            parameter.grad = None
-        result = step()
-        for parameter, gradient in others.items():
-            parameter.grad = gradient
-        for owner, rank in enumerate(self._ranks):
-            owned = [parameter.data for parameter, other in zip(parameters, owners) if other == owner]
-            broadcast_in_buckets(owned, self._group, rank)
-        return result
 
 
 class DistributedOptimizer(WrappedOptimizer):
@@ -72,7 +34,7 @@ class DistributedOptimizer(WrappedOptimizer):
     wrapped optimizer.
 
     With a dynamic loss scale, `step` skips a step if gradients overflowed on any rank. With `shard_optimizer_state`
-    each replica keeps the state of its share of the parameters, and sends the updated parameters to the others.
+    each replica keeps the gradients, copies and state of its share of the parameters, and sends the updated parameters.
 
     Args:
         optimizer: The optimizer to wrap.
@@ -116,9 +78,9 @@ class DistributedOptimizer(WrappedOptimizer):
             state.cfg.fp16 or state.cfg.bf16,
             scale,
             lambda: None if state.model is None else state.model.gradients,
+            self._owns,
         )
         self._require_only_one()
-        self._shards: OptimizerShards | None = None
         if state.cfg.sharded_data_parallel_degree > 1:
             self._global_grad_norm = 0.0
         if isinstance(state.model, DistributedModel):
@@ -277,12 +239,14 @@ class DistributedOptimizer(WrappedOptimizer):
             return None
         if self._state.cfg.sharded_data_parallel_degree > 1:
             self._clip_sharded()
-        shards = self._assigned_shards()
-        if shards:
-            result = shards.step(lambda: self.optimizer.step(closure), master.with_gradients())
-        else:
-            result = self.optimizer.step(closure)
+        shards = self._shards
+        for parameter in self.master_weights.parameters() if shards else ():
+            if not self._owns(parameter):
+                parameter.grad = None  # a script may have set it
+        result = self.optimizer.step(closure)
         master.write_back()
+        if shards:
+            shards.send_updated()
         return result
 
     def _clip_sharded(self) -> None:
@@ -316,15 +280,23 @@ class DistributedOptimizer(WrappedOptimizer):
             )
         return shards.group
 
-    def _assigned_shards(self) -> OptimizerShards | None:
-        """Returns None without `shard_optimizer_state`. Each call gives owners to new parameters."""
-        if not self._state.cfg.shard_optimizer_state:
-            return None
-        if self._shards is None:
-            ranks, group = self._state.group("RDP_GROUP"), self._state.process_group("RDP_GROUP")
-            self._shards = OptimizerShards(ranks, self._state.rank, group)
-        self._shards.assign(self.master_weights.parameters())
-        return self._shards
+    @property
+    def _shards(self) -> OptimizerShards | None:
+        """With `shard_optimizer_state`, the owners of parameters; None before the model is placed."""
+        return self._state.model.optimizer_shards if self._state.model else None
+
+    def owner_of(self, parameter: nn.Parameter) -> int:
+        """The replica that updates a parameter of the optimizer; the first without `shard_optimizer_state`."""
+        (original,) = self.master_weights.model_parameters([parameter])
+        return self._shards.owner_of(original) if self._shards else 0
+
+    def own_parameters(self) -> list[tuple[int, nn.Parameter]]:
+        """The parameters that this rank updates, with their numbers. Parameters of other stages have no elements."""
+        given = enumerate(self.master_weights.parameters())
+        return [(number, parameter) for number, parameter in given if parameter.numel() and self._owns(parameter)]
+
+    def _owns(self, parameter: nn.Parameter) -> bool:
+        return self._shards is None or self.owner_of(parameter) == self._shards.mine
 
     # --- state dicts
 
@@ -340,7 +312,9 @@ class DistributedOptimizer(WrappedOptimizer):
         """
         local, sharded = self.local_parts(), self._state.cfg.shard_optimizer_state
         if sharded and gather_if_shard:
-            local["state"] = _merge(self._state.objects.gather(local["state"], self._state.group("RDP_GROUP")))
+            own = {key: local[key] for key in ("state", "masters")}
+            parts = self._state.objects.gather(own, self._state.group("RDP_GROUP"))
+            local.update({key: _merge(part[key] for part in parts) for key in own})
         if self._state.cfg.sharded_data_parallel_degree > 1:
             change = functools.partial(tree_map, make_whole) if gather_if_shard else pack_parts
             local.update({key: change(local[key]) for key in ("state", "masters")})
@@ -351,21 +325,11 @@ class DistributedOptimizer(WrappedOptimizer):
         """Returns the state, options, copies and loss scale of this rank, with split tensors. Gathers nothing."""
         local = self.optimizer.state_dict()
         if self._shards:
-            local["state"] = self._shards.select_own(local["state"], self.master_weights.parameters())
+            originals = self.master_weights.model_parameters(self.master_weights.parameters())
+            local["state"] = self._shards.select_own(local["state"], originals)
         local["masters"] = self.master_weights.values()
         local["loss_scale"] = self.master_weights.scale.state_dict()
         return local
-
-    def owner_of(self, parameter: nn.Parameter) -> int:
-        """The replica that updates a parameter, with `shard_optimizer_state`; otherwise the first."""
-        shards = self._assigned_shards()
-        return shards.owner_of(parameter) if shards else 0
-
-    def own_parameters(self) -> list[tuple[int, nn.Parameter]]:
-        """The parameters that this rank updates, with their numbers. Parameters of other stages have no elements."""
-        found = {number: p for number, p in enumerate(self.master_weights.parameters()) if p.numel()}
-        shards = self._assigned_shards()
-        return list((shards.select_own(found, self.master_weights.parameters()) if shards else found).items())
 
     def orig_state_dict(self) -> dict[str, Any]:
         """Returns `local_state_dict` with this rank's share alone. Published scripts compare it with saved shares."""
@@ -451,16 +415,12 @@ class DistributedOptimizer(WrappedOptimizer):
             if "loss_scale" in saved:
                 master.scale.load_state_dict(saved["loss_scale"])
             master.make_copies()
-            parameters = master.parameters()
+            own = dict(self.own_parameters())
             if "state" in saved:
-                here = {i: s for i, s in saved["state"].items() if parameters[i].numel()}
-                shards = self._assigned_shards()
-                if shards:
-                    here = shards.select_own(here, parameters)
-                here = {i: _place_state(state, parameters[i]) for i, state in here.items()}
+                here = {i: _place_state(state, own[i]) for i, state in saved["state"].items() if i in own}
                 self.optimizer.load_state_dict({"state": here, "param_groups": saved["param_groups"]})
             masters = saved.get("masters", {})
-            master.load_values({i: place_like(value, parameters[i]) for i, value in masters.items()})
+            master.load_values({i: place_like(value, own[i]) for i, value in masters.items() if i in own})
             saved.clear()  # the model may keep this function
 
         script_model(self._state).when_placed(load)
@@ -484,10 +444,12 @@ def _refuse_in_step(name: str) -> None:
 
 
 def _place_state(state: Any, parameter: nn.Parameter) -> Any:
-    """Splits the tensors in the state of one parameter as the parameter is."""
+    """Returns copies of the tensors in the state of one parameter, split as the parameter is."""
     if not isinstance(state, Mapping):
         return state
-    return {key: place_like(value, parameter) for key, value in state.items()}
+    placed = {key: place_like(value, parameter) for key, value in state.items()}
+    # A tensor may still be in a file, which the script may write again.
+    return {key: v.clone() if v is state[key] and isinstance(v, torch.Tensor) else v for key, v in placed.items()}
 
 
 _NORMS = ("Lamb", "LAMB", "LARS", "Adafactor", "LBFGS", "Muon")

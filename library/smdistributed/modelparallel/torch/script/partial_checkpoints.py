@@ -18,6 +18,7 @@ from typing import Any
 
 from smdistributed.modelparallel.backend.api import barrier, pp_rank, pp_size, rdp_rank, tp_rank
 from smdistributed.modelparallel.backend.exceptions import SMPRuntimeError
+from smdistributed.modelparallel.torch.script.aws_checkpoints import is_from_aws, read_from_aws, refuse_optimizer
 from smdistributed.modelparallel.torch.script.checkpoint_files import (
     TAG_FIX,
     list_files,
@@ -100,6 +101,12 @@ def load_partial(
     own = directory / f"{tag}_partial"
     finish_rename(own)
     files = {kind: TensorFiles(own.glob(f"{kind}_*{_SUFFIX}")) for kind in ("model", "optimizer")}
+    if not any(map(len, files.values())) and is_from_aws(own):
+        if load_optimizer and state.optimizer is not None:
+            refuse_optimizer(own)
+        model = script_model(state)
+        model.load_when_placed(lambda: read_from_aws(model, own, strict, weights_only))
+        return own
     if not any(map(len, files.values())):
         raise SMPRuntimeError(
             f"There is no partial checkpoint {own.name} in {own.parent}: it holds {list_files(own.parent)}. {TAG_FIX}"
@@ -107,7 +114,7 @@ def load_partial(
     notes, model, optimizer = _read_notes(own), script_model(state), state.optimizer
     state.stage.resume(notes.get("steps", state.stage.all_steps))
     if notes.get("partitions") == pp_size():
-        model.adopt_stages(notes["stages"])
+        model.adopt_stages(notes.get("stages", {}))
     if files["model"]:
         model.load_when_placed(lambda: read_model(model, files["model"], strict, weights_only))
     if load_optimizer and isinstance(optimizer, DistributedOptimizer) and files["optimizer"]:

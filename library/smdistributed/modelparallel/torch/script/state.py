@@ -29,6 +29,7 @@ from smdistributed.modelparallel.torch.pipeline.stage import Stage
 from smdistributed.modelparallel.torch.pipeline.tasks import remember_device
 from smdistributed.modelparallel.torch.script.gradients import StepGradients
 from smdistributed.modelparallel.torch.script.half_precision import MasterWeights
+from smdistributed.modelparallel.torch.script.optimizer_shards import OptimizerShards
 
 
 class WrappedModel(nn.Module):
@@ -44,6 +45,7 @@ class WrappedModel(nn.Module):
         """The ranks that hold one replica together, with sharded data parallelism; else none."""
         raise NotImplementedError
 
+    optimizer_shards: OptimizerShards | None
     partitioned: bool
     """Whether it is decided which stage has which module."""
 

@@ -110,6 +110,15 @@ def test_modules_of_scripts_are_replaced_by_what_they_registered(mpirun: Mpirun)
     start(mpirun, 2, "registers", prescaled_batch=True)
 
 
+def test_a_failure_of_one_rank_ends_the_step_on_all(mpirun: Mpirun) -> None:
+    start(mpirun, 4, "fails_on_a_rank_that_follows", partitions=2, microbatches=4)
+
+
+def test_optimize_says_where_it_has_no_effect() -> None:
+    with pytest.warns(UserWarning, match="'optimize' of mp_parameters between layers that are split has no effect"):
+        check({"partitions": 1, "tensor_parallel_degree": 2, "ddp": True, "optimize": "speed"})
+
+
 def test_the_degree_needs_ddp() -> None:
     with pytest.raises(SMPConfigError, match="'tensor_parallel_degree' needs 'ddp'"):
         check({"partitions": 1, "tensor_parallel_degree": 2})

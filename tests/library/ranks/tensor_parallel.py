@@ -142,6 +142,22 @@ def trains_branches() -> None:
     trains_as_alone(Forked(), lambda parameters: torch.optim.AdamW(parameters, 1e-2))
 
 
+def fails_on_a_rank_that_follows() -> None:
+    """The step raises the error there, and an error on all other ranks, also of the other pipeline."""
+    model, _ = wrapped()
+    tokens, target = map(own_rows, batches(1)[0])
+    train_step(model, tokens, target)
+    fails = smp.tp_rank() == 1 and smp.pp_rank() == 0
+    if fails:
+        model.module.register_forward_pre_hook(lambda *_: 1 / 0)
+    try:
+        train_step(model, tokens, target)
+    except Exception as error:
+        assert isinstance(error, ZeroDivisionError) is fails, error
+    else:
+        raise AssertionError("no error")
+
+
 def trains_with_norms() -> None:
     """Optimizers that use norms of whole parameters, and of all gradients, train as in one process."""
     trains_as_alone(Mlp(), lambda parameters: smp.optimizers.FusedLAMB(parameters, 1e-2, max_grad_norm=0.2))

@@ -214,7 +214,7 @@ def check(given: dict[str, Any]) -> Config:
         _check_sharded(values)
         values["active_microbatches"] = 1  # torch's FSDP2 follows one forward and backward at a time
     if values.get("tensor_parallel_degree", 1) > 1:
-        _check_tensor_parallelism(values)
+        _check_tensor_parallelism(values, given)
     for name, needed in _NEEDS.items():
         if _is_default(needed, values) and not _is_default(name, values):
             warn_without_effect(f"{name!r} of mp_parameters", f"it is for {needed!r}, which is not set")
@@ -313,13 +313,16 @@ def _check_sharded(values: Mapping[str, Any]) -> None:
             )
 
 
-def _check_tensor_parallelism(values: Mapping[str, Any]) -> None:
-    """Raises SMPConfigError without `ddp`."""
+def _check_tensor_parallelism(values: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """Raises SMPConfigError without `ddp`. Warns of a key that has less effect than in AWS's library."""
     if not values.get("ddp"):
         raise SMPConfigError(
             "'tensor_parallel_degree' needs 'ddp' to be set as well: the ranks that share tensors are replicas for "
             "other modules. Fix: set 'ddp' to true."
         )
+    if "optimize" in given:
+        why = "each rank has whole states of its rows there"
+        warn_without_effect("'optimize' of mp_parameters between layers that are split", why)
 
 
 def timeout_seconds() -> float:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd import Function
 
+from smdistributed.core.torch.devices import device_of
 from smdistributed.modelparallel.backend.exceptions import StepUsageError
 
 
@@ -49,6 +50,17 @@ def tensor_group() -> TensorGroup:
     if _current is None:
         raise StepUsageError("smp.init() has not been called. Fix: call it first, on every rank.")
     return _current
+
+
+def seed_of_first() -> int:
+    """Returns torch's seed on the first rank of the group, which all call.
+
+    The communication engine takes it there: a message of the transport may wait until its thread looks again.
+    """
+    group, seed = tensor_group().group, torch.initial_seed()
+    sent = torch.tensor(seed - (seed >> 63 << 64), device=device_of(group))  # int64
+    dist.broadcast(sent, dist.get_global_rank(group, 0), group=group)
+    return int(sent.item()) % (1 << 64)
 
 
 # --- between rows of this rank and work that all ranks share

@@ -24,6 +24,7 @@ from smdistributed.modelparallel.backend.exceptions import (
 )
 from smdistributed.modelparallel.torch.nn.huggingface import translations
 from smdistributed.modelparallel.torch.nn.replacement import distribute
+from smdistributed.modelparallel.torch.nn.tensor_group import seed_of_first
 from smdistributed.modelparallel.torch.pipeline.module_manager import ModuleManager
 from smdistributed.modelparallel.torch.pipeline.module_routing import route_calls
 from smdistributed.modelparallel.torch.pipeline.offloading import offload_activations
@@ -232,9 +233,8 @@ class DistributedModel(ModelParts):
         """
         if not self.partitioned:
             self.manager.refresh_modules()
-        ranks = self._state.group("TP_GROUP")
-        if self._state.cfg.prescaled_batch and len(ranks) > 1:  # dropout of the same rows must be the same
-            self._state.stage.common_seed = self._state.objects.gather(torch.initial_seed(), ranks)[0]
+        if self._state.cfg.prescaled_batch and len(self._state.group("TP_GROUP")) > 1:
+            self._state.stage.common_seed = seed_of_first()  # dropout of the same rows must be the same
         if self._is_whole:
             self._is_whole = False
             self.manager.release_remote_tensors()

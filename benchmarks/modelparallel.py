@@ -29,6 +29,8 @@ turns.
   `parallelize_module` of torch's DTensor on gloo;
 - `tensor-2-WIDTH-least`: a step of one rank's share without any communication, which both ranks compute meanwhile. No
   library can be faster with these operations;
+- `tensor-2-WIDTH-processor`, `-least`: the same in seconds of the first rank's processor, which other work on the
+  machine changes less;
 - `tensor-2-WIDTH-loss`, `-parameters`: the largest differences from a run without shares, after 20 steps of SGD.
 
 `--sharded BLOCKS WIDTH` measures the sharded model alone, with another size. `--only FUNCTION` measures one kind.
@@ -202,10 +204,13 @@ def tensor(rounds: int) -> list[Figure]:
     figures = []
     for width in (256, 512):
         found, name = job_of(TENSOR_RANKS, 2, width, rounds), f"tensor-2-{width}"
-        seconds = found["ours"], found["dtensor"]
+        for suffix, kind, ceiling in (("", "", 0.7), ("-processor", "_processor", None)):
+            ours, rival, least = (found[f"{way}{kind}"] * 1e3 for way in ("ours", "dtensor", "share"))
+            figures += [
+                Figure(f"{name}{suffix}", ours, "ms", None, rival, "DTensor-gloo", ceiling),
+                Figure(f"{name}{suffix}-least", least, "ms", None, rival, "DTensor-gloo"),
+            ]
         figures += [
-            Figure(name, seconds[0] * 1e3, "ms", rival=seconds[1] * 1e3, rival_name="DTensor-gloo", ceiling=0.7),
-            Figure(f"{name}-least", found["share"] * 1e3, "ms", None, seconds[1] * 1e3, "DTensor-gloo"),
             Figure(f"{name}-loss", found["losses"], "absolute", 1e-5),
             Figure(f"{name}-parameters", found["parameters"], "absolute", 1e-5),
         ]

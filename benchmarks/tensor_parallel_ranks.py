@@ -1,8 +1,8 @@
 """A rank of the tensor-parallel case of benchmarks/modelparallel.py: python tensor_parallel_ranks.py WIDTH ROUNDS.
 
 Both libraries split the same transformer layer over all ranks, and train it with the same batches. DTensor uses gloo,
-and ours shared memory. Prints the first rank's seconds, also of its share without any communication. Prints the largest
-differences of losses and parameters from a run without shares, after 20 steps.
+and ours shared memory. Prints the first rank's seconds and its processor's, also of its share without any
+communication. Prints the largest differences of losses and parameters from a run without shares, after 20 steps.
 """
 
 from __future__ import annotations
@@ -150,14 +150,15 @@ def main(rounds: int) -> None:
     whole = model.state_dict()
     parameters = max(float((whole[f"layer.{name}"] - value).abs().max()) for name, value in plain.state_dict().items())
     ways = {"ours": own, "dtensor": rival, "share": torchs(Layer(size))}
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    seconds: dict[str, list[float]] = {f"{name}{kind}": [] for name in ways for kind in ("", "_processor")}
     rival(*batches[0])
     for place in range(rounds * 4):
         for name, step in ways.items():
             dist.barrier()
-            began = time.perf_counter()
+            began, busy = time.perf_counter(), time.process_time()
             step(*batches[place % STEPS])
             seconds[name].append(time.perf_counter() - began)
+            seconds[f"{name}_processor"].append(time.process_time() - busy)
     if dist.get_rank() == 0:
         found = {name: statistics.median(values) for name, values in seconds.items()}
         print(json.dumps({**found, "losses": losses, "parameters": parameters}), flush=True)

@@ -7,6 +7,8 @@ import io
 import json
 import signal
 import tarfile
+import threading
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -43,7 +45,9 @@ class FakeEngine:
     volumes = SimpleNamespace(create=lambda name, labels: None)
 
     def __init__(self, user: str = "") -> None:
-        self.images = SimpleNamespace(get=lambda _: SimpleNamespace(labels={}, attrs={"Config": {"User": user}}))
+        self.images = SimpleNamespace(
+            get=lambda _: SimpleNamespace(id="1", labels={}, attrs={"Config": {"User": user}})
+        )
         self.modes: dict[str, tuple[int, int, int]] = {}
         self.api = SimpleNamespace(
             create_endpoint_config=lambda aliases: {"Aliases": aliases},
@@ -58,6 +62,7 @@ class FakeEngine:
         self.files: dict[str, dict[str, bytes]] = {}
         self.options: list[dict[str, str]] = []
         self.removed: list[str] = []
+        self.started: list[str] = []
         self.archives: dict[str, bytes] = {}
 
     def info(self) -> dict[str, Any]:
@@ -95,6 +100,9 @@ class FakeEngine:
 
         return SimpleNamespace(
             put_archive=put_archive,
+            start=lambda: self.started.append(settings["name"]),
+            reload=lambda: None,
+            status="running",
             remove=checked("container.remove", lambda **_: self.removed.append(settings["name"])),
             id=settings["name"],
             client=self,
@@ -321,6 +329,54 @@ def test_host_that_is_made_again_is_the_same(request_: JobRequest) -> None:
     }
     (mount,) = again["mounts"]
     assert (mount["Source"], mount["Target"], mount["Type"]) == ("shoal-job", "/opt/ml/checkpoints", "volume")
+
+
+START = "run/shoal-start"
+
+
+@pytest.fixture
+def waiting(request_: JobRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[FakeEngine, DockerHosts]]:
+    """Hosts that `shoal run --watch` has made ready."""
+    monkeypatch.setattr(docker_hosts, "start_log_reader", lambda *_: threading.Thread())
+    monkeypatch.setattr(docker_hosts, "report_exit", lambda *_: None)
+    client, view = FakeEngine(), PlainView(Console(file=io.StringIO()))
+    with docker_hosts.create_hosts(cast(Any, client), request_, "job", view, waits=True) as hosts:
+        hosts.start_waiting()
+        yield client, hosts
+
+
+def test_hosts_that_wait_start_with_the_source_of_that_time(
+    waiting: tuple[FakeEngine, DockerHosts], request_: JobRequest
+) -> None:
+    client, hosts = waiting
+    assert sorted(client.started) == ["job-algo-1", "job-algo-2"]
+    assert {made["environment"]["SHOAL_START_FILE"] for made in client.made.values()} == {f"/{START}"}
+    (request_.selection.directory / "train.py").write_text("print('later')")
+    (request_.selection.directory / "new.py").write_text("")
+    assert hosts.take_source()
+    assert all(START not in files for files in client.files.values()), "nothing starts before the source is complete"
+    hosts.start(*hosts.ids)
+    for files in client.files.values():
+        assert (files["opt/ml/code/train.py"], START in files) == (b"print('later')", True)
+        assert "opt/ml/code/new.py" in files
+    assert len(client.started) == 2
+    hosts.create("algo-2")  # a lost host
+    assert "SHOAL_START_FILE" not in client.made["job-algo-2"]["environment"]
+
+
+def test_hosts_in_which_something_would_stay_run_no_other_source(
+    waiting: tuple[FakeEngine, DockerHosts], request_: JobRequest
+) -> None:
+    _, hosts = waiting
+    script = request_.selection.directory / "train.py"
+    script.rename(script.with_name("other.py"))
+    script.mkdir()
+    assert not hosts.take_source(), "a directory in the place of a file"
+    script.rmdir()
+    script.with_name("other.py").rename(script)
+    for container in hosts.by_name.values():
+        container.status = "exited"  # type: ignore[misc]
+    assert not hosts.take_source(), "a container that has ended"
 
 
 def test_code_of_the_image_is_not_lost(request_: JobRequest) -> None:

@@ -52,6 +52,17 @@ def test_a_source_of_another_user_is_not_run(watching: Watching) -> None:
     assert "belongs to the user 12345 now" in refused and "stolen" not in refused
 
 
+def test_two_interrupts_of_a_run_end_the_command(watching: Watching) -> None:
+    watching.read_until("watching for changes")
+    stubborn = "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+    watching.save(f"{stubborn}print('it sleeps', flush=True)\ntime.sleep(1000)\n")
+    watching.read_until("it sleeps")
+    watching.process.send_signal(signal.SIGINT)
+    watching.read_until("stopping; the script has")
+    watching.process.send_signal(signal.SIGINT)
+    assert watching.process.wait(SECONDS) == 128 + signal.SIGINT
+
+
 def test_a_signal_to_end_ends_the_run_and_the_command(watching: Watching) -> None:
     watching.read_until("watching for changes")
     watching.save("import time\nprint('it sleeps', flush=True)\ntime.sleep(1000)\n")

@@ -442,7 +442,9 @@ def _run_watched(
             earlier = earlier or opened.record
             result = _run_to_end(opened, progress, options, build_seconds, ready.hosts if ready else None)
             stack.close()
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as interrupt:
+            if isinstance(interrupt.__context__, KeyboardInterrupt):  # the second one did not wait for the script
+                raise typer.Exit(128 + signal.SIGINT) from None
             return earlier
         except Exception as error:
             failure = convert_error(error)

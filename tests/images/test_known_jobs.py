@@ -23,7 +23,7 @@ from shoal.jobs.hosts import docker as docker_hosts
 from shoal.jobs.job import LOCAL, RESOURCE_CONFIG, JobRequest
 from shoal.jobs.job_log import LOG, JobLog, LineFilter, read_lines
 from shoal.jobs.stopping import stop_job
-from shoal.jobs.store import JobRecord, check_name, find_job, find_running_job, list_jobs, open_job
+from shoal.jobs.store import WAITING, JobRecord, check_name, find_job, find_running_job, list_jobs, open_job
 from shoal.jobs.view import PlainView
 
 from .test_docker_job import FakeEngine
@@ -74,6 +74,17 @@ def test_states_of_jobs(request_: JobRequest) -> None:
     assert [each.name for each in list_jobs()] == ["killed", "broken", "done"], "a job without hosts has no directory"
     with pytest.raises(UsageError, match=r"killed: .*its state is lost. Fix: shoal stop killed ends its hosts"):
         find_running_job("killed")
+
+
+def test_a_job_that_waits_for_a_change_is_held_by_its_command(request_: JobRequest) -> None:
+    with open_job(JobRecord(replace(request_, image="image:1")), None, "next") as opened:
+        opened.update(state=WAITING)
+        assert (find_running_job("next").state, find_job("next").is_running) == ("waiting", True)
+        opened.begin()
+        assert find_job("next").state == "running"
+        opened.update(state=WAITING)
+        (opened.directory / "log.jsonl").touch()
+    assert find_job("next").state == "lost", "its command was killed"
 
 
 def test_jobs_are_found_by_name_and_by_directory(

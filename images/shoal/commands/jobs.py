@@ -67,6 +67,7 @@ from shoal.jobs.store import (
     FAILED,
     OUTPUT,
     STOPPED,
+    WAITING,
     JobRecord,
     KnownJob,
     OpenJob,
@@ -406,6 +407,7 @@ def _make_ready(options: RunOptions, progress: Console, stack: contextlib.ExitSt
         tag, _ = _prepare_image(record.request, False, progress)
         record = dataclasses.replace(record, request=dataclasses.replace(record.request, image=tag))
         opened = stack.enter_context(open_job(record, None))
+        opened.update(state=WAITING)
         return ReadyJob(opened, stack.enter_context(open_hosts(opened, PlainView(progress), waits=True)))
     except Exception as error:
         if convert_error(error) is None:

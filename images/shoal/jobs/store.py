@@ -27,8 +27,10 @@ from shoal.limits import MOST_HOSTS, MOST_RECORD, read_file
 RECORD = "request.json"
 _EARLIER = "attempt-"
 """Directories with the files of earlier commands have this name and a number."""
-RUNNING, COMPLETED, FAILED, STOPPED = "running", "completed", "failed", "stopped"
+RUNNING, WAITING, COMPLETED, FAILED, STOPPED = "running", "waiting", "completed", "failed", "stopped"
 """The states of a job in its record."""
+_ACTIVE = (RUNNING, WAITING)
+"""The states of a job that a command holds."""
 OUTPUT = "shoal.log"
 """The output of the command of a detached job."""
 
@@ -339,7 +341,7 @@ class JobDescription:
 
     name: str
     state: str
-    """`running`, `completed`, `failed`, `stopped` or `lost`."""
+    """`running`, `waiting` (for a change: `shoal run --watch`), `completed`, `failed`, `stopped` or `lost`."""
     exit_code: int | None
     image: str
     engine: str
@@ -361,7 +363,7 @@ class KnownJob(StoredJob):
     """A job that this user has started on this machine, with the name of its directory."""
 
     state: str
-    """running, completed, failed, stopped or lost."""
+    """running, waiting, completed, failed, stopped or lost."""
 
     @property
     def key(self) -> str:
@@ -370,8 +372,8 @@ class KnownJob(StoredJob):
 
     @property
     def is_running(self) -> bool:
-        """Whether a command runs it."""
-        return self.state == RUNNING
+        """Whether a command runs it, or has made it ready to run."""
+        return self.state in _ACTIVE
 
     @property
     def seconds(self) -> float | None:
@@ -401,11 +403,12 @@ def read_job(directory: Path) -> KnownJob:
     """Returns the job in a directory. Raises `UsageError` if it has none."""
     is_running = running.is_running(directory)
     found = load_record(directory / RECORD, directory.name)
-    if not is_running and found.state == RUNNING:
+    if not is_running and found.state in _ACTIVE:
         is_running = running.is_running(directory)  # it may have been resumed between the two steps
         found = load_record(directory / RECORD, directory.name)
-    ended = LOST if found.state == RUNNING else found.state
-    return KnownJob(directory.name, directory, found, RUNNING if is_running else ended)
+    active = WAITING if found.state == WAITING else RUNNING
+    ended = LOST if found.state in _ACTIVE else found.state
+    return KnownJob(directory.name, directory, found, active if is_running else ended)
 
 
 def list_jobs() -> list[KnownJob]:
@@ -460,7 +463,7 @@ def check_name(name: str, output: Path) -> None:
             " ends, as in SageMaker. Fix: such as --name digits-1"
         )
     for each in list_jobs():
-        if each.name == name and each.state in (RUNNING, LOST):  # hosts of a lost one may still run
+        if each.name == name and each.state in (*_ACTIVE, LOST):  # hosts of a lost one may still run
             raise UsageError(
                 f"--name {name}: in use by a job that is {each.state} ({each.directory}). Fix: choose another name, or"
                 f" shoal stop {each.directory}"

@@ -47,6 +47,7 @@ from shoal.matrix import project
 from shoal.matrix.spec import load
 
 IMAGES = ("pytorch-training:2.13.0-cpu-py311-debian12", "pytorch-training:2.0.1-gpu-py311-cu117-debian12")
+PARTS = ("start", "release")
 RATE = "200mbit"
 FORMS = {"gzip": (), "zstd": ("--compression", "zstd"), "lazy": ("--lazy",)}
 CEILINGS = {"zstd": 0.5, "lazy": 0.2}
@@ -89,6 +90,7 @@ def main(arguments: Sequence[str]) -> int:
     """Measure, and print the figures."""
     parser = make_parser(__doc__, 3)
     parser.add_argument("--image", action="append", help=f"repeatable (default: {', '.join(IMAGES)})")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="what to measure (default: all)")
     parser.add_argument(
         "--soci", type=Path, help="a directory with soci and soci-snapshotter-grpc, as Debian 13's package has them"
     )
@@ -104,9 +106,10 @@ def main(arguments: Sequence[str]) -> int:
     print_machine()
     figures = []
     with tempfile.TemporaryDirectory(prefix="shoal-registry-", dir="/var/tmp") as scratch:
-        for image in options.image or IMAGES:
+        for image in (options.image or IMAGES) if "start" in options.parts else ():
             figures += measure_image(image, Path(scratch), options.rounds)
-        figures += measure_release((options.image or IMAGES)[0], Path(scratch))
+        if "release" in options.parts:
+            figures += measure_release((options.image or IMAGES)[0], Path(scratch))
     return finish(figures)
 
 
@@ -139,19 +142,21 @@ def measure_release(image: str, scratch: Path) -> list[Figure]:
     here = project.find(Path.cwd())
     tags = [other.tag for other in load(here.buildspec).images]
     figures = []
+    changes = {"toolkit": change_toolkit, "all-packages": change_rehearsal}
     with kept(tags), tempfile.TemporaryDirectory(prefix="shoal-bench-") as directory:
         ours = Shoal(here, Path(directory, "ours"))
         ours.build(image)
-        for name, change in (("toolkit", change_toolkit), ("all-packages", change_rehearsal)):
-            with serving(scratch / "data", "127.0.0.1:0") as port:
-                before = push(image, port, ())
+        with serving(scratch / "released", "127.0.0.1:0") as port:
+            known = {layer["digest"] for layer in push(image, port, ())}
+            for name, change in changes.items():
                 change(ours.project.root)
                 ours.build(image)
-                after = push(image, port, ())
-            new = [layer["size"] for layer in after if layer["digest"] not in {old["digest"] for old in before}]
-            print(f"new layers after a change of {name}: {new}")
-            figures.append(Figure(f"registry-release-{name}", sum(new) / MB, "MB", 2))
-            shutil.rmtree(scratch / "data")
+                new = {
+                    layer["digest"]: layer["size"] for layer in push(image, port, ()) if layer["digest"] not in known
+                }
+                known |= set(new)
+                print(f"new layers after a change of {name}: {', '.join(map(str, new.values()))} bytes")
+                figures.append(Figure(f"registry-release-{name}", sum(new.values()) / MB, "MB", 2))
     return figures
 
 
@@ -235,8 +240,8 @@ def start_in_namespace(task: dict[str, str], scratch: Path) -> dict[str, float]:
         enter = ("nsenter", f"--net=/run/netns/{host.namespace}", "unshare", "--mount")
         command = (*enter, sys.executable, __file__, "--inside", json.dumps(task))
         ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    measured: dict[str, float] = json.loads(ended.stdout)
-    print(f"  {measured}", flush=True)
+        measured: dict[str, float] = json.loads(ended.stdout)
+        print(f"  {measured}", flush=True)
     return measured
 
 

@@ -18,10 +18,11 @@ import flatbuffers.number_types as kinds
 import flatbuffers.table
 import pytest
 from backports import zstd
+from rich.console import Console
 
-from shoal.builds import layers, registry, soci
+from shoal.builds import layers, push, registry, soci
 from shoal.commands import images
-from shoal.errors import ImageError, PushError, UsageError
+from shoal.errors import DiskError, ImageError, PushError, UsageError
 from shoal.limits import MIB
 
 LARGE = random.Random(1).randbytes(11 * MIB)  # does not become smaller
@@ -254,6 +255,48 @@ def test_the_words_of_a_registry_are_reported(asked: Any) -> None:
     place = registry.Registry(f"{asked.address}/team/one:1")
     with pytest.raises(PushError, match="403 quota is used up"):
         place.send_blob(layers.make_blob(b"x", "text/plain"), lambda _: None)
+
+
+class Engine:
+    """A Docker with one image, which counts how often it is saved."""
+
+    def __init__(self, size: int) -> None:
+        self.images, self.attrs, self.saves = self, {"Size": size}, 0
+
+    def get(self, _: str) -> Engine:
+        return self
+
+    def save(self, chunk_size: int) -> Iterator[bytes]:
+        self.saves += 1
+        return iter([save(make_tar({"opt/text": b"words"}))])
+
+
+def push_to(engine: Engine) -> push.Pushed:
+    stored = push.Format("zstd")
+    return push.push_image(engine, "a:1", "host/a:1", Console(quiet=True), lambda _: None, stored)  # type: ignore[arg-type]
+
+
+def test_an_image_is_compressed_once_for_all_tries(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[soci.Publication] = []
+
+    def send(publication: soci.Publication, target: str, console: Console) -> str:
+        sent.append(publication)
+        if len(sent) < 3:
+            raise PushError("('Connection aborted.', RemoteDisconnected())")
+        return "sha256:1"
+
+    monkeypatch.setattr(push, "_send", send)
+    engine = Engine(size=10_000)
+    pushed = push_to(engine)
+    assert (pushed.digest, pushed.tries, engine.saves) == ("sha256:1", 3, 1)
+    assert len(sent[0].blobs) == 2  # a layer and the configuration
+
+
+def test_a_disk_without_room_for_the_layers_is_reported_first() -> None:
+    engine = Engine(size=1 << 60)
+    with pytest.raises(DiskError, match="set TMPDIR"):
+        push_to(engine)
+    assert not engine.saves
 
 
 def test_a_lazy_image_with_zstd_is_refused() -> None:

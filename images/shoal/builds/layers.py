@@ -19,13 +19,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, Literal, cast
-
-from backports import zstd
+from typing import IO, TYPE_CHECKING, Any, Literal, cast
 
 from shoal.docker_client.archive import Chunks, is_tar, open_stream
 from shoal.errors import ImageError
 from shoal.limits import MIB, MOST_LAYERS
+
+if TYPE_CHECKING:
+    from backports import zstd
 
 Compression = Literal["gzip", "zstd"]
 SPAN = 4 * MIB
@@ -145,6 +146,8 @@ def _open_layer(content: io.BufferedReader) -> IO[bytes] | None:
     if begin[:2] == b"\x1f\x8b":
         return cast(IO[bytes], gzip.open(content))
     if begin[:4] == b"\x28\xb5\x2f\xfd":
+        from backports import zstd  # only commands that need it load it
+
         return cast(IO[bytes], zstd.open(content))
     return content if is_tar(begin) else None
 
@@ -247,6 +250,8 @@ def _read_entries(source: io.RawIOBase) -> Iterator[tarfile.TarInfo]:
 
 def _make_zstd() -> zstd.ZstdCompressor:
     """Compresses on all cores. The output does not depend on their number."""
+    from backports import zstd
+
     names = zstd.CompressionParameter
     workers = max(1, len(os.sched_getaffinity(0)))  # with 0, it would be another format of blocks
     return zstd.ZstdCompressor(

@@ -5,12 +5,14 @@ from __future__ import annotations
 import gzip
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from shoal_toolkit.sidecars.script_imports import Imported, find_imports
+from shoal_toolkit.sidecars.standby import choose_imports
 
 from .conftest import Run, Tree
 from .test_plan import MACHINE, planned
@@ -69,6 +71,31 @@ def test_a_script_that_prepares_its_imports_is_left_alone(tmp_path: Path, before
     assert names == (["os", "subprocess", "sys", "transformers"] if found else [])
     write(tmp_path, after=f"import os, subprocess, sys\nimport transformers\n{before}\n")
     assert find_imports([str(tmp_path / "after.py")], [str(tmp_path)])
+
+
+@pytest.mark.parametrize(
+    ("script", "expected"),
+    [
+        ("import torch, os, numpy", False),
+        ("import torch, re\nre.compile('')", True),
+        ("import re\nre.compile('')", False),
+        ("import torch\ntorch.optim.SGD([])", True),
+        ("import torch\nfrom torch import optim", True),
+        ("import torch\nfrom torch.optim import Adam", True),
+        ("import torch\nfrom torch.nn.parallel import DistributedDataParallel as DDP", False),
+        ("import torch\nfrom torch.nn.parallel import DistributedDataParallel as DDP\nDDP(1)", True),
+        ("import torch\nimport timm", True),
+        ("import torch\nimport mine", True),
+    ],
+)
+def test_the_compiler_of_torch_is_imported_only_if_it_is_needed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, expected: bool
+) -> None:
+    write(tmp_path, train=script, mine="import torch.nn.parallel as p\ndef f(x):\n    p.DistributedDataParallel(x)\n")
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    chosen = choose_imports([str(tmp_path / "train.py")], [])
+    assert (("torch._dynamo", "") in chosen) is expected
+    assert (("torch", "") in chosen) is ("torch" in script)
 
 
 def test_imports_of_an_installed_package_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

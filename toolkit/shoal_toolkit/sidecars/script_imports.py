@@ -20,8 +20,14 @@ class Imported(NamedTuple):
     at_import: bool  # whether it is executed when its file is imported, and not only in a function
 
 
+COMPILER = Imported("torch._dynamo", "", True)
+_COMPILING = ("compile", "DistributedDataParallel", "FullyShardedDataParallel", "fully_shard", "optim")
+
+
 def find_imports(arguments: Sequence[str], path: Sequence[str]) -> list[Imported]:
     """Returns the imports of modules that are not the script's own, in the order in which they are found.
+
+    COMPILER is among them if a file uses what imports it later.
 
     Files that are missing or no Python are left out: the script gets the error itself. There are none if a file, before
     it imports something, changes the environment or sys.path, or starts a program, such as pip: imports depend on that.
@@ -71,7 +77,7 @@ def _read_imports(file: str) -> list[Imported] | None:
         {id(each) for node in ast.walk(tree) if isinstance(node, kinds) for each in ast.walk(node)}
         for kinds in (_LATER, _FUNCTIONS)
     )
-    found: list[Imported] = []
+    found: list[Imported] = [COMPILER] if _uses_compiler(tree) else []
     last, preparing = 0, []  # lines
     for node in ast.walk(tree):
         at_import = id(node) not in outside
@@ -85,6 +91,20 @@ def _read_imports(file: str) -> list[Imported] | None:
         if at_import and isinstance(node, (ast.Import, ast.ImportFrom)):
             last = max(last, node.lineno)
     return None if preparing and min(preparing) < last else found
+
+
+def _uses_compiler(tree: ast.AST) -> bool:
+    """Whether a file makes an optimizer or a parallel model, or compiles one: torch then imports its compiler."""
+    names = set(_COMPILING)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            names |= {alias.asname for alias in node.names if alias.name in _COMPILING and alias.asname}
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            modules = [getattr(node, "module", None) or "", *(alias.name for alias in node.names)]
+            if any("optim" in module.split(".") for module in modules):
+                return True
+    used = (node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "") for node in ast.walk(tree))
+    return any(name in names for name in used)
 
 
 def _prepares(node: ast.AST) -> TypeGuard[ast.expr | ast.stmt]:

@@ -91,16 +91,24 @@ def choose_imports(arguments: Sequence[str], path: Sequence[str], later: Sequenc
         path: Directories with modules of the script's own; the first is the one that Python puts first on its path.
         later: Packages that are left out.
     """
-    from shoal_toolkit.sidecars.script_imports import find_imports
+    from shoal_toolkit.sidecars.script_imports import COMPILER, find_imports
 
-    table = read_table("standby")["packages"]
+    known = read_table("standby")
+    plain = {*known["plain"], *getattr(sys, "stdlib_module_names", ()), "__future__"}
+    found = find_imports(arguments, path)
     chosen: dict[tuple[str, str], None] = {}
-    for found in find_imports(arguments, path):
-        package = found.module.partition(".")[0]
-        if package in table:
-            chosen.update(dict.fromkeys((module, "") for module in table[package]))
-            if found.at_import and found.name != "*":
-                chosen[found.module, found.name] = None
+    packages = set()
+    for each in found:
+        if each == COMPILER:
+            continue
+        package = each.module.partition(".")[0]
+        packages.add(package)
+        if package in known["packages"]:
+            chosen.update(dict.fromkeys((module, "") for module in known["packages"][package]))
+            if each.at_import and each.name != "*":
+                chosen[each.module, each.name] = None
+    if "torch" in packages and (COMPILER in found or packages - plain):
+        chosen[COMPILER.module, COMPILER.name] = None
     return [each for each in chosen if each[0].partition(".")[0] not in later]
 
 

@@ -3,14 +3,18 @@
 The same script runs in 8 ranks on this machine, without a container: under `train`, with its launchers for torchrun and
 mpirun, and under torchrun. It imports torch, joins the process group (gloo)
 and ends. Times count from the start of the command until the last rank has joined, and to the end of the command. The
-memory is the sum of the ranks' proportional set size (PSS) while all of them have joined. Figures are medians of the
+memory is the sum of the ranks' proportional set size (PSS) while all of them have joined. `processor` is the processor
+time of all processes, which other load on the machine changes least. Figures are medians of the
 rounds, the two sides in turn.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import json
 import os
+import resource
 import statistics
 import subprocess
 import sys
@@ -25,6 +29,7 @@ from report import Figure, finish, make_parser, print_machine
 RANKS = 8
 CEILING = 0.25
 LAUNCHERS = {"fork": "sagemaker_torch_distributed_enabled", "fork-mpirun": "sagemaker_mpi_enabled"}
+SET_CHILD_SUBREAPER = 36  # of prctl
 MB = 1e6
 KB = 1024
 TRAIN = Path(sys.executable).with_name("train")
@@ -46,11 +51,12 @@ dist.destroy_process_group()
 
 
 class Measured(NamedTuple):
-    """Of one run: seconds until all ranks have joined and until the end, and bytes of all ranks."""
+    """Of one run: seconds until all ranks have joined and until the end, bytes of all ranks, and processor seconds."""
 
     joined: float
     ended: float
     memory: float
+    processor: float
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -97,13 +103,25 @@ def make_figure(name: str, field: str, ours: Sequence[Measured], rival: Sequence
 
 def measure(command: Sequence[str], base: Path) -> Measured:
     """Run a command once. Raises CalledProcessError if it fails."""
+    ctypes.CDLL(None).prctl(SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # processes that are left over count too
     with tempfile.TemporaryDirectory() as figures:
+        used = processor_seconds()
         variables = {"SAGEMAKER_BASE_DIR": str(base), "FIGURES": figures, "OMP_NUM_THREADS": "1"}
         began = time.time()
         subprocess.run(command, env={**os.environ, **variables}, check=True, stdout=subprocess.DEVNULL)
         ended = time.time()
+        used = processor_seconds() - used
         rows = [tuple(map(float, path.read_text().split())) for path in Path(figures).iterdir()]
-    return Measured(max(row[0] for row in rows) - began, ended - began, sum(row[1] for row in rows) * KB)
+    return Measured(max(row[0] for row in rows) - began, ended - began, sum(row[1] for row in rows) * KB, used)
+
+
+def processor_seconds() -> float:
+    """Returns the processor time of all child processes so far. Waits for those that still run."""
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            os.wait()
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 if __name__ == "__main__":

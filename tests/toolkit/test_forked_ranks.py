@@ -125,6 +125,15 @@ def test_the_plan_says_how_ranks_start(tree: Tree, program: str, variables: dict
     assert ("shoal_toolkit.sidecars.standby" in made.command) is forked
 
 
+@pytest.mark.parametrize("launcher", ["accelerate", "deepspeed"])
+def test_the_plan_says_which_launcher_starts_ranks_itself(tree: Tree, launcher: str) -> None:
+    tree.script("")
+    tree.hyperparameters(**{f"sagemaker_{launcher}_enabled": True}, **TWO)
+    made = planned(tree, MACHINE)
+    assert f"ranks: {launcher} starts them, and each imports the script's frameworks" in made.reasons
+    assert not made.forks_ranks
+
+
 # What a script may ask about its interpreter; numpy is imported before the fork.
 SHOW = """\
 import atexit, ctypes, inspect, json, multiprocessing, os, pickle, random, signal, sys, threading

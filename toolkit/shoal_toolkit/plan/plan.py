@@ -331,8 +331,10 @@ def _device_reasons(start: Start) -> list[str]:
 
 def _fork_reasons(start: Start) -> list[str]:
     """Returns how the ranks of a launcher that can fork them start."""
-    if not start.launcher.can_fork or not start.launcher.has_ranks:
+    if not start.launcher.has_ranks:
         return []
+    if not start.launcher.can_fork:
+        return [f"ranks: {start.launcher.name} starts them, and each imports the script's frameworks"]
     if can_fork(start) and start.launcher.ranks == BY_MPIRUN and start.ranks.get(start.current_host, 0) < 2:
         return ["ranks: mpirun starts the only rank of this host, which is not forked"]
     if can_fork(start):

@@ -125,7 +125,8 @@ def print_profile(floor: float) -> None:
         "that Python": [python, "-I", "-S", "-c", "pass"],
         "Python of a script that does nothing": [python, "-c", "pass"],
         "imports of `train`, with Python": [str(programs / "train"), "--version"],
-        "mpirun's daemon, without the launch": ["env", "UCX_MEM_EVENTS=n", str(programs / "orted"), "--help"],
+        "help of mpirun's daemon": ["env", "UCX_MEM_MMAP_HOOK_MODE=none", str(programs / "orted"), "--help"],
+        "the same with UCX's memory hooks": [str(programs / "orted"), "--help"],
     }
     costs = "; ".join(f"{name} {1000 * processor_seconds(command):.0f}" for name, command in alone.items())
     print(f"profile, ms of processor time: a host with a Python that does nothing {1000 * floor:.0f}; {costs}")

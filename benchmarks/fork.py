@@ -27,6 +27,7 @@ from typing import NamedTuple
 from report import Figure, finish, make_parser, print_machine
 
 RANKS = 8
+IMPORTED = "torch, torch.distributed, torch.nn.parallel, torch.utils.data"
 CEILING = 0.25
 LAUNCHERS = {"fork": "sagemaker_torch_distributed_enabled", "fork-mpirun": "sagemaker_mpi_enabled"}
 SET_CHILD_SUBREAPER = 36  # of prctl
@@ -79,6 +80,10 @@ def main(arguments: Sequence[str]) -> int:
                 rounds[name].append(measure((str(TRAIN),), base))
             rounds["rival"].append(measure((*torchrun, str(script)), base))
     rival = rounds.pop("rival")
+    imports = measure_imports()
+    for name, ours in rounds.items():
+        rest = statistics.median(each.processor for each in ours) - imports
+        print(f"profile, s of processor time: {name}: the imports {imports:.2f}, each rank {rest / chosen.ranks:.2f}")
     return finish(
         [
             make_figure(f"{name}-{chosen.ranks}-{field}", field, ours, rival)
@@ -113,6 +118,13 @@ def measure(command: Sequence[str], base: Path) -> Measured:
         used = processor_seconds() - used
         rows = [tuple(map(float, path.read_text().split())) for path in Path(figures).iterdir()]
     return Measured(max(row[0] for row in rows) - began, ended - began, sum(row[1] for row in rows) * KB, used)
+
+
+def measure_imports() -> float:
+    """Returns the processor time of a Python that imports what the standby imports for the script."""
+    used = processor_seconds()
+    subprocess.run([sys.executable, "-c", f"import {IMPORTED}"], check=True)
+    return processor_seconds() - used
 
 
 def processor_seconds() -> float:

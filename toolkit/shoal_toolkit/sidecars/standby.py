@@ -108,7 +108,7 @@ def choose_imports(arguments: Sequence[str], path: Sequence[str], later: Sequenc
             if each.at_import and each.name != "*":
                 chosen[each.module, each.name] = None
     if "torch" in packages and (COMPILER in found or packages - plain):
-        chosen[COMPILER.module, COMPILER.name] = None
+        chosen.update(dict.fromkeys((module, "") for module in known["compiler"]))
     return [each for each in chosen if each[0].partition(".")[0] not in later]
 
 

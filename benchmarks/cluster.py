@@ -118,7 +118,7 @@ def rise(times: Mapping[int, Times], low: int, high: int) -> float:
 
 
 def print_profile(floor: float) -> None:
-    """Prints the processor time of the programs of a host. `floor`: that of a Python that does nothing, in s."""
+    """Prints the processor time of the programs of a host. `floor`: for a Python that does nothing, in s."""
     programs = Path(sys.executable).parent
     python = str(programs / "python")
     alone = {

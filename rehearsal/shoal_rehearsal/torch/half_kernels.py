@@ -32,7 +32,7 @@ def lacks_kernel(error: RuntimeError) -> bool:
 
 
 class SinglePrecision(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Computes operations in float32 inside `with`, also those of a backward pass, if float16 has no kernel."""
+    """Computes operations in float32 inside `with`, also in a backward pass, if float16 has no kernel."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -116,8 +116,8 @@ def test_replicas_accumulate_clip_scale_and_share_the_optimizers_state(mpirun: M
 @pytest.mark.once
 @pytest.mark.parametrize(("asked", "backend"), [("auto", "smddp"), ("gloo", "gloo")])
 def test_replicas_average_on_the_backend_asked_for(mpirun: Mpirun, asked: str, backend: str) -> None:
-    output = job(mpirun, 2, 1, "backends,uneven", BACKEND=asked)
-    assert (output.count(f"backends {backend}"), output.count("uneven")) == (2, 2)
+    output = job(mpirun, 2, 1, "backends,uneven,joins", BACKEND=asked)
+    assert (output.count(f"backends {backend}"), output.count("uneven"), output.count("joins")) == (2, 2, 2)
 
 
 @pytest.mark.once

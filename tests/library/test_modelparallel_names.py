@@ -551,8 +551,10 @@ def test_model_names_of_tensor_and_data_parallelism(job: Any) -> None:
     assert [name for name, _ in model.default_reducer_named_parameters()] == [name for name, _ in everything]
     state = {**model.local_state_dict(), "_smp_is_partial": True}
     model.load_state_dict(state, same_partition_load=True)
-    with pytest.raises(SMPUnsupportedError, match="Fix: "):
-        model.join()
+    with model.join():
+        model.backward(model(torch.ones(2, 4)).sum())
+    with pytest.raises(SMPUnsupportedError, match="Fix: "), model.join(divide_by_initial_world_size=False):
+        pass
     model.register_comm_hook(None, lambda state, bucket: None)
     with pytest.raises(SMPRuntimeError, match="has a communication hook already"):
         model.register_comm_hook(None, lambda state, bucket: None)

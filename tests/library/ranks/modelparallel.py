@@ -783,6 +783,39 @@ def first_stage_alone(case: str) -> None:
         print(error)
 
 
+def joins() -> None:
+    """One replica has three batches, and the other five."""
+    configure()
+    torch.manual_seed(0)
+    module = Net()
+    alone = copy.deepcopy(module)
+    model = smp.DistributedModel(module)
+    optimizer = smp.DistributedOptimizer(make_optimizer("sgd", module))
+    reference, counts = torch.optim.SGD(alone.parameters(), 0.02, momentum=0.9), (3, 5)
+    with model.join():
+        for tokens, target in batches(counts[smp.dp_rank()]):
+            optimizer.zero_grad()
+            train_step(model, tokens[smp.dp_rank() :: 2], target[smp.dp_rank() :: 2])
+            optimizer.step()
+    for step, (tokens, target) in enumerate(batches(5)):
+        reference.zero_grad()
+        for replica, count in enumerate(counts):
+            if step < count:
+                logits = alone(tokens[replica::2], scale=0.5)["logits"]
+                (loss_of(logits, target[replica::2]) / 2).backward()  # type: ignore[no-untyped-call]
+        reference.step()
+    wanted = dict(alone.named_parameters())
+    for name, parameter in model.local_named_parameters():
+        assert torch.allclose(parameter, wanted[name], atol=1e-6), name
+    try:
+        with model.join(throw_on_early_termination=True):
+            for tokens, target in batches(counts[smp.dp_rank()]):
+                train_step(model, tokens, target)
+    except RuntimeError as error:
+        assert "exhausted" in str(error), error
+        print("joins")
+
+
 def uneven() -> None:
     """Microbatches of different sizes weigh by their sizes."""
     configure(microbatches=4, uneven_microbatches=True)
@@ -998,6 +1031,7 @@ if __name__ == "__main__":
                 backends,
                 misuse,
                 first_stage_alone,
+                joins,
                 uneven,
                 fails,
                 stalls,

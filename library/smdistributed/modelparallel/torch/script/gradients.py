@@ -112,7 +112,7 @@ class Reducer:
         """Owned parameters with a gradient that is an average: new gradients are summed apart from it."""
         self._earlier: dict[nn.Parameter, torch.Tensor] = {}
         """Averages of earlier steps, to which the next ones are added: a script has not reset the gradients."""
-        self._replicas, self._overlap, self._every = replicas, overlap, every
+        self._replicas, self.overlap, self._every = replicas, overlap, every
         self._bucket_bytes = bucket_bytes
         self._buckets: list[Bucket] = []
         self._bucket_of: dict[nn.Parameter, Bucket] = {}
@@ -166,6 +166,12 @@ class Reducer:
         """Averages now, even after fewer than `every` steps: an epoch may end earlier."""
         if self._steps:
             self._average()
+
+    def forget_gradients(self) -> None:
+        """Removes gradients that are averages already: the next step must not send them again."""
+        if not self._steps:
+            for parameter in self._bucket_of:
+                parameter.grad = None
 
     def _average(self) -> None:
         """Sends the buckets that are left, and again those that were sent too early. All replicas call it."""
@@ -224,7 +230,7 @@ class Reducer:
             bucket = self._bucket_of[parameter]
             if bucket.work is not None:
                 bucket.is_early = True
-            if self._overlap and self._is_last_step():
+            if self.overlap and self._is_last_step():
                 self._send_next(self._is_complete)
 
     def _is_complete(self, bucket: Bucket) -> bool:

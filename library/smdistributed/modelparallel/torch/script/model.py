@@ -9,7 +9,8 @@ import functools
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from typing import Any, NoReturn
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -40,6 +41,7 @@ from smdistributed.modelparallel.torch.script.optimizer_shards import OptimizerS
 from smdistributed.modelparallel.torch.script.placement import choose_stages, materialize_local_modules, move_to_gpu
 from smdistributed.modelparallel.torch.script.sharding import Shards
 from smdistributed.modelparallel.torch.script.state import TorchState, state
+from smdistributed.modelparallel.torch.script.uneven_inputs import UnevenInputs, join, require_joinable
 
 _Hook = Callable[["DistributedModel", Any], Any]
 
@@ -131,6 +133,7 @@ class DistributedModel(ModelParts):
         self.shards: Shards | None = None
         """With `sharded_data_parallel_degree`, the shards of the placed model."""
         self._is_whole = False
+        self._uneven: UnevenInputs | None = None
         state.model = self
         if state.cfg.partitions == 1:
             self.apply_partition(choose_stages(state, self.manager, None, (), {}))
@@ -239,7 +242,7 @@ class DistributedModel(ModelParts):
             self._is_whole = False
             self.manager.release_remote_tensors()
             move_to_gpu(self.local_modules())
-        if self.partitioned and self._broadcast_buffers:
+        if self.partitioned and self._broadcast_buffers and not self._uneven:
             self._copy_from_first_replica(self.local_buffers())
         if is_new:
             self.gradients.begin()
@@ -254,6 +257,8 @@ class DistributedModel(ModelParts):
             optimizer.master_weights.note_new_gradients()
         if self.shards:
             self.shards.release()
+        if had_backward and self._uneven:
+            self._uneven.notify()
         self.gradients.end(had_backward)
         for hook in list(self._step_hooks.values()):
             hook(self, optimizer)
@@ -364,12 +369,40 @@ class DistributedModel(ModelParts):
         parameters = clipping.updated_parameters(self._state, self.local_parameters())
         return clipping.clip_over_model(self._state, parameters, max_norm, norm_type)
 
-    def join(self) -> NoReturn:
-        """Not implemented (AWS API 1.2). Raises SMPUnsupportedError."""
-        raise SMPUnsupportedError(
-            "model.join() is not implemented: every replica must have as many batches as the others. Fix: give the "
-            "loader's sampler drop_last=True, and call step functions outside of model.join()."
-        )
+    @contextmanager
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> Iterator[None]:
+        """Lets replicas have fewer batches than others inside `with` (AWS API 1.2), as DistributedDataParallel.join.
+
+        A replica without batches takes part in averages, with gradients of 0. At the end, parameters and buffers are
+        those of a replica that had the most batches; the optimizer's state stays. Inside, buffers of replicas differ.
+
+        Args:
+            divide_by_initial_world_size: Whether averages count the replicas without batches. Must be true.
+            enable: False: do nothing.
+            throw_on_early_termination: Whether all replicas raise RuntimeError when the first has no batches left.
+
+        Raises:
+            SMPUnsupportedError: With pipeline, tensor or sharded data parallelism, `shard_optimizer_state` or `fp16`.
+        """
+        require_joinable(self._state)
+        if not divide_by_initial_world_size:
+            raise SMPUnsupportedError("divide_by_initial_world_size is False. Allowed: True. Fix: leave it out.")
+        reducer = self.gradients.reducer
+        if reducer is None or not enable:
+            yield
+            return
+        tensors = [*self.local_parameters(), *self.local_buffers()]
+        self._uneven = UnevenInputs(self._state, reducer, tensors)
+        try:
+            with join(self._uneven, reducer, throw_on_early_termination):
+                yield
+        finally:
+            self._uneven = None
 
     def register_comm_hook(self, state: Any, hook: Callable[[Any, Any], Any]) -> None:
         """Has a hook average gradients over the replicas, one bucket at a time (AWS API 1.3).

@@ -22,7 +22,7 @@ import os, pathlib, subprocess, sys
 import torch
 places = ["/tmp/left", "/dev/shm/left", "/opt/ml/model/left", "/opt/ml/checkpoints/left", "/opt/ml/code/left"]
 places += ["/usr/lib/left", "/opt/ml/output/data/left", os.path.expanduser("~/.left"), torch.__file__ + ".left"]
-if os.environ["RANK"] == "0":
+if os.environ.get("RANK", "0") == "0":
     found = [place for place in places if os.path.exists(place)]
     commands = [path.read_bytes() for path in pathlib.Path("/proc").glob("[0-9]*/cmdline")]
     found += ["a process"] * sum(b"left-process" in each for each in commands)
@@ -48,8 +48,8 @@ def watching(source: Path, tmp_path: Path, request: pytest.FixtureRequest) -> It
 
 @pytest.mark.parametrize(
     "watching",
-    [("--procs-per-host", "2"), ("--hosts", "2", "--procs-per-host", "2"), ()],
-    ids=["1x2", "2x2", "1x1"],
+    [("--hosts", "2", "--procs-per-host", "2"), ()],
+    ids=["2x2", "1x1"],
     indirect=True,
 )
 def test_each_edit_runs_in_new_containers(watching: Watching, tmp_path: Path) -> None:

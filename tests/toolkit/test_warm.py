@@ -52,6 +52,13 @@ class Waiting:
         env = clean_environment(SAGEMAKER_BASE_DIR=str(tree.base), **variables)
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(TRAIN, env=env, stdout=pipe, stderr=pipe, text=True)
+        try:
+            self._wait_for_imports()
+        except BaseException:
+            self.process.kill()
+            raise
+
+    def _wait_for_imports(self) -> None:
         until = time.monotonic() + LIMIT
         while not [path for path in self.imported.iterdir() if path.read_text()]:
             assert time.monotonic() < until and self.process.poll() is None
@@ -60,7 +67,10 @@ class Waiting:
     def run(self) -> list[dict[str, Any]]:
         """Let the job start, and return the lines of its ranks."""
         self.start_file.touch()
-        out, err = self.process.communicate(timeout=LIMIT)
+        try:
+            out, err = self.process.communicate(timeout=LIMIT)
+        finally:
+            self.process.kill()
         assert self.process.returncode == 0, err
         return [json.loads(line.partition("ran ")[2]) for line in out.splitlines() if "ran " in line]
 

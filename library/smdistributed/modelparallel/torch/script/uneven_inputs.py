@@ -12,7 +12,8 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from smdistributed.core.torch.devices import device_of
 from smdistributed.modelparallel.backend.exceptions import SMPUnsupportedError
-from smdistributed.modelparallel.torch.script.gradients import Reducer, broadcast_in_buckets
+from smdistributed.modelparallel.torch.script.buckets import broadcast_in_buckets
+from smdistributed.modelparallel.torch.script.gradients import Reducer
 from smdistributed.modelparallel.torch.script.state import TorchState
 
 _EXCLUSIVE = {
@@ -26,7 +27,7 @@ _EXCLUSIVE = {
 
 
 class UnevenInputs(Joinable, JoinHook):
-    """What a rank does in `with model.join()`: in its steps, and in steps for which it has no batch."""
+    """The part of a rank in `with model.join()`: in its steps, and in steps for which it has no batch."""
 
     def __init__(self, state: TorchState, reducer: Reducer, tensors: list[torch.Tensor]) -> None:
         super().__init__()

@@ -378,8 +378,8 @@ class DistributedModel(ModelParts):
     ) -> Iterator[None]:
         """Lets replicas have fewer batches than others inside `with` (AWS API 1.2), as DistributedDataParallel.join.
 
-        A replica without batches takes part in averages, with gradients of 0. At the end, all have the
-        parameters and buffers of a replica that had the most batches; the optimizer's state stays. Inside, buffers of replicas differ.
+        A replica without batches takes part in averages, with gradients of 0. At the end, all have the parameters and
+        buffers of a replica that had the most batches; the optimizer's state stays. Inside, buffers of replicas differ.
 
         Args:
             divide_by_initial_world_size: Whether averages count the replicas without batches. Must be true.

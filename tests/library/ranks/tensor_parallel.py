@@ -62,10 +62,11 @@ def train_step(model: Any, tokens: torch.Tensor, target: torch.Tensor) -> torch.
     return loss
 
 
-def plain_run(module: nn.Module, clip: float, make: Callable[..., Any]) -> list[float]:
+def plain_run(module: nn.Module, clip: float, make: Callable[..., Any], every: int = 1) -> list[float]:
     optimizer, losses = make(module.parameters()), []
-    for tokens, target in batches():
-        optimizer.zero_grad()
+    for number, (tokens, target) in enumerate(batches()):
+        if number % every == 0:
+            optimizer.zero_grad()
         loss = functional.mse_loss(module(tokens), target)
         torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(module.parameters(), clip)
@@ -83,19 +84,23 @@ def close(found: torch.Tensor, expected: torch.Tensor, tolerance: float = TOLERA
 
 
 def trains_as_one_process() -> None:
-    """Losses, clipped updates, joined parameters and the optimizer's state equal those of one process."""
+    """Losses, clipped updates, joined parameters and the optimizer's state equal those of one process.
+
+    Every second step adds to the gradients of the step before.
+    """
     torch.manual_seed(0)
     plain = Mlp()
     whole = copy.deepcopy(plain)
-    expected = plain_run(whole, 0.5, lambda parameters: torch.optim.AdamW(parameters, 1e-2))
+    expected = plain_run(whole, 0.5, lambda parameters: torch.optim.AdamW(parameters, 1e-2), every=2)
     smp.set_tensor_parallelism(plain)
     optimizer = smp.DistributedOptimizer(torch.optim.AdamW(plain.parameters(), 1e-2))
     model = smp.DistributedModel(plain)
     names = {name for name, module in model.module.named_modules() if isinstance(module, smp.nn.DistributedModule)}
     assert names == {"embed", "up", "down", "odd"}, names
     losses = []
-    for tokens, target in batches():
-        optimizer.zero_grad()
+    for number, (tokens, target) in enumerate(batches()):
+        if number % 2 == 0:
+            optimizer.zero_grad()
         loss = train_step(model, own_rows(tokens), own_rows(target)).reduce_mean()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()

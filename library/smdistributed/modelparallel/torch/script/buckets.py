@@ -46,6 +46,14 @@ class Bucket:
         self.work: Any = None
         self.is_early = False
 
+    @property
+    def sets_averages_apart(self) -> bool:
+        """Whether later gradients are averaged without the average of earlier steps, and then added to it.
+
+        An average of equal averages is the same, unless one replica alone has it, or the divisor counts other ranks.
+        """
+        return self.owner is not None or self.replicas.divisor != len(self.replicas.ranks)
+
     def wait(self) -> None:
         """Waits for the averages, which are then in `flat`. A hook gives a future of the tensor, or of a list of it.
 

@@ -109,7 +109,7 @@ class Reducer:
     ) -> None:
         self._shards = shards
         self._averaged: set[nn.Parameter] = set()
-        """Owned parameters with a gradient that is an average: new gradients are summed apart from it."""
+        """Parameters with a gradient that is an average from which new gradients are set apart."""
         self._earlier: dict[nn.Parameter, torch.Tensor] = {}
         """Averages of earlier steps, to which the next ones are added: a script has not reset the gradients."""
         self._replicas, self.overlap, self._every = replicas, overlap, every
@@ -211,12 +211,12 @@ class Reducer:
         grad_fn: Any = parameter.expand_as(parameter).grad_fn
         accumulator = grad_fn.next_functions[0][0]
         accumulator.register_hook(lambda *_: self._accumulated(parameter))
-        if self._shards is not None:
+        if self._bucket_of[parameter].sets_averages_apart:
             parameter.register_hook(lambda _: self._set_average_apart(parameter))  # type: ignore[no-untyped-call]
         return accumulator
 
     def _set_average_apart(self, parameter: nn.Parameter) -> None:
-        """Called before a gradient is added or sent: other replicas no longer have the average that is in `.grad`."""
+        """Called before a gradient is added or sent: see `Bucket.sets_averages_apart`."""
         with self._lock:
             if parameter in self._averaged:
                 self._averaged.discard(parameter)
@@ -282,7 +282,7 @@ class Reducer:
                 self._set_average(parameter, average, bucket.replicas.divisor)
             elif parameter in self._earlier:
                 parameter.grad = self._earlier.pop(parameter)
-            if bucket.owner is not None and parameter.grad is not None:
+            if bucket.sets_averages_apart and parameter.grad is not None:
                 self._averaged.add(parameter)
 
     def _set_average(self, parameter: nn.Parameter, average: torch.Tensor | None, divisor: float) -> None:

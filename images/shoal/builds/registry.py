@@ -26,6 +26,7 @@ _SHOWN = 300  # characters of an answer
 _HUB = "index.docker.io"
 _LOOPBACK = re.compile(r"(localhost|127(\.\d+){3}|\[::1\])(:\d+)?")
 _CERTIFICATES = Path("/etc/docker/certs.d")
+_REDIRECTS = (301, 302, 303, 307, 308)
 _PARAMETER = re.compile(r'(\w+)="([^"]*)"')
 
 OnSent = Callable[[int], object]
@@ -56,8 +57,8 @@ class Registry:
         `on_sent` is called with the number of bytes that were sent, or need not be.
         """
         # A refusal of HEAD has no words. The next request says why.
-        found = self._ask("HEAD", f"blobs/{blob.digest}", allowed=(200, 401, 403, 404))
-        if found.status_code == requests.codes.ok:
+        found = self._ask("HEAD", f"blobs/{blob.digest}", allowed=(200, 401, 403, 404, *_REDIRECTS))
+        if found.ok:  # a redirect is to the place of the blob
             on_sent(blob.size)
             return False
         answer = self._ask("POST", "blobs/uploads/", allowed=(202,))
@@ -82,7 +83,7 @@ class Registry:
         if not _LOOPBACK.fullmatch(self.host):
             return base
         try:
-            self._session.get(base, timeout=_TIMEOUT)
+            self._session.get(base, timeout=_TIMEOUT, allow_redirects=False)
         except requests.exceptions.SSLError:
             return f"http://{host}/v2/"
         except requests.RequestException as error:
@@ -97,30 +98,43 @@ class Registry:
         headers: Mapping[str, str] | None = None,
         data: Any = None,
     ) -> requests.Response:
-        """Sends a request, with a new token if the registry asks for one. `path` may be a whole URL."""
+        """Sends a request, with a new token if the registry asks for one. `path` may be a whole URL.
+
+        Redirects are not followed: another host would get the request.
+        """
         address = path if "://" in path else f"{self._base}{self.repository}/{path}"
         for _ in range(2):
             answer = self._send(method, address, dict(headers or {}), data)
-            if answer.status_code != requests.codes.unauthorized or not self._authorize(answer):
+            if answer.status_code != requests.codes.unauthorized or not self._authorize(address, answer):
                 break
             if isinstance(data, _Counted):
                 data.rewind()
-        if answer.status_code not in allowed:
-            raise PushError(f"{method} {urlsplit(address).path}: {answer.status_code} {_read_words(answer)}")
-        return answer
+        if answer.status_code in allowed:
+            return answer
+        place = f"{method} {urlsplit(address).path}: {answer.status_code}"
+        if answer.status_code in _REDIRECTS:
+            other = _find_origin(urljoin(address, answer.headers.get("Location", "")))
+            raise PushError(f"{place} redirects to {other}, which is not followed. Fix: --to the host of the registry")
+        raise PushError(f"{place} {_read_words(answer)}")
 
     def _send(self, method: str, address: str, headers: dict[str, str], data: Any) -> requests.Response:
         # Credentials stay with the registry, also if it sends uploads to another host.
-        ours = urlsplit(address).netloc == urlsplit(self._base).netloc
-        if ours and self._token:
+        if self._is_ours(address) and self._token:
             headers["Authorization"] = self._token
         try:
-            return self._session.request(method, address, headers=headers, data=data, timeout=_TIMEOUT)
+            return self._session.request(
+                method, address, headers=headers, data=data, timeout=_TIMEOUT, allow_redirects=False
+            )
         except requests.RequestException as error:
             raise PushError(_describe(error)) from error
 
-    def _authorize(self, answer: requests.Response) -> bool:
-        """Gets the credentials that the registry asks for. Returns whether they are new."""
+    def _is_ours(self, address: str) -> bool:
+        return _find_origin(address) == _find_origin(self._base)
+
+    def _authorize(self, address: str, answer: requests.Response) -> bool:
+        """Gets the credentials that the registry asks for. Returns whether they are new. Other hosts get none."""
+        if not self._is_ours(address):
+            return False
         scheme, _, rest = answer.headers.get("WWW-Authenticate", "").partition(" ")
         before = self._token
         if scheme.lower() == "basic" and self._login:
@@ -134,14 +148,19 @@ class Registry:
         """Returns the token of the authority that the registry names."""
         fields = {"service": asked.get("service", ""), "scope": f"repository:{self.repository}:pull,push"}
         login, address = self._login, asked.get("realm", "")
+        if urlsplit(address).scheme != "https" and not _LOOPBACK.fullmatch(self.host):
+            raise PushError(
+                f"{self.host}: it asks for a token of {_find_origin(address)}, without HTTPS. Passwords are not sent"
+                " there. Fix: configure the registry with a realm that begins with https://"
+            )
         try:
             if refresh := login.get("identitytoken"):
                 fields |= {"grant_type": "refresh_token", "refresh_token": refresh, "client_id": "shoal"}
-                answer = self._session.post(address, data=fields, timeout=_TIMEOUT)
+                answer = self._session.post(address, data=fields, timeout=_TIMEOUT, allow_redirects=False)
             else:
                 basic = HTTPBasicAuth(login["username"], login["password"]) if login else None
-                answer = self._session.get(address, params=fields, auth=basic, timeout=_TIMEOUT)
-            if not answer.ok:
+                answer = self._session.get(address, params=fields, auth=basic, timeout=_TIMEOUT, allow_redirects=False)
+            if answer.status_code != requests.codes.ok:
                 raise PushError(f"{urlsplit(address).netloc}: {answer.status_code} {_read_words(answer)}")
             found = answer.json()
         except (requests.RequestException, ValueError) as error:
@@ -187,6 +206,12 @@ def _find_login(host: str) -> dict[str, str]:
         raise PushError(f"Docker's credentials cannot be read: {error}. Fix: docker login {host}") from error
     login = {str(key).lower(): str(value) for key, value in (found or {}).items() if value}
     return login if "username" in login or "identitytoken" in login else {}
+
+
+def _find_origin(address: str) -> str:
+    """Returns scheme, host and port of an address."""
+    parts = urlsplit(address)
+    return f"{parts.scheme}://{parts.netloc}"
 
 
 def _read_words(answer: requests.Response) -> str:

@@ -1,0 +1,152 @@
+"""What a registry can make `shoal push` do: which host gets the credentials, and which answers are errors."""
+
+from __future__ import annotations
+
+import http.server
+import io
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+from urllib3 import HTTPResponse
+
+from shoal.builds import layers, registry, soci
+from shoal.errors import PushError
+
+BLOB = layers.make_blob(b"content", "text/plain")
+MANIFEST = layers.make_blob(b"{}", soci.MANIFEST)
+BASIC = "Basic YTpi"
+Answer = tuple[int, dict[str, str], bytes]
+
+
+class Server(http.server.ThreadingHTTPServer):
+    """A host that gives each request the answer of a function, and remembers method, path and Authorization."""
+
+    daemon_threads = True
+
+    def __init__(self, answer: Callable[[str, str, str], Answer]) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.answer = answer
+        self.seen: list[tuple[str, str, str]] = []
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.server_address[1]}"
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    server: Server
+
+    def _handle(self) -> None:
+        self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        request = self.command, self.path, self.headers.get("Authorization", "")
+        self.server.seen.append(request)
+        status, headers, body = self.server.answer(*request)
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    do_HEAD = do_GET = do_PUT = do_POST = _handle  # noqa: N815  # the names are http.server's
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@contextmanager
+def serve(answer: Callable[[str, str, str], Answer]) -> Iterator[Server]:
+    with Server(answer) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        yield server
+        server.shutdown()
+
+
+@pytest.fixture(autouse=True)
+def logins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Stores the password b of the user a for a registry, and no other one."""
+
+    def store(address: str) -> None:
+        (tmp_path / "config.json").write_text(json.dumps({"auths": {address: {"auth": "YTpi"}}}))
+
+    monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path))
+    return store
+
+
+def accept_uploads(place: str) -> Callable[[str, str, str], Answer]:
+    """A registry that wants the password, has no blobs and takes them at another place."""
+
+    def answer(method: str, path: str, authorization: str) -> Answer:
+        if authorization != BASIC:
+            return 401, {"WWW-Authenticate": 'Basic realm="test"'}, b""
+        if method == "POST":
+            return 202, {"Location": place}, b""
+        return (404 if method == "HEAD" else 201), {}, b""
+
+    return answer
+
+
+def test_another_host_does_not_get_the_password(logins: Any) -> None:
+    def ask_for_password(*_: str) -> Answer:
+        return 401, {"WWW-Authenticate": f'Bearer realm="http://{other.address}/token",service="test"'}, b""
+
+    with serve(ask_for_password) as other, serve(accept_uploads(f"http://{other.address}/upload")) as own:
+        logins(own.address)
+        with pytest.raises(PushError, match="PUT /upload: 401"):
+            registry.Registry(f"{own.address}/team/one:1").send_blob(BLOB, lambda _: None)
+        assert [(method, authorization) for method, _, authorization in other.seen] == [("PUT", "")]
+
+
+def test_a_redirect_is_reported_and_not_followed(logins: Any) -> None:
+    def redirect(method: str, path: str, _: str) -> Answer:
+        return 307, {"Location": f"http://{other.address}/there?signature=secret"}, b""
+
+    with serve(lambda *_: (201, {}, b"")) as other, serve(redirect) as own:
+        logins(own.address)
+        with pytest.raises(PushError, match=rf"307 redirects to http://{other.address}, which is not followed. Fix:"):
+            registry.Registry(f"{own.address}/team/one:1").send_manifest(MANIFEST, by_tag=True)
+        assert not other.seen
+
+
+def test_a_registry_that_redirects_to_a_blob_has_it(logins: Any) -> None:
+    with serve(lambda *_: (307, {"Location": "http://127.0.0.1:1/there"}, b"")) as own:
+        assert not registry.Registry(f"{own.address}/team/one:1").send_blob(BLOB, lambda _: None)
+
+
+class Network:
+    """Hosts that need no sockets, so that they can have any name and HTTPS."""
+
+    def __init__(self, answer: Callable[[str, str, str], Answer]) -> None:
+        self.answer = answer
+        self.sent: list[tuple[str, str, Any]] = []
+        """Address, Authorization and `verify` of each request."""
+
+    def send(self, request: requests.PreparedRequest, **options: Any) -> requests.Response:
+        authorization = str(request.headers.get("Authorization", ""))
+        self.sent.append((str(request.url), authorization, options["verify"]))
+        found = requests.Response()
+        found.status_code, headers, content = self.answer(str(request.method), str(request.url), authorization)
+        found.headers.update(headers)
+        found.raw, found.url, found.request = HTTPResponse(io.BytesIO(content)), str(request.url), request
+        return found
+
+
+def connect(monkeypatch: pytest.MonkeyPatch, answer: Callable[[str, str, str], Answer]) -> Network:
+    network = Network(answer)
+    monkeypatch.setattr(requests.adapters.HTTPAdapter, "send", lambda _, request, **rest: network.send(request, **rest))
+    return network
+
+
+def test_a_password_is_not_sent_to_a_realm_without_https(logins: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    logins("registry.example.org")
+    header = 'Bearer realm="http://tokens.example.org/token",service="test"'
+    network = connect(monkeypatch, lambda *_: (401, {"WWW-Authenticate": header}, b""))
+    with pytest.raises(PushError, match=r"a token of http://tokens.example.org, without HTTPS.* Fix:"):
+        registry.Registry("registry.example.org/team/one:1").send_blob(BLOB, lambda _: None)
+    assert all(address.startswith("https://registry.example.org/") for address, *_ in network.sent)

@@ -147,6 +147,21 @@ def test_a_password_is_not_sent_to_a_realm_without_https(logins: Any, monkeypatc
     logins("registry.example.org")
     header = 'Bearer realm="http://tokens.example.org/token",service="test"'
     network = connect(monkeypatch, lambda *_: (401, {"WWW-Authenticate": header}, b""))
-    with pytest.raises(PushError, match=r"a token of http://tokens.example.org, without HTTPS.* Fix:"):
+    with pytest.raises(PushError, match=r"a token of http://tokens.example.org:80, without HTTPS.* Fix:"):
         registry.Registry("registry.example.org/team/one:1").send_blob(BLOB, lambda _: None)
     assert all(address.startswith("https://registry.example.org/") for address, *_ in network.sent)
+
+
+def test_a_registry_with_https_cannot_take_uploads_without(logins: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    logins("registry.example.org")
+    network = connect(monkeypatch, accept_uploads("http://registry.example.org/upload"))
+    with pytest.raises(PushError, match=r"uploads at http://registry.example.org:80, without HTTPS.* Fix:"):
+        registry.Registry("registry.example.org/team/one:1").send_blob(BLOB, lambda _: None)
+    assert all(address.startswith("https:") for address, *_ in network.sent)
+
+
+def test_the_usual_port_is_the_same_origin(logins: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    logins("registry.example.org")
+    network = connect(monkeypatch, accept_uploads("https://registry.example.org:443/upload"))
+    assert registry.Registry("registry.example.org/team/one:1").send_blob(BLOB, lambda _: None)
+    assert network.sent[-1][:2] == (f"https://registry.example.org:443/upload?digest={BLOB.digest}", BASIC)

@@ -63,6 +63,11 @@ class Registry:
             return False
         answer = self._ask("POST", "blobs/uploads/", allowed=(202,))
         place = urljoin(answer.url, answer.headers.get("Location", ""))
+        if urlsplit(self._base).scheme == "https" != urlsplit(place).scheme:
+            raise PushError(
+                f"{self.host}: it takes uploads at {_find_origin(place)}, without HTTPS. Nothing is sent there. Fix:"
+                " configure its public address with https://, or let its proxy send X-Forwarded-Proto: https"
+            )
         address = f"{place}{'&' if urlsplit(place).query else '?'}digest={blob.digest}"
         headers = {"Content-Type": "application/octet-stream", "Content-Length": str(blob.size)}
         with _open(blob) as content:
@@ -209,9 +214,10 @@ def _find_login(host: str) -> dict[str, str]:
 
 
 def _find_origin(address: str) -> str:
-    """Returns scheme, host and port of an address."""
+    """Returns scheme, host and port of an address. Credentials and certificates are for these three."""
     parts = urlsplit(address)
-    return f"{parts.scheme}://{parts.netloc}"
+    port = parts.port or {"http": 80, "https": 443}.get(parts.scheme)
+    return f"{parts.scheme}://{parts.hostname}:{port}"
 
 
 def _read_words(answer: requests.Response) -> str:

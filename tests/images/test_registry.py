@@ -165,3 +165,28 @@ def test_the_usual_port_is_the_same_origin(logins: Any, monkeypatch: pytest.Monk
     network = connect(monkeypatch, accept_uploads("https://registry.example.org:443/upload"))
     assert registry.Registry("registry.example.org/team/one:1").send_blob(BLOB, lambda _: None)
     assert network.sent[-1][:2] == (f"https://registry.example.org:443/upload?digest={BLOB.digest}", BASIC)
+
+
+def test_netrc_does_not_replace_the_token(logins: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "netrc").write_text("machine 127.0.0.1 login other password other\n")
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    with serve(accept_uploads("/upload")) as own:
+        logins(own.address)
+        assert registry.Registry(f"{own.address}/team/one:1").send_blob(BLOB, lambda _: None)
+        assert {authorization for _, _, authorization in own.seen} == {"", BASIC}
+
+
+def test_a_ca_of_docker_is_for_its_own_host(logins: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    authority = tmp_path / "registry.example.org" / "ca.crt"
+    authority.parent.mkdir()
+    authority.touch()
+    monkeypatch.setattr(registry, "CERTIFICATES", tmp_path)
+    monkeypatch.setenv("REQUESTS_CA_BUNDLE", str(tmp_path / "bundle"))
+    logins("registry.example.org")
+    network = connect(monkeypatch, accept_uploads("https://uploads.example.org/upload"))
+    with pytest.raises(PushError, match="401"):
+        registry.Registry("registry.example.org/team/one:1").send_blob(BLOB, lambda _: None)
+    *own, (address, authorization, other) = network.sent
+    assert {verify for *_, verify in own} == {str(authority)}
+    assert (address.partition("?")[0], authorization) == ("https://uploads.example.org/upload", "")
+    assert other == str(tmp_path / "bundle")

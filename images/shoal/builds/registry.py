@@ -5,18 +5,18 @@ Docker can only push what it has compressed itself. It uses the credentials of `
 
 from __future__ import annotations
 
+import base64
 import io
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
-from urllib.parse import urljoin, urlsplit
+from urllib.parse import urlencode, urljoin, urlsplit
 
 import docker.auth
 import docker.errors
 import requests
-from requests.auth import HTTPBasicAuth
 
 from shoal.builds.layers import Blob
 from shoal.errors import PushError
@@ -25,8 +25,9 @@ _TIMEOUT = (20, 300)  # seconds to connect, and of silence
 _SHOWN = 300  # characters of an answer
 _HUB = "index.docker.io"
 _LOOPBACK = re.compile(r"(localhost|127(\.\d+){3}|\[::1\])(:\d+)?")
-_CERTIFICATES = Path("/etc/docker/certs.d")
 _REDIRECTS = (301, 302, 303, 307, 308)
+CERTIFICATES = Path("/etc/docker/certs.d")
+"""Docker's directory of CAs: ca.crt in a directory with the name of the host."""
 _PARAMETER = re.compile(r'(\w+)="([^"]*)"')
 
 OnSent = Callable[[int], object]
@@ -44,9 +45,7 @@ class Registry:
         self.host, _, rest = reference.partition("/")
         self.repository, _, self.tag = rest.rpartition(":")
         self._session = requests.Session()
-        authority = _CERTIFICATES / self.host / "ca.crt"
-        if authority.is_file():
-            self._session.verify = str(authority)
+        self._session.auth = lambda request: request  # without it, requests puts the password of ~/.netrc there
         self._login = _find_login(self.host)
         self._token = ""
         self._base = self._find_base()
@@ -88,7 +87,7 @@ class Registry:
         if not _LOOPBACK.fullmatch(self.host):
             return base
         try:
-            self._session.get(base, timeout=_TIMEOUT, allow_redirects=False)
+            self._session.get(base, timeout=_TIMEOUT, allow_redirects=False, verify=_find_authority(base))
         except requests.exceptions.SSLError:
             return f"http://{host}/v2/"
         except requests.RequestException as error:
@@ -109,7 +108,9 @@ class Registry:
         """
         address = path if "://" in path else f"{self._base}{self.repository}/{path}"
         for _ in range(2):
-            answer = self._send(method, address, dict(headers or {}), data)
+            # Credentials stay with the registry, also if it sends uploads to another host.
+            login = {"Authorization": self._token} if self._token and self._is_ours(address) else {}
+            answer = self._send(method, address, {**(headers or {}), **login}, data)
             if answer.status_code != requests.codes.unauthorized or not self._authorize(address, answer):
                 break
             if isinstance(data, _Counted):
@@ -122,14 +123,10 @@ class Registry:
             raise PushError(f"{place} redirects to {other}, which is not followed. Fix: --to the host of the registry")
         raise PushError(f"{place} {_read_words(answer)}")
 
-    def _send(self, method: str, address: str, headers: dict[str, str], data: Any) -> requests.Response:
-        # Credentials stay with the registry, also if it sends uploads to another host.
-        if self._is_ours(address) and self._token:
-            headers["Authorization"] = self._token
+    def _send(self, method: str, address: str, headers: Mapping[str, str], data: Any) -> requests.Response:
+        options: dict[str, Any] = {"timeout": _TIMEOUT, "allow_redirects": False, "verify": _find_authority(address)}
         try:
-            return self._session.request(
-                method, address, headers=headers, data=data, timeout=_TIMEOUT, allow_redirects=False
-            )
+            return self._session.request(method, address, headers=headers, data=data, **options)
         except requests.RequestException as error:
             raise PushError(_describe(error)) from error
 
@@ -143,8 +140,7 @@ class Registry:
         scheme, _, rest = answer.headers.get("WWW-Authenticate", "").partition(" ")
         before = self._token
         if scheme.lower() == "basic" and self._login:
-            request = HTTPBasicAuth(self._login["username"], self._login["password"])(requests.Request())
-            self._token = str(request.headers["Authorization"])
+            self._token = _make_basic(self._login)
         elif scheme.lower() == "bearer":
             self._token = f"Bearer {self._fetch_token(dict(_PARAMETER.findall(rest)))}"
         return self._token != before
@@ -161,14 +157,14 @@ class Registry:
         try:
             if refresh := login.get("identitytoken"):
                 fields |= {"grant_type": "refresh_token", "refresh_token": refresh, "client_id": "shoal"}
-                answer = self._session.post(address, data=fields, timeout=_TIMEOUT, allow_redirects=False)
+                answer = self._send("POST", address, {}, fields)
             else:
-                basic = HTTPBasicAuth(login["username"], login["password"]) if login else None
-                answer = self._session.get(address, params=fields, auth=basic, timeout=_TIMEOUT, allow_redirects=False)
+                address += f"{'&' if urlsplit(address).query else '?'}{urlencode(fields)}"
+                answer = self._send("GET", address, {"Authorization": _make_basic(login)} if login else {}, None)
             if answer.status_code != requests.codes.ok:
                 raise PushError(f"{urlsplit(address).netloc}: {answer.status_code} {_read_words(answer)}")
             found = answer.json()
-        except (requests.RequestException, ValueError) as error:
+        except ValueError as error:
             raise PushError(_describe(error)) from error
         return str(found.get("token") or found.get("access_token") or "")
 
@@ -211,6 +207,17 @@ def _find_login(host: str) -> dict[str, str]:
         raise PushError(f"Docker's credentials cannot be read: {error}. Fix: docker login {host}") from error
     login = {str(key).lower(): str(value) for key, value in (found or {}).items() if value}
     return login if "username" in login or "identitytoken" in login else {}
+
+
+def _make_basic(login: Mapping[str, str]) -> str:
+    pair = f"{login.get('username', '')}:{login.get('password', '')}"
+    return f"Basic {base64.b64encode(pair.encode()).decode()}"
+
+
+def _find_authority(address: str) -> str | bool:
+    """Returns the file of the CA that Docker has for a host, or True: the CAs of REQUESTS_CA_BUNDLE or of certifi."""
+    authority = CERTIFICATES / urlsplit(address).netloc / "ca.crt"
+    return str(authority) if authority.is_file() else True
 
 
 def _find_origin(address: str) -> str:

@@ -67,6 +67,8 @@ MOST_PROBED = 64 * MIB
 """Bytes of output of a command in an image that is inspected. Large images describe themselves in 1 MiB."""
 MOST_PIP = 4 * GIB
 """Bytes of memory of pip, which holds pages of package indexes in it. It takes 100 MiB for our images."""
+MOST_ANSWER = MIB
+"""Bytes of a registry's answer that are read. A token has kilobytes."""
 MOST_GIT, MOST_GIT_OUTPUT = GIB, MIB
 """Bytes of memory of git, and of its output. For Linux's repository it takes 200 MiB."""
 KEPT_FREE = 32 * MIB

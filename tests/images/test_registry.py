@@ -17,11 +17,12 @@ from urllib3 import HTTPResponse
 
 from shoal.builds import layers, registry, soci
 from shoal.errors import PushError
+from shoal.limits import GIB, MIB
 
 BLOB = layers.make_blob(b"content", "text/plain")
 MANIFEST = layers.make_blob(b"{}", soci.MANIFEST)
 BASIC = "Basic YTpi"
-Answer = tuple[int, dict[str, str], bytes]
+Answer = tuple[int, dict[str, str], bytes | io.RawIOBase]
 
 
 class Server(http.server.ThreadingHTTPServer):
@@ -47,6 +48,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         request = self.command, self.path, self.headers.get("Authorization", "")
         self.server.seen.append(request)
         status, headers, body = self.server.answer(*request)
+        assert isinstance(body, bytes)
         self.send_response(status)
         for name, value in headers.items():
             self.send_header(name, value)
@@ -133,7 +135,8 @@ class Network:
         found = requests.Response()
         found.status_code, headers, content = self.answer(str(request.method), str(request.url), authorization)
         found.headers.update(headers)
-        found.raw, found.url, found.request = HTTPResponse(io.BytesIO(content)), str(request.url), request
+        body = io.BytesIO(content) if isinstance(content, bytes) else content
+        found.raw, found.url, found.request = HTTPResponse(body, preload_content=False), str(request.url), request
         return found
 
 
@@ -190,3 +193,66 @@ def test_a_ca_of_docker_is_for_its_own_host(logins: Any, tmp_path: Path, monkeyp
     assert {verify for *_, verify in own} == {str(authority)}
     assert (address.partition("?")[0], authorization) == ("https://uploads.example.org/upload", "")
     assert other == str(tmp_path / "bundle")
+
+
+def ask_for_tokens(body: bytes | io.RawIOBase) -> Callable[[str, str, str], Answer]:
+    """A registry that wants a token, and answers so if it is asked for one."""
+    header = 'Bearer realm="https://registry.example.org/token",service="test"'
+    return lambda method, path, _: (200, {}, body) if "/token" in path else (401, {"WWW-Authenticate": header}, b"")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"[]", b"[" * 100_000, b"", b"\xff", b"{}", b'{"token": 5}', b'{"token": "a\\nb"}', b'{"token": "\xc3\xa9"}'],
+)
+def test_an_answer_without_a_token_is_reported(monkeypatch: pytest.MonkeyPatch, body: bytes) -> None:
+    connect(monkeypatch, ask_for_tokens(body))
+    with pytest.raises(PushError, match=r"registry.example.org:443: its answer has no token.* Fix:"):
+        registry.Registry("registry.example.org/team/one:1").send_blob(BLOB, lambda _: None)
+
+
+class Endless(io.RawIOBase):
+    """An answer that ends only after a gigabyte."""
+
+    count = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        self.count += len(buffer)
+        return len(buffer) if self.count < GIB else 0
+
+
+@pytest.mark.parametrize("status", [200, 500])
+def test_an_endless_answer_is_not_read_to_its_end(monkeypatch: pytest.MonkeyPatch, status: int) -> None:
+    body = Endless()
+    answer = ask_for_tokens(body)
+    connect(monkeypatch, lambda *request: (status if "/token" in request[1] else 401, *answer(*request)[1:]))
+    with pytest.raises(PushError, match=r"has no token, or more than 1,048,576 bytes|: 500 "):
+        registry.Registry("registry.example.org/team/one:1").send_blob(BLOB, lambda _: None)
+    assert body.count < 4 * MIB
+
+
+@pytest.mark.parametrize(
+    "place", ["http://[::1", "http://127.0.0.1:99999/", "http://", "", "http://a\u20acb.\u20ac/", "file:/a"]
+)
+def test_an_address_that_is_not_valid_is_reported(logins: Any, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+    logins("127.0.0.1:5000")
+    connect(monkeypatch, accept_uploads(place))
+    with pytest.raises(PushError):
+        registry.Registry("127.0.0.1:5000/team/one:1").send_blob(BLOB, lambda _: None)
+
+
+def test_a_registry_that_names_no_place_for_uploads_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    connect(monkeypatch, lambda method, *_: (202 if method == "POST" else 404, {}, b""))
+    with pytest.raises(PushError, match="202 without a valid Location"):
+        registry.Registry("registry.example.org/team/one:1").send_blob(BLOB, lambda _: None)
+
+
+def test_the_signature_of_an_upload_is_not_in_an_error(logins: Any) -> None:
+    with serve(accept_uploads("http://127.0.0.1:1/upload?signature=secret")) as own:
+        logins(own.address)
+        with pytest.raises(PushError, match="/upload") as raised:
+            registry.Registry(f"{own.address}/team/one:1").send_blob(BLOB, lambda _: None)
+    assert "secret" not in str(raised.value)

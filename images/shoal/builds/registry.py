@@ -9,7 +9,8 @@ import base64
 import io
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 from urllib.parse import urlencode, urljoin, urlsplit
@@ -17,9 +18,11 @@ from urllib.parse import urlencode, urljoin, urlsplit
 import docker.auth
 import docker.errors
 import requests
+import urllib3.exceptions
 
 from shoal.builds.layers import Blob
 from shoal.errors import PushError
+from shoal.limits import MOST_ANSWER, parse_json
 
 _TIMEOUT = (20, 300)  # seconds to connect, and of silence
 _SHOWN = 300  # characters of an answer
@@ -29,6 +32,9 @@ _REDIRECTS = (301, 302, 303, 307, 308)
 CERTIFICATES = Path("/etc/docker/certs.d")
 """Docker's directory of CAs: ca.crt in a directory with the name of the host."""
 _PARAMETER = re.compile(r'(\w+)="([^"]*)"')
+_TOKEN = re.compile(r"[!-~]+")
+_QUERY = re.compile(r"\?[^\s'\")]+")
+_REPORT = "Fix: tell the operator of the registry, or push with Docker, without --compression and --lazy"
 
 OnSent = Callable[[int], object]
 
@@ -57,11 +63,11 @@ class Registry:
         """
         # A refusal of HEAD has no words. The next request says why.
         found = self._ask("HEAD", f"blobs/{blob.digest}", allowed=(200, 401, 403, 404, *_REDIRECTS))
-        if found.ok:  # a redirect is to the place of the blob
+        if found.status not in (401, 403, 404):  # a redirect is to the place of the blob
             on_sent(blob.size)
             return False
         answer = self._ask("POST", "blobs/uploads/", allowed=(202,))
-        place = urljoin(answer.url, answer.headers.get("Location", ""))
+        place = _find_place(answer)
         if urlsplit(self._base).scheme == "https" != urlsplit(place).scheme:
             raise PushError(
                 f"{self.host}: it takes uploads at {_find_origin(place)}, without HTTPS. Nothing is sent there. Fix:"
@@ -87,11 +93,11 @@ class Registry:
         if not _LOOPBACK.fullmatch(self.host):
             return base
         try:
-            self._session.get(base, timeout=_TIMEOUT, allow_redirects=False, verify=_find_authority(base))
-        except requests.exceptions.SSLError:
-            return f"http://{host}/v2/"
-        except requests.RequestException as error:
-            raise PushError(_describe(error)) from error
+            self._send("GET", base, {}, None)
+        except PushError as error:
+            if isinstance(error.__cause__, requests.exceptions.SSLError):
+                return f"http://{host}/v2/"
+            raise
         return base
 
     def _ask(
@@ -101,7 +107,7 @@ class Registry:
         allowed: tuple[int, ...],
         headers: Mapping[str, str] | None = None,
         data: Any = None,
-    ) -> requests.Response:
+    ) -> _Answer:
         """Sends a request, with a new token if the registry asks for one. `path` may be a whole URL.
 
         Redirects are not followed: another host would get the request.
@@ -111,31 +117,34 @@ class Registry:
             # Credentials stay with the registry, also if it sends uploads to another host.
             login = {"Authorization": self._token} if self._token and self._is_ours(address) else {}
             answer = self._send(method, address, {**(headers or {}), **login}, data)
-            if answer.status_code != requests.codes.unauthorized or not self._authorize(address, answer):
+            if answer.status != requests.codes.unauthorized or not self._authorize(answer):
                 break
             if isinstance(data, _Counted):
                 data.rewind()
-        if answer.status_code in allowed:
+        if answer.status in allowed:
             return answer
-        place = f"{method} {urlsplit(address).path}: {answer.status_code}"
-        if answer.status_code in _REDIRECTS:
-            other = _find_origin(urljoin(address, answer.headers.get("Location", "")))
+        place = f"{method} {urlsplit(address).path}: {answer.status}"
+        if answer.status in _REDIRECTS:
+            other = _find_origin(_find_place(answer))
             raise PushError(f"{place} redirects to {other}, which is not followed. Fix: --to the host of the registry")
         raise PushError(f"{place} {_read_words(answer)}")
 
-    def _send(self, method: str, address: str, headers: Mapping[str, str], data: Any) -> requests.Response:
+    def _send(self, method: str, address: str, headers: Mapping[str, str], data: Any) -> _Answer:
         options: dict[str, Any] = {"timeout": _TIMEOUT, "allow_redirects": False, "verify": _find_authority(address)}
+        headers = {"Accept-Encoding": "identity", **headers}  # a compressed answer could fill the memory
         try:
-            return self._session.request(method, address, headers=headers, data=data, **options)
-        except requests.RequestException as error:
+            with self._session.request(method, address, headers=headers, data=data, stream=True, **options) as found:
+                body = found.raw.read(MOST_ANSWER, decode_content=False)
+        except (requests.RequestException, urllib3.exceptions.HTTPError, ValueError) as error:
             raise PushError(_describe(error)) from error
+        return _Answer(address, found.status_code, str(found.reason or ""), found.headers, body)
 
     def _is_ours(self, address: str) -> bool:
         return _find_origin(address) == _find_origin(self._base)
 
-    def _authorize(self, address: str, answer: requests.Response) -> bool:
+    def _authorize(self, answer: _Answer) -> bool:
         """Gets the credentials that the registry asks for. Returns whether they are new. Other hosts get none."""
-        if not self._is_ours(address):
+        if not self._is_ours(answer.address):
             return False
         scheme, _, rest = answer.headers.get("WWW-Authenticate", "").partition(" ")
         before = self._token
@@ -149,24 +158,32 @@ class Registry:
         """Returns the token of the authority that the registry names."""
         fields = {"service": asked.get("service", ""), "scope": f"repository:{self.repository}:pull,push"}
         login, address = self._login, asked.get("realm", "")
-        if urlsplit(address).scheme != "https" and not _LOOPBACK.fullmatch(self.host):
+        origin = _find_origin(address)
+        if not origin.startswith("https:") and not _LOOPBACK.fullmatch(self.host):
             raise PushError(
-                f"{self.host}: it asks for a token of {_find_origin(address)}, without HTTPS. Passwords are not sent"
-                " there. Fix: configure the registry with a realm that begins with https://"
+                f"{self.host}: it asks for a token of {origin}, without HTTPS. Passwords are not sent there. Fix:"
+                " configure the registry with a realm that begins with https://"
             )
-        try:
-            if refresh := login.get("identitytoken"):
-                fields |= {"grant_type": "refresh_token", "refresh_token": refresh, "client_id": "shoal"}
-                answer = self._send("POST", address, {}, fields)
-            else:
-                address += f"{'&' if urlsplit(address).query else '?'}{urlencode(fields)}"
-                answer = self._send("GET", address, {"Authorization": _make_basic(login)} if login else {}, None)
-            if answer.status_code != requests.codes.ok:
-                raise PushError(f"{urlsplit(address).netloc}: {answer.status_code} {_read_words(answer)}")
-            found = answer.json()
-        except ValueError as error:
-            raise PushError(_describe(error)) from error
-        return str(found.get("token") or found.get("access_token") or "")
+        if refresh := login.get("identitytoken"):
+            fields |= {"grant_type": "refresh_token", "refresh_token": refresh, "client_id": "shoal"}
+            answer = self._send("POST", address, {}, fields)
+        else:
+            address += f"{'&' if urlsplit(address).query else '?'}{urlencode(fields)}"
+            answer = self._send("GET", address, {"Authorization": _make_basic(login)} if login else {}, None)
+        if answer.status != requests.codes.ok:
+            raise PushError(f"{origin}: {answer.status} {_read_words(answer)}")
+        return _read_token(origin, answer.body)
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """An answer of a host. `body` has its first MOST_ANSWER bytes."""
+
+    address: str
+    status: int
+    reason: str
+    headers: Mapping[str, str]
+    body: bytes
 
 
 class _Counted:
@@ -222,19 +239,44 @@ def _find_authority(address: str) -> str | bool:
 
 def _find_origin(address: str) -> str:
     """Returns scheme, host and port of an address. Credentials and certificates are for these three."""
-    parts = urlsplit(address)
-    port = parts.port or {"http": 80, "https": 443}.get(parts.scheme)
+    try:
+        parts = urlsplit(address)
+        port = parts.port or {"http": 80, "https": 443}.get(parts.scheme)
+    except ValueError as error:
+        raise PushError(f"The registry names an address that is not valid: {_describe(error)}. {_REPORT}") from error
     return f"{parts.scheme}://{parts.hostname}:{port}"
 
 
-def _read_words(answer: requests.Response) -> str:
+def _find_place(answer: _Answer) -> str:
+    """Returns the address that an answer names for the next request."""
+    place = answer.headers.get("Location")
+    with suppress(ValueError):
+        if place:
+            return urljoin(answer.address, place)
+    path = urlsplit(answer.address).path
+    raise PushError(f"{path}: {answer.status} without a valid Location. {_REPORT}")
+
+
+def _read_token(origin: str, body: bytes) -> str:
+    try:
+        found = parse_json(body)
+    except ValueError:
+        found = None
+    token = (found.get("token") or found.get("access_token")) if isinstance(found, dict) else None
+    if not isinstance(token, str) or not _TOKEN.fullmatch(token):
+        raise PushError(f"{origin}: its answer has no token, or more than {MOST_ANSWER:,} bytes. {_REPORT}")
+    return token
+
+
+def _read_words(answer: _Answer) -> str:
     """Returns the registry's own words about an error."""
     try:
-        errors = [str(error.get("message") or error.get("code")) for error in answer.json()["errors"]]
+        errors = [str(error.get("message") or error.get("code")) for error in parse_json(answer.body)["errors"]]
     except (ValueError, LookupError, TypeError, AttributeError):
-        return answer.text[:_SHOWN] or str(answer.reason)
-    return "; ".join(errors)[:_SHOWN] or str(answer.reason)
+        return answer.body[:_SHOWN].decode(errors="replace") or answer.reason
+    return "; ".join(errors)[:_SHOWN] or answer.reason
 
 
 def _describe(error: Exception) -> str:
-    return str(error)[:_SHOWN] or type(error).__name__
+    """Returns an error's words. A query in them can be a signature that lets others send, so it is left out."""
+    return _QUERY.sub("?…", str(error))[:_SHOWN] or type(error).__name__

@@ -256,3 +256,27 @@ def test_the_signature_of_an_upload_is_not_in_an_error(logins: Any) -> None:
         with pytest.raises(PushError, match="/upload") as raised:
             registry.Registry(f"{own.address}/team/one:1").send_blob(BLOB, lambda _: None)
     assert "secret" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("reference", "address"),
+    [
+        ("team/one:1", "https://registry-1.docker.io/v2/team/one/"),
+        ("docker.io/team/one:1", "https://registry-1.docker.io/v2/team/one/"),
+        ("index.docker.io/one:1", "https://registry-1.docker.io/v2/library/one/"),
+        ("localhost/one:1", "https://localhost/v2/one/"),
+        ("host:5000/one:1", "https://host:5000/v2/one/"),
+        ("registry.example.org/team/x/one:1", "https://registry.example.org/v2/team/x/one/"),
+    ],
+)
+def test_a_name_without_a_host_is_docker_hubs(monkeypatch: pytest.MonkeyPatch, reference: str, address: str) -> None:
+    network = connect(monkeypatch, lambda *_: (201, {}, b""))
+    registry.Registry(reference).send_manifest(MANIFEST, by_tag=True)
+    assert network.sent[-1][0] == f"{address}manifests/1"
+
+
+def test_docker_hub_gets_the_password_for_it(logins: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    logins("https://index.docker.io/v1/")
+    network = connect(monkeypatch, accept_uploads("/upload"))
+    registry.Registry("team/one:1").send_manifest(MANIFEST, by_tag=True)
+    assert network.sent[-1][1] == BASIC

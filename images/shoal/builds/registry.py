@@ -26,7 +26,7 @@ from shoal.limits import MOST_ANSWER, parse_json
 
 _TIMEOUT = (20, 300)  # seconds to connect, and of silence
 _SHOWN = 300  # characters of an answer
-_HUB = "index.docker.io"
+_HUB = "docker.io"
 _LOOPBACK = re.compile(r"(localhost|127(\.\d+){3}|\[::1\])(:\d+)?")
 _REDIRECTS = (301, 302, 303, 307, 308)
 CERTIFICATES = Path("/etc/docker/certs.d")
@@ -46,10 +46,10 @@ class Registry:
         """Finds the credentials of `docker login`, and whether a registry on this machine speaks HTTPS.
 
         Args:
-            reference: The image's name, with its registry: registry.example.org/team/name:tag.
+            reference: The image's name, with its registry: registry.example.org/team/name:tag. Without, it is Docker
+                Hub's.
         """
-        self.host, _, rest = reference.partition("/")
-        self.repository, _, self.tag = rest.rpartition(":")
+        self.host, self.repository, self.tag = _split_reference(reference)
         self._session = requests.Session()
         self._session.auth = lambda request: request  # without it, requests puts the password of ~/.netrc there
         self._login = _find_login(self.host)
@@ -88,7 +88,7 @@ class Registry:
 
     def _find_base(self) -> str:
         """A registry on this machine may speak HTTP, as for Docker."""
-        host = "registry-1.docker.io" if self.host == "docker.io" else self.host
+        host = "registry-1.docker.io" if self.host == _HUB else self.host
         base = f"https://{host}/v2/"
         if not _LOOPBACK.fullmatch(self.host):
             return base
@@ -209,6 +209,17 @@ class _Counted:
         return iter(lambda: self.read(1 << 20), b"")
 
 
+def _split_reference(reference: str) -> tuple[str, str, str]:
+    """Returns host, repository and tag by Docker's rules. A first part that cannot be a host is Docker Hub's."""
+    name, _, tag = reference.rpartition(":")
+    host, _, repository = name.partition("/")
+    if not re.search("[.:]", host) and host != "localhost":
+        host, repository = _HUB, name
+    if host not in (_HUB, f"index.{_HUB}"):
+        return host, repository, tag
+    return _HUB, repository if "/" in repository else f"library/{repository}", tag
+
+
 @contextmanager
 def _open(blob: Blob) -> Iterator[IO[bytes]]:
     with blob.content.open("rb") if isinstance(blob.content, Path) else io.BytesIO(blob.content) as file:
@@ -218,7 +229,7 @@ def _open(blob: Blob) -> Iterator[IO[bytes]]:
 def _find_login(host: str) -> dict[str, str]:
     """Returns the credentials that `docker login` has stored for a registry; empty if there are none."""
     try:
-        name = docker.auth.INDEX_NAME if host in ("docker.io", _HUB) else host
+        name = docker.auth.INDEX_NAME if host == _HUB else host
         found = docker.auth.load_config().resolve_authconfig(name)
     except docker.errors.DockerException as error:
         raise PushError(f"Docker's credentials cannot be read: {error}. Fix: docker login {host}") from error

@@ -83,6 +83,13 @@ def test_zstd_layers_have_the_content_of_the_image(tmp_path: Path) -> None:
     assert json.loads(read(published.tagged))["config"]["digest"] == packed.config.digest
 
 
+def test_an_image_can_have_a_layer_twice(tmp_path: Path) -> None:
+    tars = [make_tar({"opt/text": content}) for content in (b"first", b"first", b"second")]
+    packed = pack(tmp_path, "zstd", *tars)
+    assert [zstd.decompress(read(layer.blob)) for layer in packed.layers] == tars
+    assert len(list(tmp_path.iterdir())) == 2
+
+
 def test_a_gzip_layer_is_one_stream_that_can_be_entered_at_each_span(tmp_path: Path) -> None:
     tar = make_tar(FILES)
     (layer,) = pack(tmp_path, "gzip", tar).layers

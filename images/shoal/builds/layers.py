@@ -114,13 +114,15 @@ def pack_image(
     layers: dict[str, Layer] = {}
     try:
         with _make_pool() as pool, open_stream(cast(IO[bytes], Chunks(chunks)), _AT_ONCE) as archive:
-            for member in archive:
+            for number, member in enumerate(archive):
                 content = archive.extractfile(member) if member.isfile() else None
                 if content is None or len(layers) > MOST_LAYERS:
                     continue
                 if source := _open_layer(cast(io.BufferedReader, content)):
-                    layer = _compress(source, directory / str(len(layers)), compression, pool, with_entries)
-                    layers[layer.diff_id] = layer
+                    path = directory / str(number)
+                    layer = _compress(source, path, compression, pool, with_entries)
+                    if layers.setdefault(layer.diff_id, layer) is not layer:  # an image can have a layer twice
+                        path.unlink()
                 elif member.size <= _MOST_TEXT:
                     texts[member.name] = content.read()
         return _arrange(texts, layers)

@@ -35,10 +35,10 @@ class Engine:
         return self
 
     def tag(self, name: str) -> None:
-        self.tags.append(name)
+        self.tags = list({*self.tags, name.removeprefix("docker.io/")})
 
     def remove(self, name: str) -> None:
-        self.tags.remove(name)
+        self.tags.remove(name.removeprefix("docker.io/"))
 
     def push(self, _: str, *, stream: Literal[True], decode: Literal[True]) -> Iterator[dict[str, Any]]:
         return iter(self._answers.pop(0))
@@ -95,6 +95,13 @@ def test_control_characters_of_a_registry_do_not_reach_the_terminal(capsys: pyte
     assert not set("\x1b\x07") & set(printed)
     assert "\n✓" not in printed
     assert len(printed) < MIB
+
+
+def test_a_tag_for_docker_hub_that_was_there_before_stays() -> None:
+    engine = Engine()
+    engine.tags = ["team/a:1"]
+    push.push_image(engine, "a:1", "docker.io/team/a:1", Console(quiet=True))  # type: ignore[arg-type]
+    assert engine.tags == ["team/a:1"]
 
 
 @pytest.mark.parametrize("prefix", ["https://host", "Host/Team", "host/", "", "host:port", "host/team:tag"])

@@ -134,7 +134,7 @@ Send = Callable[[Console], str]
 def _tagged(client: docker.DockerClient, tag: str, target: str, _: Format) -> Iterator[Send]:
     """A tag that the image had before stays. Another image that has this tag loses it."""
     image = _find(client, tag)
-    is_new = target not in image.tags
+    is_new = re.sub(rf"^(index\.)?{registry.HUB}/(library/)?", "", target) not in image.tags  # as Docker lists them
     try:
         with containers.delay_interrupts():
             image.tag(target)

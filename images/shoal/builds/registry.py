@@ -26,7 +26,7 @@ from shoal.limits import MOST_ANSWER, parse_json
 
 _TIMEOUT = (20, 300)  # seconds to connect, and of silence
 _SHOWN = 300  # characters of an answer
-_HUB = "docker.io"
+HUB = "docker.io"
 _LOOPBACK = re.compile(r"(localhost|127(\.\d+){3}|\[::1\])(:\d+)?")
 _REDIRECTS = (301, 302, 303, 307, 308)
 CERTIFICATES = Path("/etc/docker/certs.d")
@@ -88,7 +88,7 @@ class Registry:
 
     def _find_base(self) -> str:
         """A registry on this machine may speak HTTP, as for Docker."""
-        host = "registry-1.docker.io" if self.host == _HUB else self.host
+        host = "registry-1.docker.io" if self.host == HUB else self.host
         base = f"https://{host}/v2/"
         if not _LOOPBACK.fullmatch(self.host):
             return base
@@ -214,10 +214,10 @@ def _split_reference(reference: str) -> tuple[str, str, str]:
     name, _, tag = reference.rpartition(":")
     host, _, repository = name.partition("/")
     if not re.search("[.:]", host) and host != "localhost":
-        host, repository = _HUB, name
-    if host not in (_HUB, f"index.{_HUB}"):
+        host, repository = HUB, name
+    if host not in (HUB, f"index.{HUB}"):
         return host, repository, tag
-    return _HUB, repository if "/" in repository else f"library/{repository}", tag
+    return HUB, repository if "/" in repository else f"library/{repository}", tag
 
 
 @contextmanager
@@ -229,7 +229,7 @@ def _open(blob: Blob) -> Iterator[IO[bytes]]:
 def _find_login(host: str) -> dict[str, str]:
     """Returns the credentials that `docker login` has stored for a registry; empty if there are none."""
     try:
-        name = docker.auth.INDEX_NAME if host == _HUB else host
+        name = docker.auth.INDEX_NAME if host == HUB else host
         found = docker.auth.load_config().resolve_authconfig(name)
     except docker.errors.DockerException as error:
         raise PushError(f"Docker's credentials cannot be read: {error}. Fix: docker login {host}") from error

@@ -9,7 +9,7 @@ import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -38,7 +38,7 @@ class Host(NamedTuple):
     def command(self, *words: str) -> list[str]:
         return ["ip", "netns", "exec", self.namespace, *words]
 
-    def start(self, *arguments: str, **variables: str) -> subprocess.Popen[bytes]:
+    def start(self, *arguments: str, train: Sequence[str] = TRAIN, **variables: str) -> subprocess.Popen[bytes]:
         """Start `train`, its output in files beside the tree."""
         environment = clean_environment(
             **{
@@ -49,7 +49,7 @@ class Host(NamedTuple):
             }
         )
         isolated = ("unshare", "--mount", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc")
-        command = self.command(*isolated, "sh", "-c", _ENTER, f"container-of-{self.name}", *TRAIN, *arguments)
+        command = self.command(*isolated, "sh", "-c", _ENTER, f"container-of-{self.name}", *train, *arguments)
         with self.file("out").open("wb") as out, self.file("err").open("wb") as err:
             return subprocess.Popen(command, env=environment, stdout=out, stderr=err)
 

@@ -5,11 +5,17 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+import sys
+import sysconfig
 import time
+import venv
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+import shoal_toolkit
+from shoal_toolkit.run import warm
 
 from .conftest import TRAIN, Tree, clean_environment
 from .netns import UNAVAILABLE, running, two_hosts
@@ -37,21 +43,31 @@ print("ran " + json.dumps({"forked": forked, "version": VERSION, "argv": sys.arg
 """
 
 
+def install(directory: Path, package: str = PACKAGE) -> list[str]:
+    """Make a Python with a package of ours among the installed ones, and return its `train`."""
+    venv.create(directory, symlinks=True)
+    python = directory / "bin/python"
+    packages = directory / "lib" / f"python{sysconfig.get_python_version()}" / "site-packages"
+    (packages / "transformers.py").write_text(package)
+    (packages / "toolkit.pth").write_text(str(Path(shoal_toolkit.__file__).parents[1]))
+    theirs = Path(sys.prefix)
+    found = [*theirs.glob("*"), *theirs.glob("bin/*"), *theirs.glob("lib/*")]
+    found += [path for name in ("mpi4py*", "pip*") for path in Path(sysconfig.get_path("purelib")).glob(name)]
+    for path in found:  # Open MPI, mpi4py and pip
+        place = directory / path.relative_to(theirs)
+        if not place.exists():
+            place.symlink_to(path)
+    return [str(python), *TRAIN[1:]]
+
+
 class Waiting:
     """A `train` that waits, and has imported."""
 
-    def __init__(self, tree: Tree, packages: Path) -> None:
-        self.start_file, self.imported = packages / "start", packages / "imported"
+    def __init__(self, tree: Tree, directory: Path, package: str = PACKAGE) -> None:
+        self.train, self.tree = install(directory, package), tree
+        self.start_file, self.imported = directory / "start", directory / "imported"
         self.imported.mkdir()
-        (packages / "transformers.py").write_text(PACKAGE)
-        variables = {
-            "PYTHONPATH": str(packages),
-            "IMPORTED": str(self.imported),
-            "SHOAL_START_FILE": str(self.start_file),
-        }
-        env = clean_environment(SAGEMAKER_BASE_DIR=str(tree.base), **variables)
-        pipe = subprocess.PIPE
-        self.process = subprocess.Popen(TRAIN, env=env, stdout=pipe, stderr=pipe, text=True)
+        self.process = self.start({})
         try:
             self._wait_for_imports()
         except BaseException:
@@ -63,6 +79,12 @@ class Waiting:
         while not [path for path in self.imported.iterdir() if path.read_text()]:
             assert time.monotonic() < until and self.process.poll() is None
             time.sleep(0.02)
+
+    def start(self, variables: dict[str, str]) -> subprocess.Popen[str]:
+        ours = {"IMPORTED": str(self.imported), "SHOAL_START_FILE": str(self.start_file), **variables}
+        env = clean_environment(SAGEMAKER_BASE_DIR=str(self.tree.base), **ours)
+        pipe = subprocess.PIPE
+        return subprocess.Popen(self.train, env=env, stdout=pipe, stderr=pipe, text=True)
 
     def run(self) -> list[dict[str, Any]]:
         """Let the job start, and return the lines of its ranks."""
@@ -79,7 +101,6 @@ class Waiting:
 def waiting(tree: Tree, tmp_path: Path) -> Waiting:
     tree.script(SCRIPT.replace("VERSION", "1"))
     tree.hyperparameters(**ONE)
-    (tmp_path / "packages").mkdir()
     return Waiting(tree, tmp_path / "packages")
 
 
@@ -90,7 +111,6 @@ def test_ranks_are_forked_with_the_source_and_hyperparameters_of_the_start(
     hyperparameters, ranks = LAUNCHERS[launcher]
     tree.script(SCRIPT.replace("VERSION", "1"))
     tree.hyperparameters(**hyperparameters, epochs=1)
-    (tmp_path / "packages").mkdir()
     waiting = Waiting(tree, tmp_path / "packages")
     tree.script(SCRIPT.replace("VERSION", "helper.version"))
     tree.script(
@@ -109,17 +129,17 @@ def test_ranks_are_forked_with_the_source_and_hyperparameters_of_the_start(
 @pytest.mark.parametrize("launcher", ["torchrun", "mpirun"])
 def test_ranks_of_two_hosts_are_forked(tmp_path: Path, launcher: str) -> None:
     """Each `train` is PID 1 of its host, and accepts members of the job only, as with `shoal run`."""
-    packages, imported, start_file = tmp_path / "packages", tmp_path / "imported", tmp_path / "start"
-    for directory in (packages, imported):
-        directory.mkdir()
-    (packages / "transformers.py").write_text(PACKAGE.replace("str(importer)", "f'{os.uname().nodename}-{importer}'"))
-    variables = {"PYTHONPATH": str(packages), "IMPORTED": str(imported), "SHOAL_START_FILE": str(start_file)}
+    imported, start_file = tmp_path / "imported", tmp_path / "start"
+    imported.mkdir()
+    own = PACKAGE.replace("str(importer)", "f'{os.uname().nodename}-{importer}'")
+    train = install(tmp_path / "packages", own)
+    variables = {"IMPORTED": str(imported), "SHOAL_START_FILE": str(start_file)}
     secret = {"SHOAL_MEMBERS_ONLY": "1", "SHOAL_JOB_SECRET": "a secret of the test"}
     with two_hosts(tmp_path) as hosts:
         for host in hosts:
             host.tree.script(SCRIPT.replace("VERSION", "1"))
             host.tree.hyperparameters(**LAUNCHERS[launcher][0])
-        processes = [host.start(**variables, **secret) for host in hosts]
+        processes = [host.start(train=train, **variables, **secret) for host in hosts]
         with running(*processes):
             until = time.monotonic() + LIMIT
             while len([path for path in imported.iterdir() if path.read_text()]) < 2:
@@ -149,7 +169,6 @@ def test_ranks_of_mpirun_get_other_hyperparameters_too(tree: Tree, tmp_path: Pat
     hyperparameters, ranks = LAUNCHERS["mpirun"]
     tree.script(SCRIPT.replace("VERSION", "1"))
     tree.hyperparameters(**hyperparameters, epochs=1)
-    (tmp_path / "packages").mkdir()
     waiting = Waiting(tree, tmp_path / "packages")
     tree.hyperparameters(**hyperparameters, epochs=3)
     assert waiting.run() == [{"forked": True, "version": 1, "argv": ["--epochs", "3"]}] * ranks
@@ -173,3 +192,29 @@ def test_a_job_that_could_not_be_planned_early_starts_all_the_same(tree: Tree, t
     start.touch()
     out, _ = process.communicate(timeout=LIMIT)
     assert (process.returncode, "it runs" in out) == (0, True), out
+
+
+@pytest.mark.parametrize("name", ["opt_einsum", "sitecustomize"])
+def test_no_module_of_the_last_source_reaches_the_next_run(tree: Tree, tmp_path: Path, name: str) -> None:
+    """A framework may import a module that is not installed, and Python itself does when it starts."""
+    script = SCRIPT.replace("import transformers", f"import transformers, {name}").replace("VERSION", f"{name}.version")
+    tree.script(script)
+    tree.script("version = 1", f"{name}.py")
+    tree.hyperparameters(**ONE)
+    waiting = Waiting(tree, tmp_path / "packages", f"try:\n    import {name}\nexcept ImportError:\n    pass\n{PACKAGE}")
+    tree.script("version = 'two'", f"{name}.py")
+    assert waiting.run() == [{"forked": False, "version": "two", "argv": []}]
+
+
+def test_nothing_is_imported_early_with_a_pythonpath(
+    tree: Tree, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tree.script("import transformers")
+    tree.hyperparameters(**ONE)
+    (tree.base / "code/vendor").mkdir()
+    started = []
+    monkeypatch.setattr(warm, "start_process", lambda *words, **options: started.append(words))
+    monkeypatch.setenv("SAGEMAKER_BASE_DIR", str(tree.base))
+    monkeypatch.setenv("PYTHONPATH", str(tree.base / "code/vendor"))
+    monkeypatch.setenv("SHOAL_START_FILE", str(tmp_path))  # it exists
+    assert (warm.wait_for_start([]), started) == (None, [])

@@ -51,12 +51,13 @@ class StandbyProcess(NamedTuple):
             remove_run_directory(self.directory)
 
 
-def start_process(plan: LaunchPlan, environ: Mapping[str, str], mark: str) -> StandbyProcess:
+def start_process(plan: LaunchPlan, environ: Mapping[str, str], mark: str, early: bool = False) -> StandbyProcess:
     """Starts a process that imports the frameworks of the plan's script. Raises LaunchError or OSError.
 
     Args:
         environ: The environment of the script.
         mark: A random word for the environment of the processes that it forks.
+        early: Whether the source may still change, so that nothing of it may be imported.
     """
     python, *arguments = plan.script
     server, *theirs = socket.socketpair()  # to this process and, under mpirun, one that listens for ranks
@@ -68,7 +69,8 @@ def start_process(plan: LaunchPlan, environ: Mapping[str, str], mark: str) -> St
             theirs[-1].listen(max(plan.ranks.values()))
         for each in theirs:
             os.set_inheritable(each.fileno(), True)
-        argv = [python, "-m", STANDBY, ",".join(str(each.fileno()) for each in theirs), *arguments]
+        numbers = ",".join(str(each.fileno()) for each in theirs)
+        argv = [python, "-m", STANDBY, *(["--early"] if early else []), numbers, *arguments]
         with open(os.devnull, "wb") as null:
             pid = spawn(argv, build_environment(plan, environ, mark), plan.cwd, null.fileno(), null.fileno())
     except (LaunchError, OSError):

@@ -22,6 +22,7 @@ from shoal_toolkit.job.settings import START_FILE, derive_rank_secret, take_sett
 from shoal_toolkit.plan.plan import LaunchPlan, make_plan
 from shoal_toolkit.run.standby import StandbyProcess, build_environment, start_process
 from shoal_toolkit.sidecars.standby import choose_imports
+from shoal_toolkit.sidecars.standby_early import list_modules
 from shoal_toolkit.sidecars.standby_ranks import find_early_differences
 from shoal_toolkit.system.account import build_account_variables
 
@@ -92,30 +93,30 @@ def _start(words: Sequence[str]) -> Warm | None:
         return None
     kept = {name: environ[name] for name in environ if name not in plan.removed}
     environ = {**kept, **build_connection_variables(plan.env), **plan.env}
-    process = start_process(plan, environ, os.urandom(8).hex())
+    process = start_process(plan, environ, os.urandom(8).hex(), early=True)
     return Warm(process, build_environment(plan, environ, process.mark), imports, plan)
 
 
 def _find_imports(plan: LaunchPlan) -> Imports | None:
     """Returns the imports of a standby for the script; None if there can be none before the job.
 
-    Packages that are installed before the script starts must be imported after that. A module of the script's own with
-    the name of an installed one would be imported with the frameworks, and stay as it was.
+    Packages that are installed before the script starts must be imported after that. A module of the script's own may
+    have the name of an installed one, or be in a PYTHONPATH. Frameworks would import it, and it would stay as it was.
     """
-    if not plan.can_fork or plan.setup or (plan.has_ranks and not plan.forks_ranks):
+    if os.environ.get("PYTHONPATH") or not plan.can_fork or plan.setup or (plan.has_ranks and not plan.forks_ranks):
         return None
     words = plan.script[3:] if plan.script[1:3] == ("-m", "mpi4py") else plan.script[1:]
     arguments = [words[0] if words[0] == "-m" else os.path.join(plan.cwd, words[0]), *words[1:]]
     first = plan.cwd if arguments[0] == "-m" else os.path.dirname(os.path.realpath(arguments[0]))
-    if any(_hides_installed(directory) for directory in {first, plan.cwd}):
+    others = plan.env.get("PYTHONPATH", "").split(os.pathsep)
+    if any(_hides_installed(directory) for directory in {first, plan.cwd, *filter(None, others)}):
         return None
     return frozenset(choose_imports(arguments, [first, plan.cwd]))
 
 
 def _hides_installed(directory: str) -> bool:
     """Whether a module in a directory has the name of one that this Python finds elsewhere."""
-    names = {name.removesuffix(".py") for name in os.listdir(directory) if name.isidentifier() or name.endswith(".py")}
-    return any(name.isidentifier() and _is_installed(name) for name in names)
+    return any(_is_installed(name) for name in list_modules(directory))
 
 
 def _is_installed(name: str) -> bool:

@@ -11,6 +11,8 @@ A rank that is forked has its own session, environment, arguments and standard s
 Python, numpy and torch have new states. Each rank writes the output of the imports. The frameworks are imported, but
 have not computed anything: no lock is held, and no device is open. torch's DataLoader forks its workers too.
 
+`--early FD ...` imports nothing from the script's own directories, and begins before its job (standby_early.py).
+
 The import of a package may fail, start threads or open a device. Then this process begins again without the package,
 which `SHOAL_IMPORTED_LATER` names, and the ranks import it.
 
@@ -36,9 +38,12 @@ import sys
 import time
 import types
 from collections.abc import Callable, Mapping, Sequence, Set
-from typing import Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from shoal_toolkit.files import read_table
+
+if TYPE_CHECKING:  # only `shoal run --watch` has them
+    from shoal_toolkit.sidecars.standby_early import EarlyImports
 
 _NUMBER = struct.Struct("!I")
 _SIGNAL_CODE = 128
@@ -124,7 +129,10 @@ def _has_device() -> bool:
 
 
 def import_for(
-    arguments: Sequence[str], sockets: Sequence[socket.socket], begun_with: Mapping[str, str]
+    arguments: Sequence[str],
+    sockets: Sequence[socket.socket],
+    begun_with: Mapping[str, str],
+    early: EarlyImports | None,
 ) -> tuple[int, int]:
     """Imports for `python ARGUMENT ...`, and returns files with its output on stdout and stderr.
 
@@ -135,7 +143,9 @@ def import_for(
     files = (os.memfd_create("stdout"), os.memfd_create("stderr"))
     for file, descriptor in zip(files, _OUTPUTS):
         os.dup2(file, descriptor)
-    spoiled_by = preload(choose_imports(arguments, [sys.path[0], os.getcwd()], later))
+    path = [sys.path[0], os.getcwd()]
+    with early.leave_out_source() if early else contextlib.nullcontext():
+        spoiled_by = preload(choose_imports(arguments, path, later))
     sys.stdout.flush()
     sys.stderr.flush()
     for old, descriptor in zip(kept, _OUTPUTS):
@@ -152,7 +162,11 @@ def import_for(
 
 
 def serve(
-    server: socket.socket, listener: socket.socket | None, arguments: Sequence[str], begun_with: Mapping[str, str]
+    server: socket.socket,
+    listener: socket.socket | None,
+    arguments: Sequence[str],
+    begun_with: Mapping[str, str],
+    early: EarlyImports | None,
 ) -> dict[str, Any]:
     """Answers requests. Returns the request in the process that is forked for it, and never in this one.
 
@@ -161,6 +175,7 @@ def serve(
         listener: Listens for ranks that mpirun has started.
         arguments: The arguments of the script, for such a rank.
         begun_with: The environment of this process before the imports.
+        early: Imports from before the job.
     """
     poll = select.poll()
     for each in filter(None, (server, listener)):
@@ -170,10 +185,10 @@ def serve(
         _reap()
         request = None
         if server.fileno() in ready:
-            request = _fork_for_train(server)
+            request = _fork_for_train(server, early)
         elif listener is not None:
             with contextlib.suppress(OSError):  # too many processes or files: this rank runs its command itself
-                request = _fork_for_mpirun(server, listener, arguments, begun_with)
+                request = _fork_for_mpirun(server, listener, arguments, begun_with, early)
         if request is not None:
             return request
 
@@ -187,12 +202,14 @@ def _reap() -> None:
         return
 
 
-def _fork_for_train(server: socket.socket) -> dict[str, Any] | None:
+def _fork_for_train(server: socket.socket, early: EarlyImports | None) -> dict[str, Any] | None:
     """Returns the request in the process that is forked for it; None in this one."""
     header, descriptors, _, _ = socket.recv_fds(server, _NUMBER.size, 2)
     if not header:
         os._exit(0)  # `train` has ended
     request: dict[str, Any] = json.loads(_receive(server, *_NUMBER.unpack(header)))
+    if early and early.misses(request["argv"], request["cwd"], request["env"]):
+        os._exit(0)  # a new process imports that module too
     read_end, write_end = os.pipe()
     middle = os.fork()
     if middle == 0:
@@ -214,7 +231,11 @@ def _fork_for_train(server: socket.socket) -> dict[str, Any] | None:
 
 
 def _fork_for_mpirun(
-    server: socket.socket, listener: socket.socket, arguments: Sequence[str], begun_with: Mapping[str, str]
+    server: socket.socket,
+    listener: socket.socket,
+    arguments: Sequence[str],
+    begun_with: Mapping[str, str],
+    early: EarlyImports | None,
 ) -> dict[str, Any] | None:
     """Returns a request in the process of a rank that mpirun has started; None in this one."""
     from shoal_toolkit.sidecars.standby_ranks import fork_for
@@ -230,7 +251,7 @@ def _fork_for_mpirun(
         return None
     server.close()
     listener.close()
-    rank = fork_for(connection, begun_with)
+    rank = fork_for(connection, begun_with, lambda rank: bool(early and early.misses(arguments, rank.cwd, rank.env)))
     number, local = (rank.env[f"OMPI_COMM_WORLD_{name}"] for name in ("RANK", "LOCAL_RANK"))
     _report(rank.directory, f"forked {number} {local} {os.getpid()} {rank.group}")
     return {"argv": arguments, "env": rank.env, "cwd": rank.cwd, "ranks": None}
@@ -421,9 +442,16 @@ def _list_libraries() -> set[str]:
     return {path for path in paths if "/lib-dynload/" not in path}
 
 
+def _begin_early() -> EarlyImports:
+    from shoal_toolkit.sidecars.standby_early import EarlyImports
+
+    return EarlyImports()
+
+
 def main() -> None:
     """Imports, reports that, and serves `train`; or runs the only request."""
-    first, *arguments = sys.argv[1:]
+    is_early = sys.argv[1] == "--early"
+    first, *arguments = sys.argv[1 + is_early :]
     script = arguments[2:] if arguments[:2] == ["-m", "mpi4py"] else arguments
     set_path(script)
     if first == "--once":
@@ -444,13 +472,16 @@ def main() -> None:
     ends_quickly = not (atexit._ncallbacks() or any(preloaded) or any(os.environ.get(name) for name in _TOOLS))
     ends: list[Callable[[], None]] = []
     atexit.register(lambda: [end() for end in ends])
-    output = import_for(script, (server, *listeners), begun_with)
+    early = _begin_early() if is_early else None
+    output = import_for(script, (server, *listeners), begun_with, early)
+    if early and early.find_foreign():
+        os._exit(0)  # without a byte to `train`, which starts the script as usual
     if ends_quickly and "tensorflow" not in sys.modules:  # its modules hold writers of summaries
         ends.append(prepare_end())
     now = os.environ.items()
     changed = {name: (begun_with.get(name), value) for name, value in now if begun_with.get(name) != value}
     server.sendall(b"r")
-    request = serve(server, listeners[0] if listeners else None, arguments, begun_with)
+    request = serve(server, listeners[0] if listeners else None, arguments, begun_with, early)
     run_request(request, Imported(output, changed, handlers))
 
 

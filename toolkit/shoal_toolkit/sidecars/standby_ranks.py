@@ -13,7 +13,7 @@ import select
 import signal
 import socket
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple, NoReturn
 
 from shoal_toolkit.files import list_names
@@ -60,16 +60,17 @@ def fork_in_group() -> tuple[int, int]:
     return pid, leader
 
 
-def fork_for(connection: socket.socket, begun_with: Mapping[str, str]) -> Rank:
+def fork_for(connection: socket.socket, begun_with: Mapping[str, str], refuses: Callable[[Rank], bool]) -> Rank:
     """Returns in the process of a rank. The calling process, one for each connection, never returns.
 
     Args:
         connection: The rank's.
         begun_with: The environment of the standby before its imports.
+        refuses: Whether other reasons prevent that a rank is forked.
     """
     os.setsid()  # the end of the standby, with its group, does not end the rank
     rank = _receive(connection)
-    if find_early_differences(rank.env, begun_with) or not _can_watch():
+    if find_early_differences(rank.env, begun_with) or refuses(rank) or not _can_watch():
         with contextlib.suppress(OSError):
             connection.sendall(b"x")
         os._exit(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -9,6 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from rich.console import Console
+
+from shoal.commands import jobs
+from shoal.commands.jobs import RunOptions
+from shoal.jobs.store import note_owners
 
 from ..watching import SECONDS, Watching
 
@@ -50,6 +56,38 @@ def test_a_source_of_another_user_is_not_run(watching: Watching) -> None:
     os.chown(watching.source, 12345, -1)
     refused = watching.run_again("print('stolen')")
     assert "belongs to the user 12345 now" in refused and "stolen" not in refused
+
+
+def test_a_source_of_another_user_is_not_run_after_a_first_run_that_failed_early(tmp_path: Path) -> None:
+    source = tmp_path / "code"
+    source.mkdir()
+    (source / "train.py").write_text("print('one')")
+    script, output = str(source / "train.py"), str(tmp_path / "file/jobs")
+    (tmp_path / "file").write_text("no directory")
+    words = (str(SHOAL), "run", "pytorch", script, "--engine", "none", "--watch", "--plain", "--output", output)
+    made = Watching(words, source)
+    try:
+        first = made.read_until("watching for changes")
+        (tmp_path / "file").unlink()
+        os.chown(source, 12345, -1)
+        refused = made.run_again("print('stolen')")
+    finally:
+        made.process.kill()
+        made.process.wait()
+    assert "one" not in first
+    assert "belongs to the user 12345 now" in refused and "stolen" not in refused
+
+
+def test_no_host_waits_with_a_source_of_another_user(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("")
+    options = RunOptions(image="pytorch", script=tmp_path / "train.py", watch=True)
+    earlier = note_owners(options.to_record())
+    os.chown(tmp_path, 12345, -1)
+    opened: list[object] = []
+    with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
+        patch.setattr(jobs, "open_job", lambda *words: opened.append(words))
+        assert jobs._make_ready(options, Console(), stack, earlier) is None
+    assert not opened
 
 
 def test_two_interrupts_of_a_run_end_the_command(watching: Watching) -> None:

@@ -72,6 +72,7 @@ from shoal.jobs.store import (
     KnownJob,
     OpenJob,
     check_owners,
+    note_owners,
     open_job,
     read_job,
     read_record,
@@ -351,23 +352,24 @@ def watch_source(options: RunOptions, progress: Console) -> NoReturn:
 
     Raises `typer.Exit` with the exit code of an interrupt.
     """
-    first = options.to_record().request
+    earlier = note_owners(options.to_record())  # of the files that decide what runs: they must not change
+    first = earlier.request
     files = [*(options.env_file or ()), *(secret.file for secret in first.secrets if secret.file)]
     changes = Changes(first.selection, tuple(files))
-    earlier = _run_watched(options, progress, None, None)
+    _run_watched(options, progress, None, earlier)
     while True:
         with contextlib.ExitStack() as stack:
             try:
                 print_line("watching for changes; Ctrl-C ends", progress)
-                ready = _make_ready(options, progress, stack)
+                ready = _make_ready(options, progress, stack, earlier)
                 changed = changes.wait()
             except KeyboardInterrupt:
                 raise typer.Exit(128 + signal.SIGINT) from None
             print_line(f"changed: {_join_changes(changed)}; running {first.entry_point} again", progress)
-            if ready is None or not ready.fits(options, changed):
+            if ready is None or not ready.fits(options, changed, earlier):
                 stack.close()
                 ready = None
-            earlier = _run_watched(options, progress, ready, earlier)
+            _run_watched(options, progress, ready, earlier)
 
 
 def _join_changes(changed: Sequence[str]) -> str:
@@ -382,13 +384,14 @@ class ReadyJob:
     opened: OpenJob
     hosts: DockerHosts
 
-    def fits(self, options: RunOptions, changed: Sequence[str]) -> bool:
+    def fits(self, options: RunOptions, changed: Sequence[str], earlier: JobRecord) -> bool:
         """Returns whether its hosts can run the job as it is now, and gives them the present source."""
         names = {name.split(" ")[0] for name in changed}
         if _PACKAGE_FILES & names or any(name.startswith("/") for name in names):  # other packages or secrets
             return False
         try:
             request = options.to_record().request
+            check_owners(earlier, request, "--watch")
             tag, _ = _prepare_image(request, False, self.hosts.console)
             now = dataclasses.replace(self.opened.record.request, image=tag)
             if dataclasses.replace(request, image=tag) != now or not self.hosts.has_image(tag):
@@ -398,12 +401,15 @@ class ReadyJob:
             return False
 
 
-def _make_ready(options: RunOptions, progress: Console, stack: contextlib.ExitStack) -> ReadyJob | None:
+def _make_ready(
+    options: RunOptions, progress: Console, stack: contextlib.ExitStack, earlier: JobRecord
+) -> ReadyJob | None:
     """Creates and starts the hosts of the next run; without Docker, or after an error, there are none."""
     try:
         record = options.to_record()
         if record.request.engine == LOCAL:
             return None
+        check_owners(earlier, record.request, "--watch")
         tag, _ = _prepare_image(record.request, False, progress)
         record = dataclasses.replace(record, request=dataclasses.replace(record.request, image=tag))
         opened = stack.enter_context(open_job(record, None))
@@ -416,23 +422,17 @@ def _make_ready(options: RunOptions, progress: Console, stack: contextlib.ExitSt
         return None
 
 
-def _run_watched(
-    options: RunOptions, progress: Console, ready: ReadyJob | None, earlier: JobRecord | None
-) -> JobRecord | None:
+def _run_watched(options: RunOptions, progress: Console, ready: ReadyJob | None, earlier: JobRecord) -> None:
     """Runs a job, and prints how it ended. An error, or an interrupt of the run, is printed, and ends only the run.
 
     Args:
-        earlier: The record of the first run, with the owners of the files that decide what runs. They must not change.
-
-    Returns:
-        The same, or the record of this run if it is the first one.
+        earlier: A record with the owners of the files that decide what runs.
     """
     with contextlib.ExitStack() as stack:
         try:
             build_seconds = None
             record = options.to_record()
-            if earlier is not None:
-                check_owners(earlier, record.request, "--watch")
+            check_owners(earlier, record.request, "--watch")
             if ready is None:
                 tag, build_seconds = _prepare_image(record.request, options.build, progress)
                 record = dataclasses.replace(record, request=dataclasses.replace(record.request, image=tag))
@@ -441,22 +441,20 @@ def _run_watched(
                 opened = ready.opened
                 opened.begin()
                 opened.log.began = time.time()
-            earlier = earlier or opened.record
             result = _run_to_end(opened, progress, options, build_seconds, ready.hosts if ready else None)
             stack.close()
         except KeyboardInterrupt as interrupt:
             if isinstance(interrupt.__context__, KeyboardInterrupt):  # the second one did not wait for the script
                 raise typer.Exit(128 + signal.SIGINT) from None
-            return earlier
+            return
         except Exception as error:
             failure = convert_error(error)
             if failure is None:
                 raise
             print_failure(failure)
-            return earlier
+            return
     summary.print_summary(progress, opened.record.request, result)
     _print_report(progress, result.report)
-    return earlier
 
 
 def _run_to_end(

@@ -151,6 +151,11 @@ def _read_owners(request: job.JobRequest) -> dict[str, int]:
     return found
 
 
+def note_owners(record: JobRecord) -> JobRecord:
+    """Returns a record with the users that own the files of `list_deciding` now."""
+    return replace(record, owners=_read_owners(record.request))
+
+
 def check_owners(earlier: JobRecord, request: job.JobRequest, option: str) -> None:
     """Raises `UsageError` if another user has put files in the place of those that decided what a job runs."""
     for path, owner in _read_owners(request).items():

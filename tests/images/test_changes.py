@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -83,12 +84,41 @@ def test_files_that_nobody_edits_start_no_run(source: Path, name: str) -> None:
     assert changes.find() == ["lib/keep.log (new)"], "it is excepted from a pattern"
 
 
-def test_patterns_of_others_take_no_time(source: Path) -> None:
-    write(source / ".gitignore", "*a" * 60 + "\n" + "x" * 10_000 + "\n")
-    write(source / ("a" * 200), "")
+@pytest.mark.parametrize(
+    "pattern", ["*a" * 4 + "b", "**/" * 80 + "x", "[z-a]", "[", "x" * 10_000, "!", "/", "..", "**"]
+)
+def test_patterns_of_others_take_no_time_and_end_no_command(source: Path, pattern: str) -> None:
+    for name in ("a" * 200, "/".join(["a" * 60] * 40)):
+        write(source / name, "")
+    for name in (".gitignore", ".dockerignore"):
+        write(source / name, f"{pattern}\n*.log\n")
+    began = time.process_time()
     changes = watch(source)
     write(source / "train.py", "2")
-    assert changes.find() == ["train.py"]
+    write(source / "run.log", "2")
+    assert changes.find() == ([] if pattern == "**" else ["train.py"])
+    assert time.process_time() - began < 1
+
+
+@pytest.mark.parametrize(
+    ("pattern", "ignored"),
+    [
+        ("lib", ["lib/deep/model.py"]),
+        ("**/deep/**", ["lib/deep/model.py"]),
+        ("lib/*/model.p[xy]", ["lib/deep/model.py"]),
+        ("/model.py", []),
+        ("*.py\n!model.py", ["train.py"]),
+        ("data/a.tx?", ["data/a.txt"]),
+        ("*_*_*.py", []),
+    ],
+)
+def test_patterns_mean_what_they_do_in_git(source: Path, pattern: str, ignored: list[str]) -> None:
+    names = ["data/a.txt", "lib/deep/model.py", "train.py"]
+    write(source / ".gitignore", pattern)
+    changes = watch(source)
+    for name in names:
+        write(source / name, "22")
+    assert changes.find() == [name for name in names if name not in ignored]
 
 
 def test_files_of_variables_and_secrets_are_watched(source: Path, tmp_path_factory: pytest.TempPathFactory) -> None:

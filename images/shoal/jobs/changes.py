@@ -7,13 +7,13 @@ files that would be copied. Until the times of directories change, it looks at k
 from __future__ import annotations
 
 import contextlib
+import fnmatch
+import re
 import stat
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-
-from docker.utils.build import PatternMatcher
 
 from shoal.errors import UsageError
 from shoal.jobs.source_files import Selection, list_source, matches
@@ -29,8 +29,8 @@ _OF_EDITORS = (
 )
 """Files that editors and tools write beside the code. They are copied, but no change of them starts a run."""
 
-_LONGEST, _MOST_STARS = 256, 6
-"""Limits of a pattern that others may have written: expressions with many stars take minutes. Others are left out."""
+_LONGEST, _MOST_STARS, _MOST_PATTERNS = 256, 2, 1000
+"""Limits of patterns that others may have written: letters, stars of a part, and patterns. The rest is left out."""
 
 _SOURCE = "."
 """The name of a source that cannot be read."""
@@ -94,7 +94,7 @@ class Changes:
         ignored = _read_ignored(top)
         directories = {str(top): _stamp(top)}
         for each in list_source(selection):
-            if each.left_out or ignored.matches(each.name):  # type: ignore[arg-type]  # the stub is wrong
+            if each.left_out or _is_ignored(ignored, each.name):
                 continue
             if stat.S_ISDIR(each.mode):
                 directories[str(top / each.name)] = _stamp(top / each.name)
@@ -125,21 +125,63 @@ def _compare(before: Mapping[str, Stamp], now: Mapping[str, Stamp]) -> Iterable[
             yield name
 
 
-def _read_ignored(directory: Path) -> PatternMatcher:
+@dataclass(frozen=True)
+class _Pattern:
+    """A pattern of .gitignore or .dockerignore."""
+
+    parts: Sequence[re.Pattern[str] | None]
+    """Expressions for the names of a path; None stands for any number of names."""
+    negated: bool
+
+    @classmethod
+    def parse(cls, text: str) -> _Pattern | None:
+        """Returns None for a pattern that has no meaning, or would take long."""
+        words = [word for word in text.removeprefix("!").split("/") if word not in ("", ".")]
+        stars = max((len(re.findall(r"\*+", word)) for word in words), default=0)
+        if not words or len(text) > _LONGEST or stars > _MOST_STARS:
+            return None
+        try:
+            parts = [None if word == "**" else re.compile(fnmatch.translate(word)) for word in words]
+        except re.error:
+            return None
+        return cls(parts, text.startswith("!"))
+
+    def matches(self, names: Sequence[str]) -> bool:
+        """Returns whether it is about a path or a directory around it. The parts are compared once with each name."""
+        ends = {0}
+        for part in self.parts:
+            if part is None:
+                ends = set(range(min(ends), len(names) + 1))
+            else:
+                ends = {end + 1 for end in ends if end < len(names) and part.match(names[end])}
+            if not ends:
+                return False
+        return True
+
+
+def _is_ignored(patterns: Iterable[_Pattern], name: str) -> bool:
+    """Returns whether the last pattern about a path names it without `!`."""
+    names, found = name.split("/"), False
+    for pattern in patterns:
+        if pattern.negated == found and pattern.matches(names):
+            found = not found
+    return found
+
+
+def _read_ignored(directory: Path) -> list[_Pattern]:
     """Returns the patterns of the files .dockerignore and .gitignore in a directory."""
-    patterns = [line for line in _read_lines(directory / ".dockerignore") if not line.startswith("#")]
+    lines = _read_lines(directory / ".dockerignore")
     for line in _read_lines(directory / ".gitignore"):
-        negated, plain = line.startswith("!"), line.removeprefix("!").rstrip("/")
-        if plain and not plain.startswith("#"):
-            # As in git, a pattern without a slash is about every directory. Docker's `**/` stands for at least one.
-            places = [plain.lstrip("/")] if "/" in plain else [plain, f"**/{plain}"]
-            patterns += [f"{'!' if negated else ''}{place}" for place in places]
-    return PatternMatcher(patterns)
+        plain = line.removeprefix("!").rstrip("/")
+        # As in git, a pattern without a slash is about every directory.
+        place = plain if "/" in plain else f"**/{plain}"
+        lines += [f"{'!' if line.startswith('!') else ''}{place}"] if plain else []
+    return [pattern for pattern in map(_Pattern.parse, lines) if pattern]
 
 
 def _read_lines(path: Path) -> list[str]:
     with contextlib.suppress(OSError, ValueError):
         text = read_file(path, MOST_LOCK).decode(errors="replace")
-        lines = [line.strip() for line in text.splitlines()]
-        return [line for line in lines if line and len(line) <= _LONGEST and line.count("*") <= _MOST_STARS]
+        lines = (line.strip() for line in text.splitlines())
+        return [line for line in lines if line and not line.startswith("#")][:_MOST_PATTERNS]
     return []

@@ -11,8 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from shoal.commands.jobs import _leave_out_written
 from shoal.jobs.changes import Changes
+from shoal.jobs.job import JobRequest
 from shoal.jobs.source_files import Selection
+from shoal.jobs.volumes import Volume
 
 from ..waiting import SECONDS
 
@@ -135,6 +138,19 @@ def test_a_source_that_cannot_be_read_for_a_moment_is_a_change_and_no_error(sour
     assert changes.find() == ["."]
     (source / "link").unlink()
     assert changes.find() == ["."]
+
+
+def test_directories_that_a_job_can_write_are_not_watched(source: Path) -> None:
+    for name in ("cache", "only_read"):
+        (source / name).mkdir()
+    volumes = tuple(Volume(source / name, f"/{name}", name == "only_read") for name in ("cache", "only_read"))
+    whole = Volume(source, "/work")
+    request = JobRequest(image="pytorch", source=source, entry_point="train.py", volumes=(*volumes, whole))
+    changes = Changes(_leave_out_written(request))
+    write(source / "cache/x", "")
+    assert changes.find() == []
+    write(source / "only_read/x", "")
+    assert changes.find() == ["only_read/x (new)"]
 
 
 def test_waiting_ends_with_the_next_change(source: Path) -> None:

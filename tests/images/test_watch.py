@@ -43,12 +43,31 @@ def test_each_change_runs_the_script_again(watching: Watching, tmp_path: Path) -
     watching.read_until("it sleeps")
     watching.save("print('four')")  # does not end the run
     watching.process.send_signal(signal.SIGINT)
-    output = watching.read_until("four")
-    assert "stopping; the script has" in output and "changed: train.py" in output
-    watching.read_until("watching for changes")
+    output = watching.read_until("the next change runs it")
+    assert "stopping; the script has" in output and "changed during the interrupted run: train.py" in output
+    assert "four" in watching.run_again("print('four')")
     watching.process.send_signal(signal.SIGINT)
     assert watching.process.wait(SECONDS) == 128 + signal.SIGINT
     assert len(os.listdir(tmp_path / "jobs")) == 5  # noqa: PTH208
+
+
+def test_a_job_that_writes_beside_its_code_does_not_run_for_ever(watching: Watching) -> None:
+    watching.read_until("watching for changes")
+    place = watching.source / "losses.csv"
+    script = f"import os, time\nprint('it runs')\nopen({str(place)!r}, 'a').write('x')\n"
+    watching.run_again(script)
+    assert "the job itself has changed losses.csv (new); this starts no run" in watching.read_until(
+        "this starts no run"
+    )
+    watching.save(
+        f"{script}print('it sleeps', flush=True)\nopen({str(watching.source / 'own.py')!r}, 'a').write('#')\n"
+        "print('written', flush=True)\ntime.sleep(1000)"
+    )
+    watching.read_until("written")
+    watching.process.send_signal(signal.SIGINT)
+    watching.read_until("the next change runs it")
+    watching.process.send_signal(signal.SIGINT)
+    assert watching.process.wait(SECONDS) == 128 + signal.SIGINT
 
 
 def test_a_source_of_another_user_is_not_run(watching: Watching) -> None:

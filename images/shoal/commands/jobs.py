@@ -59,10 +59,11 @@ from shoal.console import CleanConsole, print_line
 from shoal.docker_client import images as docker_images
 from shoal.errors import ImageError, UsageError
 from shoal.jobs import metric_definitions, processes, store, summary, trackers
-from shoal.jobs.changes import Changes
+from shoal.jobs.changes import Changes, may_be_edits
 from shoal.jobs.hosts.docker import NOT_COLLECTED, DockerHosts, open_hosts, run_job_in_docker, run_on_hosts
 from shoal.jobs.hosts.local import list_loopback_names, run_job_locally
 from shoal.jobs.job import DOCKER, LOCAL, FinishedJob, JobRequest
+from shoal.jobs.source_files import Selection
 from shoal.jobs.store import (
     FAILED,
     OUTPUT,
@@ -355,21 +356,48 @@ def watch_source(options: RunOptions, progress: Console) -> NoReturn:
     earlier = note_owners(options.to_record())  # of the files that decide what runs: they must not change
     first = earlier.request
     files = [*(options.env_file or ()), *(secret.file for secret in first.secrets if secret.file)]
-    changes = Changes(first.selection, tuple(files))
-    _run_watched(options, progress, None, earlier)
+    changes = Changes(_leave_out_written(first), tuple(files))
+    was_interrupted = _run_watched(options, progress, None, earlier)
     while True:
+        changed = changes.find()
         with contextlib.ExitStack() as stack:
             try:
                 print_line("watching for changes; Ctrl-C ends", progress)
                 ready = _make_ready(options, progress, stack, earlier)
-                changed = changes.wait()
+                changed = _skip_own_changes(changed, was_interrupted, first, progress) or changes.wait()
             except KeyboardInterrupt:
                 raise typer.Exit(128 + signal.SIGINT) from None
             print_line(f"changed: {_join_changes(changed)}; running {first.entry_point} again", progress)
             if ready is None or not ready.fits(options, changed, earlier):
                 stack.close()
                 ready = None
-            _run_watched(options, progress, ready, earlier)
+            was_interrupted = _run_watched(options, progress, ready, earlier)
+
+
+def _leave_out_written(request: JobRequest) -> Selection:
+    """Returns the source without the directories that are mounted in the hosts, and that the job can write."""
+    written = [volume.source.absolute() for volume in request.volumes if not volume.read_only]
+    script = request.selection.directory.absolute() / request.selection.script
+    others = (place for place in written if not script.is_relative_to(place))  # its source is watched all the same
+    return dataclasses.replace(request.selection, elsewhere=(*request.selection.elsewhere, *others))
+
+
+def _skip_own_changes(changed: list[str], was_interrupted: bool, request: JobRequest, progress: Console) -> list[str]:
+    """Returns the changes during a run that start the next one, and prints those that start none.
+
+    Otherwise a job that writes beside its code would run for ever. After an interrupt, no change starts a run, so that
+    the next interrupt ends the command.
+    """
+    if not changed:
+        return []
+    if was_interrupted:
+        print_line(f"changed during the interrupted run: {_join_changes(changed)}; the next change runs it", progress)
+        return []
+    can_write = request.engine == LOCAL or any(not volume.read_only for volume in request.volumes)
+    if can_write and not may_be_edits(changed):
+        print_line(f"the job itself has changed {_join_changes(changed)}; this starts no run", progress)
+        return []
+    return changed
 
 
 def _join_changes(changed: Sequence[str]) -> str:
@@ -422,11 +450,14 @@ def _make_ready(
         return None
 
 
-def _run_watched(options: RunOptions, progress: Console, ready: ReadyJob | None, earlier: JobRecord) -> None:
+def _run_watched(options: RunOptions, progress: Console, ready: ReadyJob | None, earlier: JobRecord) -> bool:
     """Runs a job, and prints how it ended. An error, or an interrupt of the run, is printed, and ends only the run.
 
     Args:
         earlier: A record with the owners of the files that decide what runs.
+
+    Returns:
+        Whether it was interrupted.
     """
     with contextlib.ExitStack() as stack:
         try:
@@ -446,15 +477,16 @@ def _run_watched(options: RunOptions, progress: Console, ready: ReadyJob | None,
         except KeyboardInterrupt as interrupt:
             if isinstance(interrupt.__context__, KeyboardInterrupt):  # the second one did not wait for the script
                 raise typer.Exit(128 + signal.SIGINT) from None
-            return
+            return True
         except Exception as error:
             failure = convert_error(error)
             if failure is None:
                 raise
             print_failure(failure)
-            return
+            return False
     summary.print_summary(progress, opened.record.request, result)
     _print_report(progress, result.report)
+    return False
 
 
 def _run_to_end(

@@ -32,6 +32,9 @@ _OF_EDITORS = (
 _LONGEST, _MOST_STARS, _MOST_PATTERNS = 256, 2, 1000
 """Limits of patterns that others may have written: letters, stars of a part, and patterns. The rest is left out."""
 
+_EDITED = (".py", ".pyi", ".sh", ".yaml", ".yml", ".toml", ".cfg", ".ini")
+"""Ends of the names of files that people edit, and jobs rarely write."""
+
 _SOURCE = "."
 """The name of a source that cannot be read."""
 
@@ -102,6 +105,12 @@ class Changes:
                 found[each.name] = _stamp(top / each.name)
         self._directories = directories
         return found
+
+
+def may_be_edits(changed: Iterable[str]) -> bool:
+    """Returns whether somebody may have edited one of these files. Otherwise a job that wrote meanwhile has done it."""
+    names = [name.split(" ")[0] for name in changed]
+    return any(name in (_SOURCE, "requirements.txt") or name.endswith(_EDITED) for name in names)
 
 
 def _stamp(path: Path) -> Stamp:

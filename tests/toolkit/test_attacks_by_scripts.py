@@ -17,7 +17,7 @@ from shoal_toolkit.system.loop import Loop
 from shoal_toolkit.system.ports import find_free_port
 
 NO_REPORTS = (
-    *(b"", b"\xff", b"start", b"end 1", b"end 0 -1", b"start 0 0 1 1", b"x 0 0", b"end 0 0x1", b" end 0 1"),
+    *(b"", b"\xff", b"start", b"end 1", b"end 0 -1", b"start 0 0 1 1 1", b"x 0 0", b"end 0 0x1", b" end 0 1"),
     b"start 0 0 " + b"9" * 400,
     b"end 0 " + b"1" * 300_000,
 )

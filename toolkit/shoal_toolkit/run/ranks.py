@@ -17,8 +17,8 @@ from shoal_toolkit.output.pipes import FlowControl, Source
 from shoal_toolkit.plan import rank_shell
 from shoal_toolkit.run.script import ScriptEvents
 from shoal_toolkit.system.loop import Loop
-from shoal_toolkit.system.process import read_start_time, signal_group, signal_process
-from shoal_toolkit.system.process_tree import find_descendants, has_orphans, signal_handlers
+from shoal_toolkit.system.process import read_start_time, read_stat
+from shoal_toolkit.system.process_tree import has_orphans, signal_handlers, signal_with_group
 
 _MAX_PARENT_LENGTH = 60  # the path of a socket has at most 107 characters
 _POLL_SECONDS = 0.1
@@ -104,6 +104,7 @@ class LocalRanks:
         self._rank_of: dict[int, int] = {}  # by local rank
         self._start_times: dict[int, str] = {}  # by the pid of the rank's shell
         self._groups: dict[int, int] = {}  # of processes, by the same pid, if that does not lead it
+        self._sessions: dict[int, str] = {}  # of these groups, by the same pid
         self._shell_of: dict[int, int] = {}  # rank → pid of its shell
         self._partial = b""  # an incomplete line of a report
         self._saving: dict[int, int] = {}  # rank that has ended → its exit code, while child processes of it run
@@ -120,9 +121,8 @@ class LocalRanks:
         """Signals every running rank and the processes in its group. Without a group: those below its shell."""
         for pid, started in self._start_times.items():
             # mpirun makes each rank the leader of a group. torchrun does not: then the processes below the shell count.
-            if started and read_start_time(pid) == started and not signal_group(self._group_of(pid), number):
-                for process in (*find_descendants(pid), pid):
-                    signal_process(process, number)
+            if started and read_start_time(pid) == started:
+                signal_with_group(pid, self._group_of(pid), number)
 
     def _group_of(self, pid: int) -> int:
         return self._groups.get(pid, pid)
@@ -195,6 +195,7 @@ class LocalRanks:
         self._rank_of[local] = rank
         self._start_times[pid] = read_start_time(pid)
         self._groups[pid] = group or pid
+        self._sessions[pid] = "".join(read_stat(pid)[3:4])
         self._shell_of[rank] = pid
         self._on.on_rank_started(rank)
         if self._stopped_by:
@@ -205,6 +206,7 @@ class LocalRanks:
         self._start_times.pop(self._shell_of.get(rank, 0), None)
         self._start_times[pid] = read_start_time(pid)
         self._groups[pid] = group
+        self._sessions[pid] = "".join(read_stat(pid)[3:4])
         self._shell_of[rank] = pid
         if self._stopped_by:
             self.signal(self._stopped_by)
@@ -214,7 +216,8 @@ class LocalRanks:
         shell = self._shell_of.get(rank, 0)
         # A rank that is forked is gone, and its group stays while child processes run. A shell is there.
         same = read_start_time(shell) in ("", self._start_times.get(shell))
-        if self._stopped_by and same and has_orphans(self._group_of(shell)):
+        session = self._sessions.get(shell, "")
+        if self._stopped_by and same and has_orphans(self._group_of(shell), session):
             # A script that is a shell ends at once after a signal, but its child may save a checkpoint.
             self._saving[rank] = code
             self._loop.call_later(_POLL_SECONDS, lambda: self._check_saving(rank))

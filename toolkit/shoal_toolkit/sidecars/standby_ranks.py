@@ -148,10 +148,11 @@ def _wait(connection: socket.socket, pid: int, group: int) -> NoReturn:
             with contextlib.suppress(OSError):
                 connection.sendall(bytes([code]))
             os._exit(0)
+        from shoal_toolkit.system.process_tree import signal_with_group  # few ranks are signalled
+
         numbers = connection.recv(64)
         if not numbers:
             poll.unregister(connection)
             os.kill(pid, signal.SIGKILL)  # it may be in another group
         for number in numbers or (signal.SIGKILL,):
-            with contextlib.suppress(OSError):
-                os.killpg(group, number)
+            signal_with_group(pid, group, number)

@@ -31,12 +31,27 @@ def signal_handlers(ancestor: int, number: int) -> int:
     return sum(signal_handlers(pid, number) for pid in children)
 
 
-def has_orphans(leader: int) -> bool:
-    """Whether orphaned processes run in a process group: not its leader, not children of the leader, no zombies."""
+def signal_with_group(pid: int, group: int, number: int) -> None:
+    """Signals all processes of a process's group. If it has left that, the process and those below it.
+
+    The number of an empty group may belong to strangers by now.
+    """
+    if read_stat(pid)[2:3] != [str(group)] or not signal_group(group, number):
+        for process in (*find_descendants(pid), pid):
+            signal_process(process, number)
+
+
+def has_orphans(leader: int, session: str = "") -> bool:
+    """Whether orphaned processes run in a process group: not its leader, not children of the leader, no zombies.
+
+    Args:
+        leader: The number of the group.
+        session: Only processes in this session count: without it, strangers may have got the number of an empty group.
+    """
     for pid in list_pids():
-        state, parent, group = [*read_stat(pid), "", "", ""][:3]
+        state, parent, group, within = [*read_stat(pid), "", "", "", ""][:4]
         if group == str(leader) and pid != leader and parent != str(leader) and state not in ("Z", "X"):
-            return True
+            return session in ("", within)
     return False
 
 

@@ -372,6 +372,20 @@ def test_a_message_of_a_stage_that_computes_postpones_the_timeout_of_the_others(
     assert stages[1]._early == []
 
 
+def test_orders_of_a_rank_that_is_two_steps_ahead_wait_for_their_step() -> None:
+    """Without a backward and without split tensors, ranks of TP_GROUP do not wait for each other."""
+    transport: Any = FullTransport()
+    transport.emptied.set()
+    following = Stage(transport, [0, 1], 0, lambda name: None, 1800, partners=(2, 0))
+    for step in (1, 2):
+        following.deliver(StageMessage(MessageKind.ORDER, 2, step, -1, None, f"of step {step}", []))
+    for step in (1, 2):
+        following.begin(Config())
+        announced: Any = following._scheduler.step.slot._schedule
+        assert list(announced._announced) == [f"of step {step}"]
+        following.leave()
+
+
 @pytest.mark.mpi
 @pytest.mark.once
 def test_a_stage_without_messages_for_the_limit_fails_and_names_its_wait(mpirun: Mpirun) -> None:

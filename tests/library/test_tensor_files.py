@@ -58,6 +58,14 @@ def test_a_missing_part_is_an_error(tmp_path: Path) -> None:
         TensorFiles([tmp_path / "file"]).read("name", torch.empty(4, 2), Region.of_whole((4, 2)))
 
 
+def test_a_part_that_is_there_twice_replaces_no_other(tmp_path: Path) -> None:
+    part, region = cut(torch.ones(4, 2), 0, 2)[0]
+    for name in ("first", "second"):
+        write_tensors(tmp_path / name, {"name": (part, region)})
+    with pytest.raises(SMPRuntimeError, match=r"same part of name in several files. Fix: remove files of other"):
+        TensorFiles(tmp_path.iterdir()).read("name", torch.empty(4, 2), Region.of_whole((4, 2)))
+
+
 def forge(**values: Any) -> Callable[[dict[str, Any]], object]:
     return lambda header: header["name"].update(values)
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn import functional
 
 import smdistributed.modelparallel.torch as smp
@@ -28,9 +29,26 @@ def make_optimizer(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.Adam(parameters, 1e-2, eps=1e-4)
 
 
+class Scaled(nn.LayerNorm):
+    """As nn.BatchNorm1d, it loads its state by a function of its own."""
+
+    factor: torch.Tensor
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden) * self.factor
+
+
 def fresh(seed: int) -> Any:
+    """Two modules, which may be on different stages, share a buffer. It differs by seed: a checkpoint restores it."""
     torch.manual_seed(seed)
-    return COMMON["Mlp"]()
+    made = COMMON["Mlp"]()
+    made.norm, factor = Scaled(24), torch.full((24,), 1.0 + seed)
+    for module in (made.norm, made.head):
+        module.register_buffer("factor", factor)
+    return made
 
 
 def plain_run(steps: int) -> tuple[Any, torch.optim.Optimizer]:
@@ -113,8 +131,9 @@ def own_bytes(model: Any, optimizer: Any) -> int:
     """The bytes of this rank's parts of the model, and of its own part of the optimizer's state."""
     local = copy.copy(optimizer.local_parts()["state"])
     values = [value for entry in local.values() for value in entry.values()]
-    parameters = [p for p in model.local_parameters() if p.numel()]
-    own = [value.to_local() if hasattr(value, "to_local") else value for value in (*parameters, *values)]
+    buffers = {id(buffer): buffer for buffer in model.local_buffers()}.values()
+    read = [*(p for p in model.local_parameters() if p.numel()), *buffers, *values]
+    own = [value.to_local() if hasattr(value, "to_local") else value for value in read]
     return sum(value.numel() * value.element_size() for value in own)
 
 

@@ -96,7 +96,8 @@ class Stage:
             self._scheduler.begin_step(step)
             self._observer.step_begins(self.steps)
             self._is_in_step = True
-            early, self._early = self._early, []
+            early = [message for message in self._early if message.step == self.steps]
+            self._early = [message for message in self._early if message.step > self.steps]
             for message in early:  # with the lock: orders of turns must not be overtaken
                 self._handle(message)
 

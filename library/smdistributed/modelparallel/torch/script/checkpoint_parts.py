@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils._pytree import tree_map
 
 from smdistributed.modelparallel.backend.api import rdp_rank, tp_rank
@@ -41,14 +42,17 @@ _STATE, _COPY = "state", "copy"
 
 
 def write_model(model: DistributedModel, path: Path) -> None:
-    """Writes this rank's part of a model, if it is the first that has it. A shared tensor is written once."""
+    """Writes this rank's part of a model, if it is the first that has it. A shared parameter is written once.
+
+    A shared buffer is written by each name: its modules may be on different stages when it is read.
+    """
     tensors: dict[str, tuple[torch.Tensor, Region]] = {}
     rest: dict[str, Any] = {}
     seen: set[int] = set()
     for key, value in select_local(model.manager, keep_vars=True).items():
         if not isinstance(value, torch.Tensor):
             rest[key] = value
-        elif id(value) not in seen:
+        elif not isinstance(value, nn.Parameter) or id(value) not in seen:
             seen.add(id(value))
             _add(tensors, key, value, region_of(value), 0)
     _write(path, tensors, {"values": rest} if rest and rdp_rank() == tp_rank() == 0 else {})

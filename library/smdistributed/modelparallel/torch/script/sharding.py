@@ -114,7 +114,7 @@ def place_like(value: Any, target: Any) -> Any:
     if split is not None and isinstance(value, torch.Tensor):
         return take_share(value, split)
     is_part = isinstance(value, Mapping) and set(value) == {_PART}
-    if not _is_split(target) or not (is_part or _has_shape(value, target.shape)):
+    if not _is_split(target) or _is_split(value) or not (is_part or _has_shape(value, target.shape)):
         return value
     own = target.to_local()
     part = value[_PART] if is_part else _own_chunk(value, target.device_mesh, own)

@@ -123,12 +123,18 @@ class TensorFiles:
     def read(self, name: str, target: torch.Tensor, region: Region) -> None:
         """Reads one region of a tensor into `target`, which has the shape of the region, and no other bytes.
 
-        Raises SMPRuntimeError if files lack a part of it, or are damaged.
+        Raises SMPRuntimeError if files lack a part of it, several have the same one, or a file is damaged.
         """
-        count = sum(_read_overlap(piece, target, region) for piece in self._pieces[name])
+        pieces = self._pieces[name]
+        if len({piece.region for piece in pieces}) < len(pieces):  # as many elements, and others may be missing
+            raise SMPRuntimeError(
+                f"{pieces[0].file.parent} has the same part of {name} in several files. Fix: remove files of other "
+                "checkpoints."
+            )
+        count = sum(_read_overlap(piece, target, region) for piece in pieces)
         if count != math.prod(region.shape):
             raise SMPRuntimeError(
-                f"{self._pieces[name][0].file.parent} has {count} of the {math.prod(region.shape)} elements of {name} "
+                f"{pieces[0].file.parent} has {count} of the {math.prod(region.shape)} elements of {name} "
                 "that this rank needs. Fix: copy the files of all hosts there."
             )
 

@@ -24,6 +24,8 @@ from smdistributed.modelparallel.torch.pipeline.scheduler import RunningStep, Sc
 from smdistributed.modelparallel.torch.pipeline.stage import Stage
 from smdistributed.modelparallel.torch.pipeline.tasks import StageTask
 from smdistributed.modelparallel.torch.script import verification
+from smdistributed.modelparallel.torch.script.buckets import Replicas
+from smdistributed.modelparallel.torch.script.gradients import Reducer
 
 if TYPE_CHECKING:
     from tests.library.conftest import Alone, Mpirun, Python
@@ -370,6 +372,15 @@ def test_a_message_of_a_stage_that_computes_postpones_the_timeout_of_the_others(
     stages[1].deliver(StageMessage(MessageKind.WORKING, 0, 1, -1, None, None, []))
     assert stages[1]._observer._last_event > before
     assert stages[1]._early == []
+
+
+@pytest.mark.parametrize("without_gradients", [torch.no_grad, torch.inference_mode])
+def test_a_model_is_placed_in_an_evaluation(without_gradients: Any) -> None:
+    parameter, alone = torch.nn.Parameter(torch.ones(2)), Replicas(None, (0,), 1.0)
+    with without_gradients():
+        reducer = Reducer([("name", parameter)], (alone, alone), False, 1, 1)
+    torch.autograd.backward(parameter.sum())
+    assert reducer.saw_gradients
 
 
 def test_orders_of_a_rank_that_is_two_steps_ahead_wait_for_their_step() -> None:

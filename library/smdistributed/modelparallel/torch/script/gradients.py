@@ -208,7 +208,8 @@ class Reducer:
 
     def _hook_gradient(self, parameter: nn.Parameter) -> Any:
         """Calls `_accumulated` after each accumulation of a gradient. Keep the result: the hook ends with it."""
-        grad_fn: Any = parameter.expand_as(parameter).grad_fn
+        with torch.inference_mode(False), torch.enable_grad():  # the first step may be an evaluation
+            grad_fn: Any = parameter.expand_as(parameter).grad_fn
         accumulator = grad_fn.next_functions[0][0]
         accumulator.register_hook(lambda *_: self._accumulated(parameter))
         if self._bucket_of[parameter].sets_averages_apart:

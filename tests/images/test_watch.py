@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import docker.errors
 import pytest
 from rich.console import Console
 
@@ -107,6 +108,17 @@ def test_no_host_waits_with_a_source_of_another_user(tmp_path: Path) -> None:
         patch.setattr(jobs, "open_job", lambda *words: opened.append(words))
         assert jobs._make_ready(options, Console(), stack, earlier) is None
     assert not opened
+
+
+def test_hosts_that_cannot_be_removed_end_no_watch(capsys: pytest.CaptureFixture[str]) -> None:
+    """Docker was restarted: the error is printed, and the command goes on."""
+
+    def fail() -> None:
+        raise docker.errors.DockerException("no answer")
+
+    with jobs._open_stack() as stack:
+        stack.callback(fail)
+    assert "no answer" in capsys.readouterr().err
 
 
 def test_two_interrupts_of_a_run_end_the_command(watching: Watching) -> None:

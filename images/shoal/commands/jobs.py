@@ -9,7 +9,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -360,7 +360,7 @@ def watch_source(options: RunOptions, progress: Console) -> NoReturn:
     was_interrupted = _run_watched(options, progress, None, earlier)
     while True:
         changed = changes.find()
-        with contextlib.ExitStack() as stack:
+        with _open_stack() as stack:
             try:
                 print_line("watching for changes; Ctrl-C ends", progress)
                 ready = _make_ready(options, progress, stack, earlier)
@@ -369,9 +369,29 @@ def watch_source(options: RunOptions, progress: Console) -> NoReturn:
                 raise typer.Exit(128 + signal.SIGINT) from None
             print_line(f"changed: {_join_changes(changed)}; running {first.entry_point} again", progress)
             if ready is None or not ready.fits(options, changed, earlier):
-                stack.close()
+                _close(stack)
                 ready = None
             was_interrupted = _run_watched(options, progress, ready, earlier)
+
+
+@contextlib.contextmanager
+def _open_stack() -> Iterator[contextlib.ExitStack]:
+    stack = contextlib.ExitStack()
+    try:
+        yield stack
+    finally:
+        _close(stack)
+
+
+def _close(stack: contextlib.ExitStack) -> None:
+    """Removes the hosts in a stack. An error is printed: Docker may have been restarted, and the next run goes on."""
+    try:
+        stack.close()
+    except Exception as error:
+        failure = convert_error(error)
+        if failure is None:
+            raise
+        print_failure(failure)
 
 
 def _leave_out_written(request: JobRequest) -> Selection:
@@ -446,7 +466,7 @@ def _make_ready(
     except Exception as error:
         if convert_error(error) is None:
             raise
-        stack.close()  # the run reports the error, if it is still there
+        _close(stack)  # the run reports the error, if it is still there
         return None
 
 
@@ -459,7 +479,7 @@ def _run_watched(options: RunOptions, progress: Console, ready: ReadyJob | None,
     Returns:
         Whether it was interrupted.
     """
-    with contextlib.ExitStack() as stack:
+    with _open_stack() as stack:
         try:
             build_seconds = None
             record = options.to_record()

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -130,6 +131,32 @@ def test_files_of_variables_and_secrets_are_watched(source: Path, tmp_path_facto
     changes = Changes(Selection(source, "train.py"), (variables,))
     variables.write_text("A=22")
     assert changes.find() == [str(variables)]
+
+
+def test_a_link_to_a_file_of_variables_is_followed(source: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    outside = tmp_path_factory.mktemp("outside")
+    (outside / "target").write_text("A=1")
+    (outside / "link").symlink_to("target")
+    changes = Changes(Selection(source, "train.py"), (outside / "link",))
+    (outside / "target").write_text("A=22")
+    assert changes._may_have_changed()
+    assert changes.find() == [str(outside / "link")]
+
+
+def test_a_large_source_is_looked_at_each_second(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    changes, pauses = watch(source), list[float]()
+    times = iter(range(0, 1000, 10))  # a look takes 10 s
+
+    def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == 1:
+            write(source / "train.py", "22")
+
+    monkeypatch.setattr("shoal.jobs.changes._QUIET", 0)
+    clock = SimpleNamespace(monotonic=lambda: next(times), sleep=pause)
+    monkeypatch.setattr("shoal.jobs.changes.time", clock)
+    assert changes.wait() == ["train.py"]
+    assert pauses[0] == 1
 
 
 def test_a_source_that_cannot_be_read_for_a_moment_is_a_change_and_no_error(source: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import pytest
 
 import shoal_toolkit
 from shoal_toolkit.run import warm
+from shoal_toolkit.system.account import build_account_variables
 
 from .conftest import TRAIN, Tree, clean_environment
 from .netns import UNAVAILABLE, running, two_hosts
@@ -218,3 +220,13 @@ def test_nothing_is_imported_early_with_a_pythonpath(
     monkeypatch.setenv("PYTHONPATH", str(tree.base / "code/vendor"))
     monkeypatch.setenv("SHOAL_START_FILE", str(tmp_path))  # it exists
     assert (warm.wait_for_start([]), started) == (None, [])
+
+
+def test_the_standby_and_the_script_have_the_same_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/")
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setenv("SHOAL_START_FILE", str(tmp_path))  # it exists
+    homes: list[str | None] = []
+    monkeypatch.setattr(warm, "_start", lambda words: homes.append(os.environ["HOME"]))
+    warm.wait_for_start([])
+    assert build_account_variables(os.environ).get("HOME", os.environ["HOME"]) == homes[0] != "/"

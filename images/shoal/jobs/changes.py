@@ -19,8 +19,8 @@ from shoal.errors import UsageError
 from shoal.jobs.source_files import Selection, list_source, matches
 from shoal.limits import MOST_LOCK, read_file
 
-_PAUSE, _SHARE = 0.1, 0.02
-"""Seconds between two looks, and the largest share of a processor that they take."""
+_PAUSE, _SHARE, _LONGEST_PAUSE = 0.1, 0.02, 1.0
+"""Seconds between two looks, the share of a processor that they take, and the longest pause, which counts more."""
 _QUIET = 0.06
 """Seconds without another change after which an editor, or git, has written all files."""
 _OF_EDITORS = (
@@ -62,7 +62,7 @@ class Changes:
             began = time.monotonic()
             if self._may_have_changed() and (changed := self.find()):
                 return changed
-            time.sleep(max(_PAUSE, (time.monotonic() - began) / _SHARE))
+            time.sleep(min(max(_PAUSE, (time.monotonic() - began) / _SHARE), _LONGEST_PAUSE))
 
     def find(self) -> list[str]:
         """Returns the files that have changed since the last look, once nothing changes any more."""
@@ -76,21 +76,25 @@ class Changes:
         return list(_compare(before, found))
 
     def _may_have_changed(self) -> bool:
-        now = {name: _stamp(self._place(name)) for name in self._files}
+        now = {name: self._stamp_file(name) for name in self._files}
         return now != self._files or any(_stamp(Path(name)) != old for name, old in self._directories.items())
+
+    def _stamp_file(self, name: str) -> Stamp:
+        # A file outside the source may be behind a link.
+        return _stamp(self._place(name), name.startswith("/"))
 
     def _place(self, name: str) -> Path:
         return self.selection.directory / name if self.selection else Path(name)  # an absolute name stays as it is
 
     def _read(self) -> dict[str, Stamp]:
         """Returns the stamps of all files."""
-        found = {name: _stamp(Path(name)) for name in (str(path.absolute()) for path in self.others)}
+        found = {name: self._stamp_file(name) for name in (str(path.absolute()) for path in self.others)}
         if self.selection is None:
             return found
         try:
             return found | self._read_source(self.selection)
         except UsageError:  # it is being written, or the next run tells why
-            return {**{name: _stamp(self._place(name)) for name in self._files}, _SOURCE: (1,)}
+            return {**{name: self._stamp_file(name) for name in self._files}, _SOURCE: (1,)}
 
     def _read_source(self, selection: Selection) -> dict[str, Stamp]:
         top, found = selection.directory, {}
@@ -113,9 +117,9 @@ def may_be_edits(changed: Iterable[str]) -> bool:
     return any(name in (_SOURCE, "requirements.txt") or name.endswith(_EDITED) for name in names)
 
 
-def _stamp(path: Path) -> Stamp:
+def _stamp(path: Path, follow: bool = False) -> Stamp:
     try:
-        found = path.lstat()
+        found = path.stat(follow_symlinks=follow)
     except OSError:
         return ()
     # The time of a change of the inode also shows files with an old time, such as those that `mv` puts there.

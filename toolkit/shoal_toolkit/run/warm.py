@@ -26,7 +26,7 @@ from shoal_toolkit.sidecars.standby_early import list_modules
 from shoal_toolkit.sidecars.standby_ranks import find_early_differences
 from shoal_toolkit.system.account import build_account_variables
 
-_POLL_SECONDS = 0.01
+_POLL_SECONDS, _LATER_POLL_SECONDS, _FIRST_SECONDS = 0.01, 0.05, 60.0
 _LOADED = ("SHOAL_PEERS", "SHOAL_CONNECTIONS")  # variables that a library reads when a process loads it
 
 Imports = frozenset[tuple[str, str]]
@@ -67,12 +67,15 @@ def wait_for_start(words: Sequence[str]) -> Warm | None:
         The standby; None if there is nothing to import, or the ranks cannot be forked.
     """
     path = os.environ.pop(START_FILE)
+    os.environ.update(build_account_variables(os.environ))  # the standby and the script have the same home
+    began = time.monotonic()
     try:
         warm = _start(words)
     except (TrainError, OSError):  # the job reports it, if it is still wrong then
         warm = None
     while not os.path.exists(path):
-        time.sleep(_POLL_SECONDS)
+        is_late = time.monotonic() - began > _FIRST_SECONDS
+        time.sleep(_LATER_POLL_SECONDS if is_late else _POLL_SECONDS)
     return warm
 
 
@@ -84,7 +87,7 @@ def _start(words: Sequence[str]) -> Warm | None:
     paths = read_paths(environ)
     cluster = read_cluster(paths, os.uname().nodename, environ)
     remove_launch_variables(environ)
-    environ.update({**build_account_variables(environ), **derive_rank_secret(settings, environ)})
+    environ.update(derive_rank_secret(settings, environ))
     job = read_job(paths, cluster, environ, tuple(words), fetch=False)
     peers = [host for host in cluster.hosts if host != cluster.current_host]
     plan = make_plan(job, read_machine(environ, cluster.interface_name, peers, job.instance_type))

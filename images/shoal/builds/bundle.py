@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -189,9 +190,15 @@ def _refuse(directory: Path, names: list[str]) -> None:
 @contextmanager
 def _scratch(directory: Path) -> Iterator[Path]:
     """Yields a temporary directory on the bundle's own disk, so that whole files can be moved out of it."""
+    scratch: Path | None = None
     try:
         with TemporaryDirectory(dir=directory, prefix=".shoal-") as name:
-            yield Path(name)
+            scratch = Path(name)
+            yield scratch
+    except KeyboardInterrupt:
+        if scratch:  # it may have come while the directory was removed
+            shutil.rmtree(scratch, ignore_errors=True)
+        raise
     except OSError as error:
         if is_disk_full(error):
             raise DiskError(f"{directory}: {error.strerror}. {_WHEN_FULL}") from error

@@ -405,16 +405,16 @@ def _leave_out_written(request: JobRequest) -> Selection:
 def _skip_own_changes(changed: list[str], was_interrupted: bool, request: JobRequest, progress: Console) -> list[str]:
     """Returns the changes during a run that start the next one, and prints those that start none.
 
-    Otherwise a job that writes beside its code would run for ever. After an interrupt, no change starts a run, so that
-    the next interrupt ends the command.
+    A job that writes beside its code would run for ever. After an interrupt, no change of such a job starts a run, so
+    that the next interrupt ends the command.
     """
-    if not changed:
-        return []
+    can_write = request.engine == LOCAL or any(not volume.read_only for volume in request.volumes)
+    if not (changed and can_write):
+        return changed
     if was_interrupted:
         print_line(f"changed during the interrupted run: {_join_changes(changed)}; the next change runs it", progress)
         return []
-    can_write = request.engine == LOCAL or any(not volume.read_only for volume in request.volumes)
-    if can_write and not may_be_edits(changed):
+    if not may_be_edits(changed):
         print_line(f"the job itself has changed {_join_changes(changed)}; this starts no run", progress)
         return []
     return changed

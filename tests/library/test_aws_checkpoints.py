@@ -89,6 +89,19 @@ def test_weights_of_published_layouts_are_read(
     assert all(torch.equal(found[name], value) for name, value in other.items())
 
 
+def test_weights_that_the_model_lacks_are_an_error_and_a_weight_that_two_files_have_may_be_nan(
+    job: Any, tmp_path: Path, other: dict[str, torch.Tensor]
+) -> None:
+    other["norm.weight"][0] = float("nan")
+    write_stages(tmp_path / "tag_partial", other)
+    torch.save(
+        {"norm.weight": other["norm.weight"], "third.weight": torch.ones(2)}, tmp_path / "tag_partial/model_2.pt"
+    )
+    with pytest.raises(RuntimeError, match=r"unexpected keys: third\.weight\. Fix: give strict=False"):
+        smp.resume_from_checkpoint(tmp_path, "tag", load_optimizer=False)
+    smp.resume_from_checkpoint(tmp_path, "tag", load_optimizer=False, strict=False)
+
+
 def test_a_missing_shard_is_an_error(job: tuple[Any, Any], tmp_path: Path, other: dict[str, torch.Tensor]) -> None:
     write_shards(tmp_path / "tag_partial", other)
     (tmp_path / "tag_partial" / "optimizer_1.pt").unlink()

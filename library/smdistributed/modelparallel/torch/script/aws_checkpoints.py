@@ -19,7 +19,7 @@ import torch
 from smdistributed.modelparallel.backend.exceptions import SMPRuntimeError
 from smdistributed.modelparallel.torch.script.checkpoint_files import read_mapped, read_object
 from smdistributed.modelparallel.torch.script.model import DistributedModel
-from smdistributed.modelparallel.torch.script.model_parts import select_local
+from smdistributed.modelparallel.torch.script.model_parts import check_keys, select_local
 from smdistributed.modelparallel.torch.script.sharding import region_of
 
 _PREFIX = "module."
@@ -47,19 +47,28 @@ def read_from_aws(model: DistributedModel, directory: Path, strict: bool, weight
     """
     tensors = select_local(model.manager, keep_vars=True).items()
     shapes = {key: region_of(value).whole for key, value in tensors if isinstance(value, torch.Tensor)}
+    known = set(model.manager.root.state_dict())
     found: dict[str, torch.Tensor] = {}
+    names: set[str] = set()
     for given, value in _read_tensors(directory, weights_only):
-        name = given if given in shapes else given.removeprefix(_PREFIX)
+        name = given if given in known else given.removeprefix(_PREFIX)
+        names.add(name)
         if name not in shapes:
             continue
         before = found.setdefault(name, value)
-        if value.shape != shapes[name] or not torch.equal(before, value):
+        if value.shape != shapes[name] or not _are_same(before, value):
             raise SMPRuntimeError(
                 f"{directory} has {name} with shape {tuple(value.shape)}, and the model's is {shapes[name]}, or files "
                 "differ in it. It may be a share of tensor parallelism: AWS has not published how they are split. "
                 + _FULL
             )
-    model.load_state_dict(found, strict)
+    check_keys(model.manager, names, strict)
+    model.load_state_dict(found, strict=False)
+
+
+def _are_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two files have the same tensor. NaN equals itself."""
+    return one is other or bool(torch.all((one == other) | (one.isnan() & other.isnan())))
 
 
 def _read_tensors(directory: Path, weights_only: bool | None) -> Iterator[tuple[str, torch.Tensor]]:

@@ -130,6 +130,15 @@ def test_a_full_checkpoint_of_a_model_in_a_module_of_the_script_has_hugging_face
     assert torch.equal(model.state_dict()["lm.word_embedding.weight"], weights["lm.transformer.wte.weight"])
 
 
+def test_scripts_of_before_october_2022_find_the_model_in_an_inner_wrapper(job: Any, tmp_path: Path) -> None:
+    model = smp.DistributedModel(nn.Sequential(nn.Linear(2, 2)))
+    assert model.module.module is model.module
+    assert len(list(model.modules())) == 3 and set(model.state_dict()) == {"0.weight", "0.bias"}
+    torch.save(model.module, tmp_path / "whole")
+    again = copy.deepcopy(torch.load(tmp_path / "whole", weights_only=False))
+    assert again.module is again and again(torch.ones(1, 2)).shape == (1, 2)
+
+
 HUGGING_FACE: dict[str, tuple[str, dict[str, Any]]] = {
     "bert": ("BertForMaskedLM", {"intermediate_size": 16}),
     "gpt2": ("GPT2LMHeadModel", {}),

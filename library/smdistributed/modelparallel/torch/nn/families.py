@@ -234,7 +234,10 @@ PUBLISHED = {
         "hf_gptj_state_dict_to_smdistributed hf_gptj_state_dict_to_smdistributed_gptj "
         "hf_state_dict_to_smdistributed_gptj state_dict_to_hf_gptj",
     ),
-    "gptneo": (GPTNEO, "hf_state_dict_to_smdistributed_gptneo state_dict_to_hf_gptneo"),
+    "gptneo": (
+        GPTNEO,
+        "hf_gptneo_state_dict_to_smdistributed hf_state_dict_to_smdistributed_gptneo state_dict_to_hf_gptneo",
+    ),
     "roberta": (
         BERT,
         "hf_state_dict_to_smdistributed hf_state_dict_to_smdistributed_roberta state_dict_to_hf_roberta "

@@ -113,6 +113,9 @@ class DistributedModel(ModelParts):
         if self._dtype is not None:
             convert(module, self._dtype)
         self.module = module
+        if not hasattr(module, "module"):
+            # AWS's scripts of before October 2022 use `model.module.module`. Entries of `__dict__` are not children.
+            module.__dict__["module"] = module
         self.manager = ModuleManager(module, lambda: self._state.stage)
         self.manager.translate_functions = list(translations(module))
         self.partitioned = False

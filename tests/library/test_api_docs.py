@@ -25,10 +25,11 @@ def test_every_package_with_versions_is_on_a_page() -> None:
 
 
 def test_versions_and_states_of_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a function, a method, an inherited method, a method that is refused, and names that the library lacks."""
+    """Of a function, a method, an inherited method, a function that is refused, and names that the library lacks."""
     package = "smdistributed.modelparallel.torch"
-    methods = [f"DistributedModel.{name}" for name in ("backward", "local_parameters", "join", "nowhere")]
-    (tmp_path / "versions.toml").write_text(f'["{package}"]\n"1.7" = "init lacking {" ".join(methods)}"\n')
+    methods = [f"DistributedModel.{name}" for name in ("backward", "local_parameters", "nowhere")]
+    table = f'["{package}"]\n"1.7" = "init lacking {" ".join(methods)}"\n'
+    (tmp_path / "versions.toml").write_text(f'{table}["{package}.nn"]\n"1.7" = "prepare_optimizer"\n')
     monkeypatch.setattr(NAMES, "VERSIONS", tmp_path / "versions.toml")
     page = API.write("modelparallel.md")
     assert "### init\n\n```python\ndef init(" in page
@@ -36,7 +37,7 @@ def test_versions_and_states_of_names(tmp_path: Path, monkeypatch: pytest.Monkey
     backward = "def backward(tensors: Any, grad_tensors: Any = None) -> None"
     assert f"#### DistributedModel.backward\n\n```python\n{backward}\n```\n\nAWS: 1.7.\n" in page
     assert "def local_parameters() -> Iterator[nn.Parameter]\n```\n\nAWS: 1.7.\n" in page
-    assert "def join() -> NoReturn\n```\n\nAWS: 1.7, not supported here.\n" in page
+    assert "**__: Any) -> NoReturn\n```\n\nAWS: 1.7, not supported here.\n" in page
     assert "#### DistributedModel.nowhere\n\nAWS: 1.7. An attribute" in page
     assert "def size() -> int\n```\n\nNot in AWS's library.\n" in page
     rows = NAMES.write()

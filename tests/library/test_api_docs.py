@@ -28,8 +28,9 @@ def test_versions_and_states_of_names(tmp_path: Path, monkeypatch: pytest.Monkey
     """Of a function, a method, an inherited method, a function that is refused, and names that the library lacks."""
     package = "smdistributed.modelparallel.torch"
     methods = [f"DistributedModel.{name}" for name in ("backward", "local_parameters", "nowhere")]
-    table = f'["{package}"]\n"1.7" = "init lacking {" ".join(methods)}"\n'
-    (tmp_path / "versions.toml").write_text(f'{table}["{package}.nn"]\n"1.7" = "prepare_optimizer"\n')
+    (tmp_path / "versions.toml").write_text(
+        f'["{package}"]\n"1.7" = "init lacking prepare_optimizer {" ".join(methods)}"\n'
+    )
     monkeypatch.setattr(NAMES, "VERSIONS", tmp_path / "versions.toml")
     page = API.write("modelparallel.md")
     assert "### init\n\n```python\ndef init(" in page

@@ -272,7 +272,7 @@ def run_request(request: dict[str, Any], imported: Imported) -> None:
 
     A rank of mpirun, for which `ranks` is None, has a session already.
     """
-    if request["ranks"] is not None:
+    if request["ranks"] is not None and os.getpgid(0) != os.getpid():  # `--once` leads a group already
         os.setsid()
     os.chdir(request["cwd"])
     os.environ.clear()

@@ -62,8 +62,10 @@ def test_a_flood_from_before_the_ranks_listen_is_not_read_and_does_not_end_a_job
     command = [sys.executable, "-c", FLOOD, str(STRANGER), *_addresses(running_job)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as flood:
         await_targets(running_job, launcher.ports)
+        (running_job.channel / "end").touch()
+        running_job.containers[0].wait()
+        flood.kill()  # before the job's network is removed: its addresses would be somebody else's then
         log = running_job.finish()
-        flood.kill()
         assert flood.stdout
         assert flood.stdout.read() == ""
     assert running_job.process.returncode == 0, log

@@ -58,7 +58,7 @@ def two_hosts(rate: str) -> Iterator[tuple[Host, Host]]:
 
 @contextmanager
 def shaped_host(rate: str) -> Iterator[Host]:
-    """One host that can reach only itself, by its address and at `rate`, in the words of tc: 1gbit.
+    """One host that can reach only itself, by its address and at `rate`, which has the form of tc: 1gbit.
 
     Raises CalledProcessError as `two_hosts` does.
     """

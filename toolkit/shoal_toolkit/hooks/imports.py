@@ -96,7 +96,7 @@ def _without_collections(execute: _Execute) -> _Execute:
         finally:
             gc.enable()
         if module.__name__ in _FRAMEWORKS:
-            gc.collect()  # tracebacks that nobody needs any more have frames of the script
+            gc.collect()  # unused tracebacks refer to frames of the script
             gc.freeze()  # earlier objects of the script too
             atexit.unregister(return_earlier_objects)
             atexit.register(return_earlier_objects)
@@ -107,8 +107,8 @@ def _without_collections(execute: _Execute) -> _Execute:
 def return_earlier_objects() -> None:
     """Returns the objects from before the imports of frameworks to the garbage collector, when Python ends.
 
-    Its last collection then calls destructors and writes open files of the script, as it does in any Python. To return
-    all objects costs 0.8 s of processor time with torch: the collector then frees the framework too.
+    Its last collection then calls destructors and writes open files of the script, as it does in any Python. If all
+    objects were returned, the collector would free the framework too.
     """
     import ctypes
 

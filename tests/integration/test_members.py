@@ -138,14 +138,14 @@ LAUNCHERS = [
 ATTACK = r"""
 import os, socket, sys
 "x".encode("idna")  # before setuid: another user may not be able to read Python's files
-uid, *targets = sys.argv[1:]
+uid, seconds, *targets = sys.argv[1:]
 os.setuid(int(uid))
 # HTTP/2 as gRPC, torch's store (its magic number), Open MPI, a rank's number, and silence
 words = [b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0", b"\0" + (0x3C85F7CE).to_bytes(4, "little") + bytes(20),
          b"\1\0\0\0\0\0\0\0" * 8, bytes(8), b""]
 def visit(host, port, words):
     try:
-        connection = socket.create_connection((host, int(port)), 3)
+        connection = socket.create_connection((host, int(port)), float(seconds))
     except OSError:
         return "unreachable"
     with connection:
@@ -277,11 +277,11 @@ def test_strangers_are_read_by_no_rank(
 ) -> None:
     """A user of this machine, and then a container on the job's network."""
     targets = await_targets(running_job, launcher.ports)
-    command = [sys.executable, "-c", ATTACK, str(STRANGER), *targets]
+    command = [sys.executable, "-c", ATTACK, str(STRANGER), "30", *targets]
     attack = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=True)
     _assert_unheard(attack.stdout, targets)
     (network,) = running_job.containers[0].attrs["NetworkSettings"]["Networks"]
-    command = ["python3", "-c", ATTACK, "0", *targets]
+    command = ["python3", "-c", ATTACK, "0", "30", *targets]
     answers = client.containers.run(TORCH_2, command, network=network, remove=True).decode()
     _assert_unheard(answers, targets)
     log = running_job.finish()
@@ -296,7 +296,7 @@ def test_a_container_elsewhere_is_read_by_no_rank(
     launcher: Launcher, running_job: RunningJob, client: docker.DockerClient, network: str
 ) -> None:
     targets = await_targets(running_job, launcher.ports)
-    command = ["python3", "-c", ATTACK, "0", *targets]
+    command = ["python3", "-c", ATTACK, "0", "3" if network == "bridge" else "30", *targets]
     answers = client.containers.run(TORCH_2, command, network=network, remove=True).decode()
     _assert_unheard(answers, targets, *(["unreachable"] if network == "bridge" else []))
     log = running_job.finish()

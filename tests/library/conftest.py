@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from collections.abc import Iterator
 from importlib.metadata import version
 from importlib.util import find_spec
 
@@ -43,3 +46,19 @@ def preloaded() -> tuple[str, ...]:
     """Torch and what scripts, or torch itself, import later. In an image without scikit-learn, without that."""
     later = ("torch.distributed.fsdp", "torch.distributed.tensor", "torch._dynamo", "sklearn.datasets")
     return ("torch", *(name for name in later if find_spec(name.rpartition(".")[0]) and find_spec(name)))
+
+
+@pytest.fixture(scope="module")
+def model_parallel_rank() -> Iterator[None]:
+    """A job of one rank in this process, where other tests may have imported the other library."""
+    import smdistributed.modelparallel.torch as smp
+
+    before = dict(os.environ)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        os.environ.pop(name, None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delitem(sys.modules, "smdistributed.dataparallel", raising=False)
+        smp.init({"partitions": 1})
+    yield
+    os.environ.clear()
+    os.environ.update(before)

@@ -29,11 +29,8 @@ class Net(nn.Module):
 
 
 @pytest.fixture
-def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, Any]]:
+def job(model_parallel_rank: None) -> Iterator[tuple[Any, Any]]:
     """A wrapped model of one rank, and its optimizer."""
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        monkeypatch.delenv(name, raising=False)
-    smp.init({"partitions": 1})
     smp.state.cfg = check({"partitions": 1})
     smp.state.model = smp.state.optimizer = None
     model = smp.DistributedModel(Net())

@@ -7,7 +7,6 @@ import importlib
 import io
 import os
 import pickle
-import sys
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,21 +33,8 @@ own_pickle = types.ModuleType("own_pickle")
 own_pickle.__dict__.update(vars(pickle))
 
 
-@pytest.fixture(scope="module")
-def _initialized() -> Iterator[None]:
-    before = dict(os.environ)
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        os.environ.pop(name, None)
-    with pytest.MonkeyPatch.context() as patch:  # other tests of this worker may have imported it
-        patch.delitem(sys.modules, "smdistributed.dataparallel", raising=False)
-        smp.init({"partitions": 1})
-    yield
-    os.environ.clear()
-    os.environ.update(before)
-
-
 @pytest.fixture
-def job(_initialized: None) -> Iterator[Any]:
+def job(model_parallel_rank: None) -> Iterator[Any]:
     """Another job of one rank in this process, with more configuration."""
 
     def configure(**values: Any) -> None:

@@ -49,11 +49,9 @@ def new_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a text file, and replaces one that exists. It appears when it is complete."""
-    unfinished = _unfinished(path)
-    with unfinished.open("x") as file:
-        file.write(text)
-    unfinished.replace(path)
+    """Writes a text file, and replaces one that exists. It appears when it is complete and on disk."""
+    with new_file(path) as file:
+        file.write(text.encode())
 
 
 def _unfinished(path: Path) -> Path:

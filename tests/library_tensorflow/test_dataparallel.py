@@ -117,9 +117,11 @@ def test_a_fellow_that_does_something_else(
         assert "time.sleep(60)" in output  # where the late one is
 
 
-def test_a_strategy_with_nccl_differs_from_ring_by_one_name(two_ranks: TwoRanks, free_port: int) -> None:
+def test_a_strategy_with_nccl_differs_from_ring_by_one_name(
+    two_ranks: TwoRanks, free_port: int, tmp_path: Path
+) -> None:
     """docs/tensorflow.md: the way of TensorFlow on GPUs, as far as CPUs can show it."""
-    with two_ranks(free_port, RANKS / "strategy.py", find_port(), find_port()) as ranks:
+    with two_ranks(free_port, RANKS / "strategy.py", tmp_path, find_port(), find_port()) as ranks:
         outputs = [rank.communicate(timeout=200)[0] for rank in ranks]
     assert all(output.endswith("equal\n") for output in outputs), outputs
 

@@ -469,6 +469,21 @@ def test_forged_stages_of_a_checkpoint_are_an_error(job: Any, tmp_path: Path, no
         smp.resume_from_checkpoint(tmp_path, "tag")
 
 
+@pytest.mark.parametrize("rest", [None, {}, [1]], ids=["none", "no keys", "a list"])
+def test_forged_options_of_an_optimizer_are_an_error(job: Any, tmp_path: Path, rest: object) -> None:
+    model, optimizer = wrapped()
+    model(torch.ones(2, 4))
+    smp.save_checkpoint(tmp_path, "tag", True, model, optimizer)
+    (path,) = (tmp_path / "tag_partial").glob("optimizer_*.safetensors")
+    tensors = {"state/exp_avg/weight": torch.ones(1)}
+    if rest is not None:
+        torch.save(rest, stream := io.BytesIO())
+        tensors["#rest"] = torch.frombuffer(bytearray(stream.getvalue()), dtype=torch.uint8)
+    save_file(tensors, path)
+    with pytest.raises(SMPRuntimeError, match=r"#rest.*Fix: "):
+        smp.resume_from_checkpoint(tmp_path, "tag")
+
+
 LINKS = [
     ".tag_partial.unfinished",
     ".tag_partial.old",

@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from smdistributed.modelparallel.backend.api import rdp_rank, tp_rank
+from smdistributed.modelparallel.backend.exceptions import SMPRuntimeError
 from smdistributed.modelparallel.torch.script.checkpoint_files import load_object
 from smdistributed.modelparallel.torch.script.gradients import local_part
 from smdistributed.modelparallel.torch.script.model import DistributedModel, script_model
@@ -32,7 +33,7 @@ from smdistributed.modelparallel.torch.script.model_parts import (
 from smdistributed.modelparallel.torch.script.optimizer import DistributedOptimizer
 from smdistributed.modelparallel.torch.script.sharding import has_parts, make_whole, region_of, wrap_like
 from smdistributed.modelparallel.torch.script.state import state
-from smdistributed.modelparallel.torch.script.tensor_files import Region, TensorFiles, write_tensors
+from smdistributed.modelparallel.torch.script.tensor_files import Region, TensorFiles, damaged, write_tensors
 
 _REST = "#rest"
 _STATE, _COPY = "state", "copy"
@@ -112,7 +113,7 @@ def _write(path: Path, tensors: dict[str, tuple[torch.Tensor, Region]], rest: Ma
 def read_model(model: DistributedModel, files: TensorFiles, strict: bool, weights_only: bool | None) -> None:
     """Reads this rank's part of a model. Raises RuntimeError as `DistributedModel.load_state_dict` does."""
     manager, aliases = model.manager, aliases_of(model.manager.root)
-    rest = {key: value for part in _read_rest(files, weights_only) for key, value in part["values"].items()}
+    rest = {key: value for part in _read_rest(files, weights_only, "values") for key, value in part["values"].items()}
     check_keys(manager, {*files, *rest} - {_REST}, strict)
     read: set[int] = set()
     for key, target in select_local(manager, keep_vars=True).items():
@@ -139,7 +140,9 @@ def read_optimizer(
     optimizer: DistributedOptimizer, files: TensorFiles, masters_only: bool, weights_only: bool | None
 ) -> None:
     """Reads this rank's part of an optimizer, after its model. `masters_only`: no state of the wrapped optimizer."""
-    parts = _read_rest(files, weights_only)
+    parts = _read_rest(files, weights_only, "loss_scale", "other", "param_groups", "state")
+    if not parts:
+        raise SMPRuntimeError(f"No file of the optimizer has {_REST}. Fix: copy the files of all hosts there.")
     weights = optimizer.master_weights
     weights.scale.load_state_dict(parts[0]["loss_scale"])
     weights.make_copies()
@@ -175,12 +178,18 @@ def _read_like(files: TensorFiles, name: str, target: Any, region: Region) -> An
     return wrap_like(read, target)
 
 
-def _read_rest(files: TensorFiles, weights_only: bool | None) -> list[Any]:
-    """Returns the objects of all files. Raises SMPRuntimeError if one holds more than `weights_only` allows."""
-    return [
-        load_object(io.BytesIO(content), path, weights_only, map_location="cpu")
-        for path, content in files.read_bytes(_REST)
-    ]
+def _read_rest(files: TensorFiles, weights_only: bool | None, *keys: str) -> list[Any]:
+    """Returns the objects of all files, which have these keys.
+
+    Raises SMPRuntimeError if one lacks a key, or holds more than `weights_only` allows.
+    """
+    parts = []
+    for path, content in files.read_bytes(_REST):
+        part = load_object(io.BytesIO(content), path, weights_only, map_location="cpu")
+        if not (isinstance(part, Mapping) and part.keys() >= set(keys)):
+            raise damaged(path, f"{_REST} lacks one of {', '.join(keys)}")
+        parts.append(part)
+    return parts
 
 
 def _parameter_names(optimizer: DistributedOptimizer) -> dict[int, str]:

@@ -184,7 +184,7 @@ def _fill(descriptor: int, view: memoryview, piece: _Piece, at: int) -> None:
     while view:
         count = os.preadv(descriptor, [view], piece.offset + at)
         if count == 0:
-            raise _damaged(piece.file, "it ends too early")
+            raise damaged(piece.file, "it ends too early")
         view, at = view[count:], at + count
 
 
@@ -200,14 +200,14 @@ def _read_header(path: Path) -> list[tuple[str, _Piece]]:
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if length > min(_MOST_HEADER, size - 8):
-            raise _damaged(path, "its header is too long")
+            raise damaged(path, "its header is too long")
         text = file.read(length)
     try:
         header: dict[str, Any] = json.loads(text)
         parts = json.loads(header.pop("__metadata__", {}).get(_PARTS, "{}"))
         return [(name, _piece(path, 8 + length, size, entry, parts.get(name))) for name, entry in header.items()]
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
-        raise _damaged(path, str(error) or type(error).__name__) from error
+        raise damaged(path, str(error) or type(error).__name__) from error
 
 
 def _piece(path: Path, data: int, size: int, entry: Mapping[str, Any], part: Any) -> _Piece:
@@ -229,5 +229,6 @@ def _itemsize(dtype: torch.dtype) -> int:
     return torch.empty(0, dtype=dtype).element_size()
 
 
-def _damaged(path: Path, problem: str) -> SMPRuntimeError:
+def damaged(path: Path, problem: str) -> SMPRuntimeError:
+    """The error that says how a file of a checkpoint is damaged."""
     return SMPRuntimeError(f"{path} is damaged ({problem}). Fix: resume from another checkpoint.")

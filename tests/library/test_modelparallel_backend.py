@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import re
 import runpy
+import subprocess
+import sys
 import warnings
 from collections.abc import Hashable
 from pathlib import Path
@@ -293,3 +296,46 @@ def test_a_chain_idles_no_longer_than_it_must(stages: int, microbatches: int, si
     model = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks/pipeline_model.py"))
     idle = model["bubble"](model["Model"](stages, microbatches, simple=simple))
     assert idle == pytest.approx((stages - 1) / (microbatches + stages - 1))
+
+
+_HOLES = """
+import ctypes, sys
+from pathlib import Path
+from smdistributed.modelparallel.backend.allocator import map_large_blocks
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+
+def fill(size):
+    address = libc.malloc(size)
+    ctypes.memset(address, 1, size)
+    return address
+
+def rss():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+done = CALL
+libc.free(fill(24 << 20))  # from now on glibc would map larger blocks only
+before = rss()
+for block in [(fill(3 << 20), fill(1 << 10))[0] for _ in range(20)]:
+    libc.free(block)
+print(done, (rss() - before) >> 20)
+"""
+
+
+@pytest.mark.parametrize(
+    ("call", "tuned", "done", "holes"),
+    [
+        ("map_large_blocks()", {}, "True", 0),
+        ("None", {}, "None", 60),
+        ("map_large_blocks()", {"MALLOC_MMAP_THRESHOLD_": str(32 << 20)}, "False", 60),
+        ("map_large_blocks()", {"GLIBC_TUNABLES": f"glibc.malloc.mmap_threshold={32 << 20}"}, "False", 60),
+    ],
+)
+def test_freed_layers_leave_no_holes_in_the_heap_unless_you_tune_it(
+    call: str, tuned: dict[str, str], done: str, holes: int
+) -> None:
+    command = [sys.executable, "-c", _HOLES.replace("CALL", call)]
+    output = subprocess.run(command, env={**os.environ, **tuned}, capture_output=True, text=True, check=True).stdout
+    returned, mebibytes = output.split()
+    assert returned == done
+    assert abs(int(mebibytes) - holes) < 10

@@ -32,7 +32,7 @@ from pathlib import Path
 from statistics import median
 
 import cluster_slurm
-from cluster_hosts import LAUNCHERS, MPI, PYTHON, Costs, Times, look, run
+from cluster_hosts import FIRST, LAUNCHERS, MPI, OTHERS, PYTHON, Costs, Times, look, run
 from hosts import Host, missing, switched_hosts
 from report import Figure, finish, make_parser, print_machine
 from scale_model import errors, fit
@@ -44,6 +44,7 @@ MANY, MOST_ROUNDS = 256, 3  # of jobs with that many hosts
 SECONDS = {64: 6.0, MANY: 8.0}  # of mpirun
 PROCESSOR_SECONDS, KILOBYTES, FILES = 0.03, 100, 3
 GROWTH, MODEL_ERROR = 1.25, 0.25
+LEAST = 0.1  # ms of a program, to be shown
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -88,8 +89,14 @@ def measure(hosts: Sequence[Host], launcher: str, directory: Path, rounds: int) 
     if len(hosts) >= MANY:
         rounds = min(rounds, MOST_ROUNDS)
     times = [run(hosts, launcher, directory) for _ in range(rounds)]
-    found = Times(median(each.wall for each in times), median(each.cpu for each in times))
-    print(f"{len(hosts)} hosts, {launcher}: {found.wall:.2f} s, processors {found.cpu:.2f} s", flush=True)
+    programs = {key for each in times for key in each.programs}
+    middle = {key: median(each.programs.get(key, 0) for each in times) for key in programs}
+    found = Times(median(each.wall for each in times), median(each.cpu for each in times), middle)
+    print(f"{len(hosts)} hosts, {launcher}: {found.wall:.2f} s, processors {found.cpu:.2f} s")
+    for part, count in ((FIRST, 1), (OTHERS, len(hosts) - 1)):
+        rows = sorted(((1000 * spent / count, name) for (place, name), spent in middle.items() if place == part))
+        shown = ", ".join(f"{name} {spent:.1f}" for spent, name in reversed(rows) if spent > LEAST)
+        print(f"  {part}, ms of processor time by program: {shown}", flush=True)
     return found
 
 

@@ -12,16 +12,18 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 from hosts import INTERFACE, Host
+from processor_times import listen, sum_by_program
 
 MPI, TORCHRUN, PROCESS, PYTHON = "mpirun", "torchrun", "process", "python"
 """The launchers, and a Python that does nothing."""
 LAUNCHERS = (PROCESS, TORCHRUN, MPI)
+FIRST, OTHERS = "first host", "each other host"
 _HYPERPARAMETER = {MPI: "sagemaker_mpi_enabled", TORCHRUN: "sagemaker_torch_distributed_enabled"}
 _ISOLATED = ("unshare", "--mount", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc")
 _ENTER = 'hostname "$0"; mount -t tmpfs tmpfs /dev/shm; : >"$READY"; read -r _ <"$GATE"; exec "$@"'
@@ -49,6 +51,7 @@ class Times(NamedTuple):
 
     wall: float
     cpu: float
+    programs: Mapping[tuple[str, str], float]  # FIRST or OTHERS, and the program's name → seconds of the processors
 
 
 class Costs(NamedTuple):
@@ -60,11 +63,13 @@ class Costs(NamedTuple):
 
 def run(hosts: Sequence[Host], launcher: str, directory: Path) -> Times:
     """Runs a job that does nothing. Returns the times from the start of all hosts until the last one has ended."""
-    with _started(hosts, launcher, directory, "") as processes:
+    with _started(hosts, launcher, directory, "") as processes, listen() as reports:
         cpu, start = _cpu_seconds(), time.perf_counter()
         with _open_gate(directory, len(hosts)):
             _wait(processes, directory)
-        return Times(time.perf_counter() - start, _cpu_seconds() - cpu)
+        wall, cpu = time.perf_counter() - start, _cpu_seconds() - cpu
+        roots = {process.pid: OTHERS if number else FIRST for number, process in enumerate(processes)}
+        return Times(wall, cpu, sum_by_program(reports.read(), roots))
 
 
 def look(hosts: Sequence[Host], launcher: str, directory: Path) -> Costs:

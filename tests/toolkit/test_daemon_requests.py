@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import resource
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 from shoal_toolkit.hosts.daemons import DaemonRequests, SendExitCode
+from shoal_toolkit.hosts.wire import Channel
 from shoal_toolkit.plan.mpi import build_launch_agent
+from shoal_toolkit.run.mpirun import Mpirun
 from shoal_toolkit.system.loop import Loop
 
 HOSTS = ("algo-2", "algo-3", "n" * 253)
@@ -81,3 +85,34 @@ def test_a_request_that_is_missing_is_answered_with_255(tmp_path: Path) -> None:
         with reader:
             assert reader.read() == b"255\n"
         assert came == []
+
+
+def test_mpirun_closes_few_numbers_in_the_processes_that_request_daemons(tmp_path: Path) -> None:
+    """Its limit of open files is low until the last request, and is back before the last daemon starts."""
+
+    def read_limit() -> tuple[int, int]:
+        return resource.prlimit(sleeping.pid, resource.RLIMIT_NOFILE)
+
+    limits: list[tuple[int, int]] = []
+
+    class Watched:
+        def send(self, message: object) -> None:
+            limits.append(read_limit())
+
+    loop = Loop()
+    mpirun = Mpirun(loop, dict.fromkeys(HOSTS, cast("Channel", Watched())), lambda: None)
+    with subprocess.Popen(["sleep", "60"]) as sleeping:
+        try:
+            before = read_limit()
+            mpirun.listen(str(tmp_path))
+            mpirun.on_started(sleeping.pid)
+            agents = [ask(tmp_path, host) for host in HOSTS]
+            loop.call_later(60, lambda: pytest.fail("no request"))
+            loop.run_until(lambda: len(limits) == len(HOSTS))
+        finally:
+            mpirun.close()
+            loop.close()
+            sleeping.kill()
+    assert [agent.wait(20) for agent in agents] == [255] * len(HOSTS)
+    low = (256 + 4 * len(HOSTS), before[1])
+    assert limits == [low, low, before]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,21 @@ def test_each_host_costs_the_first_one_two_open_files_and_no_process(tmp_path: P
     assert sorted(on_two) == sorted(on_all), "the same processes"
     more = sum(on_all.values()) - sum(on_two.values())
     assert more <= FILES_PER_HOST * (HOSTS - 2), (on_two, on_all)
+
+
+def test_ranks_on_every_host_may_open_as_many_files_as_train(tmp_path: Path) -> None:
+    """mpirun has a lower limit while it starts its daemons."""
+    limits = tmp_path / "limits"
+    with many_hosts(tmp_path, 3) as hosts:
+        script(
+            hosts, f"import resource\nwith open('{limits}', 'a') as file: print(resource.getrlimit(7)[0], file=file)"
+        )
+        for host in hosts:
+            host.tree.hosts(host.name, *(other.name for other in hosts), network_interface_name="eth0")
+        processes = [host.start() for host in hosts]
+        with running(*processes):
+            assert {host.finished(process).code for host, process in zip(hosts, processes)} == {0}
+    assert limits.read_text().split() == [str(resource.getrlimit(resource.RLIMIT_NOFILE)[0])] * 3
 
 
 def run_and_look(hosts: list[Host], end: Path) -> dict[str, int]:

@@ -14,22 +14,23 @@ import atexit
 import gc
 import os
 import sys
-from collections.abc import Callable, Sequence
-from importlib.machinery import ModuleSpec
-from types import ModuleType
 
 _FRAMEWORKS = ("torch", "tensorflow")
 _PAUSED = (*_FRAMEWORKS, "torch._dynamo")  # DistributedDataParallel imports the last one, when a script has objects
 _GROUPS = "torch.distributed.distributed_c10d"
 _WITH_DEVICES = ("torch.cuda", "tensorflow", "jax._src.xla_bridge")  # the keys of devices.EXTENSIONS
 _SDK_DRIVER = "paramiko"  # imported by the driver that `train` replaces
-_Execute = Callable[[ModuleType], None]
 _earlier: set[int] = set()  # ids of objects that were alive before a framework was imported
 
-# Each Python of a job runs this module when it starts: importing `typing` would double that time.
+# Each Python of a job runs this module when it starts: these imports would take longer than the rest.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
     from typing import Any
+
+    _Execute = Callable[[ModuleType], None]
 
 
 def activate() -> None:

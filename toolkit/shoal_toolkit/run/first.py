@@ -117,6 +117,7 @@ class FirstHost(LaunchingHost):
         if len(plan.ranks) > 1:
             self._mpirun.listen(processes.directory)
         processes.start_launcher(plan.command, set_session_directory(processes.directory))
+        self._mpirun.on_started(processes.pid)
 
     # While it runs
 

@@ -11,7 +11,9 @@ from shoal_toolkit.system.loop import Loop, Timer
 if TYPE_CHECKING:  # imported for several hosts
     from shoal_toolkit.hosts.daemons import DaemonRequests, SendExitCode
     from shoal_toolkit.hosts.wire import Channel
+    from shoal_toolkit.system.open_files import OpenFilesLimit
 
+_OPEN_FILES, _OPEN_FILES_OF_HOST = 256, 4  # mpirun has about 40, and one for each host
 FAREWELL_SECONDS = 5.0  # for the workers' last output after the end of mpirun
 
 
@@ -29,6 +31,8 @@ class Mpirun:
         self._on_over = on_over
         self._daemons: dict[str, SendExitCode] = {}  # hosts on which a daemon runs
         self._requests: DaemonRequests | None = None
+        self._unrequested: set[str] = set()  # hosts for which mpirun has not requested a daemon
+        self._limit: OpenFilesLimit | None = None  # of mpirun, until it has requested all daemons
         self._farewell = Timer(0, lambda: None)
 
     @property
@@ -40,10 +44,25 @@ class Mpirun:
         """Listens for mpirun's requests to start daemons, in the run directory, and passes them on to workers."""
         from shoal_toolkit.hosts.daemons import DaemonRequests
 
+        self._unrequested = set(self._channels)
         self._requests = DaemonRequests(self._loop, directory, self._channels, self._on_request)
+
+    def on_started(self, pid: int) -> None:
+        """Lowers mpirun's limit of open files until it has requested all daemons. Its ranks start after that.
+
+        For each host, Open MPI 4.1 starts a process that closes every number up to the limit: a million with some
+        versions of Docker.
+        """
+        if self._unrequested:
+            from shoal_toolkit.system.open_files import OpenFilesLimit
+
+            self._limit = OpenFilesLimit(pid, _OPEN_FILES + _OPEN_FILES_OF_HOST * len(self._unrequested))
 
     def _on_request(self, host: str, command: str, send_exit_code: SendExitCode) -> None:
         """Passes mpirun's request on. It gets the daemon's exit code, or 0 when a rank runs there."""
+        self._unrequested.discard(host)
+        if self._limit is not None and not self._unrequested:  # before any rank can start
+            self._limit.restore()
         channel = self._channels.get(host)
         if channel is None:
             write_log(f"mpirun requested a daemon on {host!r}, which is lost")

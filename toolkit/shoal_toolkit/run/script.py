@@ -69,6 +69,11 @@ class HostScript:
         """Whether a set-up command, the script or the launcher runs."""
         return self._pid != 0
 
+    @property
+    def pid(self) -> int:
+        """The pid of the running command; 0 if there is none."""
+        return self._pid
+
     def _add_plan(self, plan: LaunchPlan) -> dict[str, str]:
         return {**{name: self._given[name] for name in self._given if name not in plan.removed}, **plan.env}
 

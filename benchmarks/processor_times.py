@@ -38,7 +38,7 @@ class Reports:
 
     def read(self) -> list[Ended]:
         """Returns the threads that have ended since the last call. Raises OSError if the buffer was too small."""
-        found = []
+        found: list[Ended] = []
         while True:
             try:
                 message = self._listener.recv(1 << 16)

@@ -29,7 +29,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "cli",
     ),
     "shoal_toolkit": (
-        "errors hooks",
+        "errors fast_typing hooks",
         "command_line files",
         "redact",
         "log",

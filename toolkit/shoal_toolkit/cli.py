@@ -20,11 +20,11 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NoReturn
 
 from shoal_toolkit import __version__, redact
 from shoal_toolkit.discovery.host_list import remove_launch_variables
 from shoal_toolkit.errors import FAILED, LaunchError, StoppedError, TrainError
+from shoal_toolkit.fast_typing import TYPE_CHECKING, NoReturn
 from shoal_toolkit.job.code import PYTHON
 from shoal_toolkit.job.contract import (
     Cluster,

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from shoal_toolkit.errors import ContractError
+from shoal_toolkit.fast_typing import NamedTuple
 
 EXPLAIN, JSON, REHEARSE, PREFLIGHT = "--explain", "--json", "--rehearse", "--preflight"
 # How many letters of a misspelt option may be wrong. (`--reverse` differs from --rehearse by two.)

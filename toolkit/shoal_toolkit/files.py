@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from typing import Any
+
+from shoal_toolkit.fast_typing import Any
 
 
 def read_text(*path: str) -> str:

@@ -20,9 +20,9 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from json.encoder import encode_basestring, encode_basestring_ascii
-from typing import Any
 
 from shoal_toolkit import redact
+from shoal_toolkit.fast_typing import Any
 
 STDOUT, STDERR = 1, 2
 PLAIN, PREFIXED, JSON = "plain", "prefixed", "json"  # the form that `shoal run` gives the lines of an event

@@ -21,7 +21,8 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from functools import cache
-from typing import Any
+
+from shoal_toolkit.fast_typing import Any
 
 MASK = "******"
 # Plain words: compiling a regular expression would slow down every start. A name without any of them is not a secret's.

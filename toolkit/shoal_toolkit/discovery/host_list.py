@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping
-from typing import NamedTuple
+
+from shoal_toolkit.fast_typing import NamedTuple
 
 EXPLICIT_SOURCE = "platforms.find_explicit"
 SOURCES: dict[str, tuple[str, ...]] = {

@@ -14,9 +14,9 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from time import monotonic
-from typing import Any
 
 from shoal_toolkit.errors import LaunchError
+from shoal_toolkit.fast_typing import Any
 from shoal_toolkit.hosts import messages, wire
 from shoal_toolkit.hosts.messages import Hello, ProtocolError, Prove, Refused, Welcome
 from shoal_toolkit.hosts.resolve import Address, Resolver

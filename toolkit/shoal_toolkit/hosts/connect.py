@@ -7,8 +7,8 @@ import os
 import socket
 from collections.abc import Callable, Collection, Sequence
 from time import monotonic
-from typing import Any
 
+from shoal_toolkit.fast_typing import Any
 from shoal_toolkit.hosts import messages, wire
 from shoal_toolkit.hosts.messages import Hello, ProtocolError, Prove, Refused, Welcome
 from shoal_toolkit.hosts.resolve import Address, Resolver

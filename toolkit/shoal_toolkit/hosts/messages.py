@@ -10,8 +10,8 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
 
+from shoal_toolkit.fast_typing import Any, NamedTuple
 from shoal_toolkit.system.loop import STOP_SIGNALS
 
 VERSION = 8

@@ -8,10 +8,10 @@ the first host is the one that listens.
 from __future__ import annotations
 
 import socket
-from typing import Any
 
 from shoal_toolkit.discovery.host_list import HostList
 from shoal_toolkit.errors import LaunchError
+from shoal_toolkit.fast_typing import Any
 from shoal_toolkit.hosts import messages, wire
 from shoal_toolkit.hosts.agent import listen
 from shoal_toolkit.hosts.connect import WorkerSearch

@@ -8,8 +8,8 @@ from __future__ import annotations
 import _thread
 import os
 from collections import deque
-from typing import Any, Protocol
 
+from shoal_toolkit.fast_typing import Any, Protocol
 from shoal_toolkit.hosts.wire import look_up_host
 from shoal_toolkit.system.loop import READ, Loop
 

@@ -16,8 +16,8 @@ import struct
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from time import monotonic
-from typing import Any
 
+from shoal_toolkit.fast_typing import Any
 from shoal_toolkit.hosts import messages
 from shoal_toolkit.hosts.messages import PING, ProtocolError
 from shoal_toolkit.system.loop import READ, WRITE, Loop, Timer

@@ -21,9 +21,9 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from typing import Any, NamedTuple
 
 from shoal_toolkit.errors import ContractError, did_you_mean
+from shoal_toolkit.fast_typing import Any, NamedTuple
 from shoal_toolkit.files import read_text
 
 S3 = "s3://"

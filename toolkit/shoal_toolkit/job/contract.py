@@ -10,10 +10,10 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shoal_toolkit.discovery.host_list import HINTS, SOURCES, HostList, list_present
 from shoal_toolkit.errors import ContractError, did_you_mean
+from shoal_toolkit.fast_typing import TYPE_CHECKING, Any, NamedTuple
 from shoal_toolkit.job.code import (
     Code,
     CodeSource,

@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
 
+from shoal_toolkit.fast_typing import NamedTuple
 from shoal_toolkit.files import list_names, read_text
 
 

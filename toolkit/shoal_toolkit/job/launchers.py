@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
 
+from shoal_toolkit.fast_typing import NamedTuple
 from shoal_toolkit.files import read_table
 
 BY_MPIRUN, BY_HOST, ONCE = "mpirun", "host", "once"  # values of `Launcher.ranks`

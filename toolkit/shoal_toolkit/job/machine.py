@@ -13,8 +13,8 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
 
+from shoal_toolkit.fast_typing import TYPE_CHECKING, Any, NamedTuple
 from shoal_toolkit.files import list_names, read_table, read_text
 from shoal_toolkit.job.settings import is_members_only
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 import json
 import os
 import re
-from typing import Any, NamedTuple
 
 from shoal_toolkit.errors import ContractError
+from shoal_toolkit.fast_typing import Any, NamedTuple
 
 _FILE = "metrics.json"
 _EXAMPLE = '[{"Name": "loss", "Regex": "loss: ([0-9.]+)"}]'

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from typing import NamedTuple, TypeVar
 
 from shoal_toolkit.errors import ContractError, did_you_mean
+from shoal_toolkit.fast_typing import NamedTuple, TypeVar
 
 T = TypeVar("T")
 

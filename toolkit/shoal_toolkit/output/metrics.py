@@ -16,8 +16,8 @@ import math
 import os
 import signal
 from collections.abc import Sequence
-from typing import Any
 
+from shoal_toolkit.fast_typing import Any
 from shoal_toolkit.job.metrics import MetricPattern
 from shoal_toolkit.log import format_time, write_event, write_log
 from shoal_toolkit.output.lines import TextLines

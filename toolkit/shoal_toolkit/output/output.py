@@ -11,8 +11,8 @@ to stdout itself, and sidecars write to both.
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from shoal_toolkit.fast_typing import TYPE_CHECKING, NamedTuple, Protocol
 from shoal_toolkit.log import JSON, PLAIN, PREFIXED, STDERR, STDOUT, set_log_writer
 from shoal_toolkit.output.lines import JsonLines, Lines, OutputEvents, Tail
 from shoal_toolkit.output.pipes import FlowControl, Sink

@@ -7,8 +7,8 @@ import os
 import stat
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
+from shoal_toolkit.fast_typing import Protocol
 from shoal_toolkit.log import write_log
 from shoal_toolkit.system.loop import READ, WRITE, Loop, Timer
 

@@ -18,9 +18,9 @@ import json
 import os
 import shlex
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from shoal_toolkit.errors import ContractError, did_you_mean
+from shoal_toolkit.fast_typing import Any
 from shoal_toolkit.job.code import COMMAND, FUNCTION, MODULE, Script
 
 STORE_TRUE = "sagemaker_store_true"

@@ -14,9 +14,9 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from shoal_toolkit.errors import ContractError, did_you_mean
+from shoal_toolkit.fast_typing import Any
 from shoal_toolkit.files import read_table
 from shoal_toolkit.job.contract import Job
 from shoal_toolkit.job.machine import Machine

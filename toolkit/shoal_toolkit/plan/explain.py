@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 from shoal_toolkit import redact
+from shoal_toolkit.fast_typing import NamedTuple
 from shoal_toolkit.plan.plan import LaunchPlan
 
 

@@ -13,8 +13,8 @@ RDMAV_FORK_SAFE: data loaders fork. FI_EFA_USE_DEVICE_RDMA: the first cards (PCI
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
 
+from shoal_toolkit.fast_typing import TYPE_CHECKING, Any, NamedTuple
 from shoal_toolkit.job.contract import Job
 from shoal_toolkit.job.launchers import BY_MPIRUN, MPI, Launcher
 from shoal_toolkit.job.machine import Machine

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 from shoal_toolkit.errors import ContractError, did_you_mean
+from shoal_toolkit.fast_typing import NamedTuple
 from shoal_toolkit.job.contract import Cluster, Job, read_count, read_flag
 from shoal_toolkit.job.launchers import BY_MPIRUN, LAUNCHERS, MPI, PROCESS, Launcher
 from shoal_toolkit.job.machine import Machine

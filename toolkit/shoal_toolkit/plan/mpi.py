@@ -26,8 +26,8 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
 
+from shoal_toolkit.fast_typing import Any, NamedTuple
 from shoal_toolkit.job.machine import Machine
 from shoal_toolkit.plan.mpi_options import MCA_VARIABLES, McaValue, MpiOptions, parse_mpi_options, translate_parameter
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
 
 from shoal_toolkit import redact
 from shoal_toolkit.errors import ContractError, did_you_mean
+from shoal_toolkit.fast_typing import Any, NamedTuple
 
 SERIES = (4, 5)  # of Open MPI, in the order of the table
 RELEASE = {4: "4.1", 5: "5.0"}

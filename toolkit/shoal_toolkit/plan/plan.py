@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
 
 from shoal_toolkit.discovery.host_list import HostList
 from shoal_toolkit.errors import did_you_mean
+from shoal_toolkit.fast_typing import TYPE_CHECKING, NamedTuple
 from shoal_toolkit.job.contract import TOOLKIT_KEYS, Job, read_flag
 from shoal_toolkit.job.launchers import BY_MPIRUN, LAUNCHER_KEYS, PROCESS, Launcher
 from shoal_toolkit.job.machine import Machine

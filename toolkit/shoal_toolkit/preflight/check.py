@@ -10,9 +10,9 @@ import os
 import socket
 from collections.abc import Callable, Mapping
 from time import time
-from typing import Any
 
 from shoal_toolkit.errors import LaunchError
+from shoal_toolkit.fast_typing import Any
 from shoal_toolkit.hosts.resolve import Address, Resolver
 from shoal_toolkit.job.contract import Paths
 from shoal_toolkit.log import write_log

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
 
+from shoal_toolkit.fast_typing import NamedTuple
 from shoal_toolkit.files import list_names, read_text
 from shoal_toolkit.job.devices import Nic
 

@@ -11,8 +11,8 @@ import resource
 import sys
 import zlib
 from collections.abc import Iterable
-from typing import Any
 
+from shoal_toolkit.fast_typing import Any
 from shoal_toolkit.files import list_names, read_text
 from shoal_toolkit.job.contract import HYPERPARAMETERS, Paths
 from shoal_toolkit.job.devices import read_nics

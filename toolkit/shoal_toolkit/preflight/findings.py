@@ -6,8 +6,8 @@ A finding names the host, the problem and a fix.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
 
+from shoal_toolkit.fast_typing import Any, NamedTuple, Protocol
 from shoal_toolkit.preflight.facts import FREE, PACKAGE
 
 Facts = Mapping[str, Any]

@@ -11,9 +11,9 @@ import itertools
 import re
 from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import Any, NamedTuple
 
 from shoal_toolkit import redact
+from shoal_toolkit.fast_typing import Any, NamedTuple
 from shoal_toolkit.files import read_table
 from shoal_toolkit.result.newer_torch import find_newer_torch
 from shoal_toolkit.result.result import Failure, describe_exit_code

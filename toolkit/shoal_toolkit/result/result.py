@@ -10,10 +10,10 @@ import os
 import signal
 import stat
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
 
 from shoal_toolkit import redact
 from shoal_toolkit.errors import FAILED, LaunchError, TrainError
+from shoal_toolkit.fast_typing import Any, NamedTuple
 from shoal_toolkit.job.contract import Paths
 from shoal_toolkit.log import write_log
 

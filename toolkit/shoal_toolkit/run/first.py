@@ -11,9 +11,9 @@ from __future__ import annotations
 import signal
 from collections.abc import Mapping
 from enum import Enum
-from typing import TYPE_CHECKING
 
 from shoal_toolkit.errors import FAILED, SUCCESS, LaunchError, TrainError
+from shoal_toolkit.fast_typing import TYPE_CHECKING
 from shoal_toolkit.log import STDERR, STDOUT
 from shoal_toolkit.output.mpirun_log import MpirunLog
 from shoal_toolkit.result.result import Failure, Result

@@ -16,9 +16,9 @@ import signal
 from collections.abc import Mapping, Sequence
 from functools import partial
 from time import monotonic
-from typing import Any
 
 from shoal_toolkit.errors import FAILED, HOST_LOST, SUCCESS
+from shoal_toolkit.fast_typing import Any
 from shoal_toolkit.hosts import messages
 from shoal_toolkit.hosts.wire import Channel
 from shoal_toolkit.log import write_log

@@ -5,10 +5,10 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from shoal_toolkit import redact
 from shoal_toolkit.errors import FAILED, TrainError
+from shoal_toolkit.fast_typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from shoal_toolkit.job.contract import Cluster, Paths
 from shoal_toolkit.job.settings import REPORTED_VARIABLES, TrainSettings, is_members_only
 from shoal_toolkit.log import STDERR, write_log

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from shoal_toolkit.errors import FAILED, SUCCESS
+from shoal_toolkit.fast_typing import Any
 from shoal_toolkit.hosts import messages
 from shoal_toolkit.hosts.messages import Measure, Measured
 from shoal_toolkit.log import clean_line

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from time import monotonic
-from typing import TYPE_CHECKING
 
+from shoal_toolkit.fast_typing import TYPE_CHECKING
 from shoal_toolkit.log import write_log
 from shoal_toolkit.run.host import HostTask
 from shoal_toolkit.system.loop import Loop, Timer

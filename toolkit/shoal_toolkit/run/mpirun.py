@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
 
+from shoal_toolkit.fast_typing import TYPE_CHECKING
 from shoal_toolkit.log import write_log
 from shoal_toolkit.system.loop import Loop, Timer
 

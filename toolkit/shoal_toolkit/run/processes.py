@@ -10,9 +10,9 @@ import os
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
 
 from shoal_toolkit.errors import LaunchError
+from shoal_toolkit.fast_typing import TYPE_CHECKING, Protocol
 from shoal_toolkit.job.peer_filter import build_connection_variables
 from shoal_toolkit.job.settings import RESTART_VARIABLES
 from shoal_toolkit.log import STDERR, STDOUT, write_log

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from shoal_toolkit.errors import FAILED
+from shoal_toolkit.fast_typing import TYPE_CHECKING
 from shoal_toolkit.job.contract import Paths
 from shoal_toolkit.log import write_log
 from shoal_toolkit.output.output import Output

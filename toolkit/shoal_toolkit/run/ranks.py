@@ -9,9 +9,9 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable
-from typing import Protocol
 
 from shoal_toolkit.errors import LaunchError
+from shoal_toolkit.fast_typing import Protocol
 from shoal_toolkit.log import STDERR, STDOUT
 from shoal_toolkit.output.pipes import FlowControl, Source
 from shoal_toolkit.plan import rank_shell

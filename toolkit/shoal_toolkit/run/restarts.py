@@ -6,10 +6,10 @@ import os
 import re
 from collections.abc import Mapping
 from time import gmtime, monotonic, strftime
-from typing import Any
 
 from shoal_toolkit import redact
 from shoal_toolkit.errors import WRONG_CONFIGURATION
+from shoal_toolkit.fast_typing import Any
 from shoal_toolkit.files import read_table
 from shoal_toolkit.job.contract import Paths
 from shoal_toolkit.job.settings import RESTART_VARIABLES, TrainSettings

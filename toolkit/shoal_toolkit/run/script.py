@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
 
+from shoal_toolkit.fast_typing import Protocol
 from shoal_toolkit.log import STDERR, STDOUT, write_log
 from shoal_toolkit.output.pipes import FlowControl, Source
 from shoal_toolkit.plan.plan import LaunchPlan

@@ -16,9 +16,9 @@ import socket
 import struct
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import NamedTuple
 
 from shoal_toolkit.errors import LaunchError
+from shoal_toolkit.fast_typing import NamedTuple
 from shoal_toolkit.files import list_names
 from shoal_toolkit.plan.launcher import STANDBY
 from shoal_toolkit.plan.plan import LaunchPlan

@@ -11,10 +11,10 @@ import importlib.util
 import os
 import time
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 from shoal_toolkit.discovery.host_list import remove_launch_variables
 from shoal_toolkit.errors import TrainError
+from shoal_toolkit.fast_typing import NamedTuple
 from shoal_toolkit.job.contract import read_cluster, read_job, read_paths
 from shoal_toolkit.job.machine import read_machine
 from shoal_toolkit.job.peer_filter import build_connection_variables

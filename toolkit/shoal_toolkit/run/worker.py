@@ -5,9 +5,9 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Sequence
-from typing import Any
 
 from shoal_toolkit.errors import FAILED, HOST_LOST, LaunchError, TrainError
+from shoal_toolkit.fast_typing import Any
 from shoal_toolkit.hosts import messages
 from shoal_toolkit.hosts.agent import Agent
 from shoal_toolkit.hosts.daemons import build_daemon_command

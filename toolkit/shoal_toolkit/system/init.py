@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
-from typing import NoReturn
 
+from shoal_toolkit.fast_typing import NoReturn
 from shoal_toolkit.system.loop import to_exit_code
 from shoal_toolkit.system.process import signal_process
 

@@ -12,7 +12,8 @@ import select
 import signal
 import time
 from collections.abc import Callable, Iterable
-from typing import Any
+
+from shoal_toolkit.fast_typing import Any
 
 READ = select.POLLIN
 WRITE = select.POLLOUT

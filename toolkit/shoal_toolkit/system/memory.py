@@ -7,8 +7,8 @@ versions 1 and 2. A container without its own cgroup namespace sees its group as
 from __future__ import annotations
 
 import os
-from typing import NamedTuple
 
+from shoal_toolkit.fast_typing import NamedTuple
 from shoal_toolkit.files import read_text
 
 _COUNTERS = ("memory.events", "memory.oom_control")

@@ -6,10 +6,10 @@ import os
 import signal
 import time
 from collections.abc import Mapping, Sequence
-from typing import NoReturn
 
 from shoal_toolkit import redact
 from shoal_toolkit.errors import LaunchError
+from shoal_toolkit.fast_typing import NoReturn
 from shoal_toolkit.files import read_text
 from shoal_toolkit.log import write_log
 

@@ -8,11 +8,15 @@ next, as Docker does. Docker has the images here already. The first step is one 
 - `registry-bytes-…`: the bytes that the namespace's interface sent until then.
 - `registry-size-…`: compressed layers. The rival is the same.
 - `registry-release-…`: layers that a registry lacks after a line of our packages has changed.
+
+The lines `profile` say where the time goes: on the wire, in the pull, after it, and in each program. The decompression
+of all layers is also measured by itself. They also have the bytes of files that the step reads, and maps.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gzip
 import hashlib
 import ipaddress
 import json
@@ -32,6 +36,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from backports import zstd
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
@@ -48,7 +53,8 @@ from shoal.matrix.spec import load
 
 IMAGES = ("pytorch-training:2.13.0-cpu-py311-debian12", "pytorch-training:2.0.1-gpu-py311-cu117-debian12")
 PARTS = ("start", "release")
-RATE = "200mbit"
+RATE, BYTES_PER_SECOND = "200mbit", 200e6 / 8
+PROGRAMS = ("registry", "containerd", "snapshotter")
 FORMS = {"gzip": (), "zstd": ("--compression", "zstd"), "lazy": ("--lazy",)}
 CEILINGS = {"zstd": 0.5, "lazy": 0.2}
 MB = 1e6
@@ -61,6 +67,13 @@ optimizer = torch.optim.SGD(model.parameters(), 0.01)
 torch.nn.functional.cross_entropy(model(data.float()), labels).backward()
 optimizer.step()
 print("first step", flush=True)
+read, mapped, is_file = int(open("/proc/self/io").read().split()[1]), 0, False
+for line in open("/proc/self/smaps"):
+    if not line[:1].isupper():
+        is_file = " /" in line
+    elif line.startswith("Rss:") and is_file:
+        mapped += 1024 * int(line.split()[1])
+print(read, mapped, flush=True)
 """
 CONFIG = """\
 version: 0.1
@@ -119,9 +132,11 @@ def measure_image(image: str, scratch: Path, rounds: int) -> list[Figure]:
     found: dict[str, list[dict[str, float]]] = {}
     for form, options in FORMS.items():
         with pushed(image, scratch, options) as (layers, task):
-            sizes[form] = sum(layers)
-            print(f"{image}, {form}: {', '.join(f'{size / MB:.1f}' for size in layers)} MB, by layer", flush=True)
+            sizes[form] = sum(layer["size"] for layer in layers)
+            shown = ", ".join(f"{layer['size'] / MB:.1f}" for layer in layers)
+            print(f"{image}, {form}: {shown} MB, by layer", flush=True)
             found[form] = [start_in_namespace(task, scratch) for _ in range(rounds)]
+            print_profile(form, found[form], [decompress(layer, Path(task["data"])) for layer in layers])
     name = "-".join(image.partition(":")[2].split("-")[:2])
     figures = []
     for form, ceiling in CEILINGS.items():
@@ -137,6 +152,33 @@ def measure_image(image: str, scratch: Path, rounds: int) -> list[Figure]:
     return figures
 
 
+def print_profile(form: str, rounds: Sequence[dict[str, float]], decompressing: Sequence[float]) -> None:
+    """Print where the time goes until the first step. `decompressing`: seconds of the processor for each layer."""
+    found = {key: median(each[key] for each in rounds) for key in rounds[0]}
+    times = {
+        f"s on the wire, {found['bytes'] / MB:.0f} MB": found["bytes"] / BYTES_PER_SECOND,
+        "s of the pull": found["pull"],
+        "s after it": found["seconds"] - found["pull"],
+        "processor s to decompress all layers": sum(decompressing),
+        "of it for the largest": max(decompressing),
+        **{f"processor s of the {name}": found[name] for name in PROGRAMS},
+        "MB of files that the step reads": found["read"] / MB,
+        "MB that it maps": found["mapped"] / MB,
+    }
+    print(f"profile {form}: {', '.join(f'{value:.1f} {name}' for name, value in times.items())}", flush=True)
+
+
+def decompress(layer: dict[str, Any], data: Path) -> float:
+    """Decompress a layer of a registry's directory. Returns the seconds of the processor that this took."""
+    algorithm, _, digest = layer["digest"].partition(":")
+    blob = data / "docker/registry/v2/blobs" / algorithm / digest[:2] / digest / "data"
+    began = time.process_time()
+    with (zstd if layer["mediaType"].endswith("zstd") else gzip).open(blob) as file:
+        while file.read(1 << 20):
+            pass
+    return time.process_time() - began
+
+
 def measure_release(image: str, scratch: Path) -> list[Figure]:
     """Return the bytes of layers that are new after a change of the toolkit, and of the lowest of our packages."""
     here = project.find(Path.cwd())
@@ -146,7 +188,7 @@ def measure_release(image: str, scratch: Path) -> list[Figure]:
     with kept(tags), tempfile.TemporaryDirectory(prefix="shoal-bench-") as directory:
         ours = Shoal(here, Path(directory, "ours"))
         ours.build(image)
-        with serving(scratch / "released", "127.0.0.1:0") as port:
+        with serving(scratch / "released", "127.0.0.1:0") as (port, _):
             known = {layer["digest"] for layer in push(image, port, ())}
             for name, change in changes.items():
                 change(ours.project.root)
@@ -167,14 +209,14 @@ def change_rehearsal(directory: Path) -> None:
 
 
 @contextlib.contextmanager
-def pushed(image: str, scratch: Path, options: Sequence[str]) -> Iterator[tuple[list[int], dict[str, str]]]:
-    """Push an image into an empty registry. Yields its layers' sizes, and the arguments of `measure_start`."""
+def pushed(image: str, scratch: Path, options: Sequence[str]) -> Iterator[tuple[list[dict[str, Any]], dict[str, str]]]:
+    """Push an image into an empty registry. Yields its layers, and the arguments of `measure_start`."""
     try:
-        with serving(scratch / "data", "127.0.0.1:0") as port:
+        with serving(scratch / "data", "127.0.0.1:0") as (port, _):
             layers = push(image, port, options)
             soci = push_first_version(image, port) if "--lazy" in options else ""
         task = {"image": image, "snapshot": compute_chain(image), "data": str(scratch / "data"), "soci": soci}
-        yield [layer["size"] for layer in layers], task
+        yield layers, task
     finally:
         shutil.rmtree(scratch / "data")
 
@@ -217,8 +259,10 @@ def fetch(image: str, port: int, reference: str = "") -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def serving(data: Path, address: str, tls: tuple[Path, Path] | None = None) -> Iterator[int]:
-    """Serve a registry's directory. Yields the port."""
+def serving(
+    data: Path, address: str, tls: tuple[Path, Path] | None = None
+) -> Iterator[tuple[int, subprocess.Popen[bytes]]]:
+    """Serve a registry's directory. Yields the port and the process."""
     host, _, port = address.rpartition(":")
     if port == "0":
         with socket.create_server((host, 0)) as listener:
@@ -227,9 +271,9 @@ def serving(data: Path, address: str, tls: tuple[Path, Path] | None = None) -> I
     with tempfile.NamedTemporaryFile("w", suffix=".yml") as file:
         file.write(CONFIG.format(data=data, address=f"{host}:{port}", tls=words))
         file.flush()
-        with running("docker-registry", "serve", file.name):
+        with running("docker-registry", "serve", file.name) as process:
             wait_until(lambda: socket.create_connection((host, int(port)), 1).close())
-            yield int(port)
+            yield int(port), process
 
 
 def start_in_namespace(task: dict[str, str], scratch: Path) -> dict[str, float]:
@@ -253,10 +297,11 @@ def measure_start(image: str, snapshot: str, address: str, data: str, directory:
     (place / "containerd.toml").write_text(CONTAINERD.format(directory))
     (place / "soci.toml").write_text(SNAPSHOTTER)
     with ExitStack() as undo:
-        undo.enter_context(serving(Path(data), f"{address}:443", certificate))
+        _, registry = undo.enter_context(serving(Path(data), f"{address}:443", certificate))
         roots = ("--root", place / "soci", "--address", place / "soci.sock", "--config", place / "soci.toml")
-        undo.enter_context(running("soci-snapshotter-grpc", *roots, "--log-level", "error"))
-        undo.enter_context(running("containerd", "--config", place / "containerd.toml", "--log-level", "error"))
+        snapshotter = undo.enter_context(running("soci-snapshotter-grpc", *roots, "--log-level", "error"))
+        client = ("containerd", "--config", place / "containerd.toml", "--log-level", "error")
+        programs = dict(zip(PROGRAMS, (registry, undo.enter_context(running(*client)), snapshotter)))
         wait_until(lambda: do("ctr", "snapshots", "--snapshotter", "soci", "ls"))
         undo.callback(unmount_all, place)
         trust = ("--tlscacert", certificate[0], "--snapshotter", "soci" if soci else "overlayfs")
@@ -264,15 +309,24 @@ def measure_start(image: str, snapshot: str, address: str, data: str, directory:
         began, sent = time.monotonic(), count_bytes()
         do("soci", "--address", place / "containerd.sock", "image", "rpull", *trust, *index, f"{address}/{image}")
         pulled = time.monotonic()
-        run_first_step(place / "rootfs", trust[-1], snapshot)
-        ended, received = time.monotonic(), count_bytes()
+        ended, files = run_first_step(place / "rootfs", trust[-1], snapshot)
+        received = count_bytes()
+        spent = {name: read_processor_seconds(process.pid) for name, process in programs.items()}
         if soci and not any("fuse" in mount and directory in mount for mount in read_mounts()):
             raise SystemExit("the snapshotter mounted no layer, so that nothing was lazy")
-    return {"seconds": ended - began, "pull": pulled - began, "bytes": received - sent}
+    return {"seconds": ended - began, "pull": pulled - began, "bytes": received - sent, **files, **spent}
 
 
-def run_first_step(root: Path, snapshotter: object, snapshot: str) -> None:
+def read_processor_seconds(pid: int) -> float:
+    """Return the processor time of a program and of its child processes that have ended."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+
+
+def run_first_step(root: Path, snapshotter: object, snapshot: str) -> tuple[float, dict[str, int]]:
     """Run the step in a container of the image, until it prints its line.
+
+    Returns the time, and the bytes of files that the process has read, and mapped.
 
     `ctr run IMAGE` would make labels of the image's, and containerd has a limit of 4,096 bytes for those.
     """
@@ -284,6 +338,8 @@ def run_first_step(root: Path, snapshotter: object, snapshot: str) -> None:
     with subprocess.Popen((*run, "python", "-c", STEP), stdout=subprocess.PIPE, text=True) as job:
         assert job.stdout
         assert "first step" in job.stdout.readline(), "the container did not come to its first step"
+        ended, files = time.monotonic(), job.stdout.readline().split()
+    return ended, dict(zip(("read", "mapped"), map(int, files)))
 
 
 def write_certificate(place: Path, address: str) -> tuple[Path, Path]:
@@ -327,11 +383,11 @@ def do(*command: object) -> str:
 
 
 @contextlib.contextmanager
-def running(*command: object) -> Iterator[None]:
-    """Run a service meanwhile. Its output goes to standard error."""
+def running(*command: object) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a service meanwhile, and yield it. Its output goes to standard error."""
     with subprocess.Popen([str(word) for word in command], stdout=sys.stderr) as process:
         try:
-            yield
+            yield process
         finally:
             process.terminate()
 

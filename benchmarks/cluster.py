@@ -7,7 +7,9 @@ mpirun. A small program replaces torchrun, which imports torch for seconds on ev
   same number of Pythons that do nothing (`python -I -S -c pass`), started in the same way. The hosts share the cores
   of this machine: a real cluster has its own for each.
 - `cluster-cpu-LAUNCHER`: the processor time of each more host, from 64 to 256 hosts. The rival is the same from 2 to
-  64 hosts. The line `profile` says what a host starts, each measured alone.
+  64 hosts. After each job, two lines have the processor time of its programs, as Linux reports it. The script is
+  `python3`. A process that has not yet become another program counts as its parent or as `sh`. The line `profile`
+  has programs that a host starts, each measured alone.
 - `cluster-memory-LAUNCHER`, `cluster-files-LAUNCHER`: the first host's private memory with page tables, and its open
   files, for each more host, while the ranks run. The processes are `train`, mpirun and their child processes, but not
   the script. They are read in separate jobs.
@@ -140,10 +142,11 @@ def print_profile(floor: float) -> None:
 
 
 def processor_seconds(command: Sequence[str]) -> float:
-    """Returns the processor time of a command, the median of 20 runs."""
+    """Returns the processor time of a command, the median of 20 runs. The first may write the bytecode of modules."""
     used = []
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     for _ in range(20):
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        process = subprocess.Popen(command, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         _, _, found = os.wait4(process.pid, 0)
         process.returncode = 0  # it has ended
         used.append(found.ru_utime + found.ru_stime)

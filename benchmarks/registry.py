@@ -104,6 +104,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = make_parser(__doc__, 3)
     parser.add_argument("--image", action="append", help=f"repeatable (default: {', '.join(IMAGES)})")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="what to measure (default: all)")
+    parser.add_argument("--forms", nargs="+", choices=FORMS, default=[*FORMS], help="only these (default: all)")
     parser.add_argument(
         "--soci", type=Path, help="a directory with soci and soci-snapshotter-grpc, as Debian 13's package has them"
     )
@@ -120,18 +121,18 @@ def main(arguments: Sequence[str]) -> int:
     figures = []
     with tempfile.TemporaryDirectory(prefix="shoal-registry-", dir="/var/tmp") as scratch:
         for image in (options.image or IMAGES) if "start" in options.parts else ():
-            figures += measure_image(image, Path(scratch), options.rounds)
+            figures += measure_image(image, options.forms, Path(scratch), options.rounds)
         if "release" in options.parts:
             figures += measure_release((options.image or IMAGES)[0], Path(scratch))
     return finish(figures)
 
 
-def measure_image(image: str, scratch: Path, rounds: int) -> list[Figure]:
-    """Push an image in each form, pull it in the namespace, and return the figures."""
+def measure_image(image: str, forms: Sequence[str], scratch: Path, rounds: int) -> list[Figure]:
+    """Push an image in some forms, pull it in the namespace, and return the figures: none without gzip, the rival."""
     sizes: dict[str, int] = {}
     found: dict[str, list[dict[str, float]]] = {}
-    for form, options in FORMS.items():
-        with pushed(image, scratch, options) as (layers, task):
+    for form in forms:
+        with pushed(image, scratch, FORMS[form]) as (layers, task):
             sizes[form] = sum(layer["size"] for layer in layers)
             shown = ", ".join(f"{layer['size'] / MB:.1f}" for layer in layers)
             print(f"{image}, {form}: {shown} MB, by layer", flush=True)
@@ -140,6 +141,8 @@ def measure_image(image: str, scratch: Path, rounds: int) -> list[Figure]:
     name = "-".join(image.partition(":")[2].split("-")[:2])
     figures = []
     for form, ceiling in CEILINGS.items():
+        if not {form, "gzip"} <= found.keys():
+            continue
         ours, rival = ([each["seconds"] for each in found[which]] for which in (form, "gzip"))
         times = (median(ours), "s", None, median(rival), "gzip", ceiling, ours, rival)
         sent, all_sent = (median(each["bytes"] for each in found[which]) / MB for which in (form, "gzip"))

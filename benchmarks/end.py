@@ -9,53 +9,37 @@ of the rounds, the sides in turn.
 from __future__ import annotations
 
 import re
-import shutil
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from report import Figure, finish, make_parser, print_machine
+from digits_job import JOBS, copy_script, make_shoal_command
+from report import Figure, finish
 
-ROOT = Path(__file__).resolve().parents[1]
-IMAGE = "pytorch-training:2.13.0-cpu-py311-debian12"
 GOAL = 0.5
-SHOAL = str(Path(sys.executable).with_name("shoal"))
 LAST_LINE = "\n    import time\n    print(f'the last line at {time.time():.3f}', flush=True)\n"
-JOBS = {"1x4": ("--hosts", "1", "--procs-per-host", "4"), "2x2": ("--hosts", "2", "--procs-per-host", "2")}
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run all sides in turn, and print the figures."""
-    options = make_parser(__doc__, 3)
-    options.add_argument("--image", default=IMAGE, help="the image (%(default)s)")
-    chosen = options.parse_args(arguments)
-    print_machine()
-    with tempfile.TemporaryDirectory() as directory:
-        code = Path(directory, "code")
-        shutil.copytree(ROOT / "examples" / "digits", code)
+    with copy_script(__doc__, arguments) as (options, code):
         with (code / "train.py").open("a") as script:
             script.write(LAST_LINE)
-        sides = {name: make_shoal_command(chosen.image, code, options) for name, options in JOBS.items()}
-        sides["docker-run"] = make_docker_command(chosen.image, code)
+        sides = {name: make_shoal_command(options.image, code, name) for name in JOBS}
+        sides["docker-run"] = make_docker_command(options.image, code)
         rounds: dict[str, list[float]] = {name: [] for name in sides}
-        for _ in range(chosen.rounds):
+        for _ in range(options.rounds):
             for name, command in sides.items():
-                rounds[name].append(measure(command, directory))
+                rounds[name].append(measure(command, code.parent))
     rival = rounds.pop("docker-run")
     middle = statistics.median(rival)
     return finish(
         Figure(f"end-{name}", statistics.median(ours), "s", GOAL, middle, "docker-run", None, ours, rival)
         for name, ours in rounds.items()
     )
-
-
-def make_shoal_command(image: str, code: Path, options: Sequence[str]) -> list[str]:
-    """Return the command of a job."""
-    return [SHOAL, "run", image, str(code / "train.py"), "--plain", *options]
 
 
 def make_docker_command(image: str, code: Path) -> list[str]:
@@ -66,7 +50,7 @@ def make_docker_command(image: str, code: Path) -> list[str]:
     return [*command, "--output-data-dir=/tmp/o"]
 
 
-def measure(command: Sequence[str], directory: str) -> float:
+def measure(command: Sequence[str], directory: Path) -> float:
     """Run a command. Return the seconds from the last line to its end."""
     done = subprocess.run(command, cwd=directory, check=False, capture_output=True, text=True)
     ended = time.time()

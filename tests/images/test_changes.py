@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from shoal.commands.jobs import _leave_out_written
+from shoal.commands.watch import _leave_out_written
 from shoal.jobs.changes import Changes
 from shoal.jobs.job import JobRequest
 from shoal.jobs.source_files import Selection

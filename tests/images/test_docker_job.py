@@ -26,6 +26,7 @@ from shoal.jobs.hosts import local
 from shoal.jobs.hosts.docker import DockerHosts
 from shoal.jobs.hosts.docker_objects import SECRET_PATH
 from shoal.jobs.hosts.local import LocalHosts
+from shoal.jobs.hosts.waiting import WaitingHosts, start_waiting
 from shoal.jobs.job import LOCAL, SECRET, SECRET_FILE, FinishedJob, JobRequest
 from shoal.jobs.run import HostExit
 from shoal.jobs.store import JobRecord, open_job
@@ -335,37 +336,37 @@ START = "run/shoal-start"
 
 
 @pytest.fixture
-def waiting(request_: JobRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[FakeEngine, DockerHosts]]:
+def waiting(request_: JobRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[FakeEngine, WaitingHosts]]:
     """Hosts that `shoal run --watch` has made ready."""
     monkeypatch.setattr(docker_hosts, "start_log_reader", lambda *_: threading.Thread())
     monkeypatch.setattr(docker_hosts, "report_exit", lambda *_: None)
     client, view = FakeEngine(), PlainView(Console(file=io.StringIO()))
-    with docker_hosts.create_hosts(cast(Any, client), request_, "job", view, waits=True) as hosts:
-        hosts.start_waiting()
-        yield client, hosts
+    with docker_hosts.create_hosts(
+        cast(Any, client), request_, "job", view, environment={"SHOAL_START_FILE": f"/{START}"}
+    ) as hosts:
+        yield client, start_waiting(hosts)
 
 
 def test_hosts_that_wait_start_with_the_source_of_that_time(
-    waiting: tuple[FakeEngine, DockerHosts], request_: JobRequest
+    waiting: tuple[FakeEngine, WaitingHosts], request_: JobRequest
 ) -> None:
     client, hosts = waiting
     assert sorted(client.started) == ["job-algo-1", "job-algo-2"]
-    assert {made["environment"]["SHOAL_START_FILE"] for made in client.made.values()} == {f"/{START}"}
     (request_.selection.directory / "train.py").write_text("print('later')")
     (request_.selection.directory / "new.py").write_text("")
     assert hosts.take_source()
     assert all(START not in files for files in client.files.values()), "nothing starts before the source is complete"
-    hosts.start(*hosts.ids)
+    hosts.release()
     for files in client.files.values():
         assert (files["opt/ml/code/train.py"], START in files) == (b"print('later')", True)
         assert "opt/ml/code/new.py" in files
     assert len(client.started) == 2
-    hosts.create("algo-2")  # a lost host
+    hosts.hosts.create("algo-2")  # a lost host
     assert "SHOAL_START_FILE" not in client.made["job-algo-2"]["environment"]
 
 
 def test_hosts_in_which_something_would_stay_run_no_other_source(
-    waiting: tuple[FakeEngine, DockerHosts], request_: JobRequest
+    waiting: tuple[FakeEngine, WaitingHosts], request_: JobRequest
 ) -> None:
     _, hosts = waiting
     script = request_.selection.directory / "train.py"
@@ -374,7 +375,7 @@ def test_hosts_in_which_something_would_stay_run_no_other_source(
     assert not hosts.take_source(), "a directory in the place of a file"
     script.rmdir()
     script.with_name("other.py").rename(script)
-    for container in hosts.by_name.values():
+    for container in hosts.hosts.by_name.values():
         container.status = "exited"  # type: ignore[misc]
     assert not hosts.take_source(), "a container that has ended"
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from shoal.commands import jobs
+from shoal.commands import run_options
 from shoal.docker_client import archive
 from shoal.errors import UsageError
 from shoal.jobs import distribution, job, results, summary
@@ -391,13 +391,13 @@ def test_nan_metrics_become_strings(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("text", "least", "most"), [("4", 0, 4), ("2:4", 2, 4), ("3:3", 3, 3)])
 def test_hosts_are_a_number_or_a_range(text: str, least: int, most: int) -> None:
-    assert jobs._parse_hosts(text) == {"min_hosts": least, "hosts": most}
+    assert run_options._parse_hosts(text) == {"min_hosts": least, "hosts": most}
 
 
 @pytest.mark.parametrize("text", ["0", "0:4", "2:", ":4", "2:4:6", "-1", "two", "1.5", ""])
 def test_other_hosts_are_refused(text: str) -> None:
     with pytest.raises(UsageError, match="expected a number from 1 on, or MIN:MAX"):
-        jobs._parse_hosts(text)
+        run_options._parse_hosts(text)
 
 
 PIPELINE = {"mpi": {"enabled": True}, "smdistributed": {"modelparallel": {"enabled": True, "parameters": MP}}}

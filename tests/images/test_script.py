@@ -12,7 +12,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from shoal import docker_client
-from shoal.commands import jobs
+from shoal.commands import job_run, run_options
 from shoal.commands.common import app
 from shoal.commands.script import split_script
 from shoal.errors import UsageError
@@ -39,13 +39,13 @@ def read(*words: str) -> JobRecord:
     """Return the job that a command line describes."""
     found: list[JobRecord] = []
 
-    def stop(options: jobs.RunOptions) -> JobRecord:
+    def stop(options: run_options.RunOptions) -> JobRecord:
         found.append(original(options))
         raise InterruptedError
 
-    original = jobs.RunOptions.to_record
+    original = run_options.RunOptions.to_record
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jobs.RunOptions, "to_record", stop)
+        patch.setattr(run_options.RunOptions, "to_record", stop)
         result = CliRunner().invoke(app, ["run", *words])
     if not found:
         raise result.exception or AssertionError(result.output)
@@ -88,7 +88,7 @@ def test_local_means_no_docker(here: Path) -> None:
 
 def test_arguments_given_again_replace_the_earlier_ones(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     earlier = JobRecord(JobRequest(Path("code"), "train.py", ("--epochs", "3"), image="any:1"))
-    monkeypatch.setattr(jobs, "read_record", lambda *_: earlier)
+    monkeypatch.setattr(run_options, "read_record", lambda *_: earlier)
     assert read("--resume", "job").request == earlier.request
     assert read("--resume", "job", "--", "-v").request.arguments == ("-v",)
 
@@ -114,7 +114,7 @@ def test_image_may_name_the_script(
         found.append(opened)
         return FinishedJob(opened.name, 0, opened.directory, {}, {}, {}, {})
 
-    monkeypatch.setattr(jobs, "run_job_in_docker", run)
+    monkeypatch.setattr(job_run, "run_job_in_docker", run)
     result = CliRunner().invoke(app, ["run", "me/mine:1", *options, "--", "-v"])
     if not has_script:
         assert "SCRIPT: missing, and the image me/mine:1 names none. Fix: shoal run" in str(result.exception)

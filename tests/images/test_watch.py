@@ -13,8 +13,8 @@ import docker.errors
 import pytest
 from rich.console import Console
 
-from shoal.commands import jobs
-from shoal.commands.jobs import RunOptions
+from shoal.commands import watch
+from shoal.commands.run_options import RunOptions
 from shoal.jobs.store import note_owners
 
 from ..watching import SECONDS, Watching
@@ -105,8 +105,8 @@ def test_no_host_waits_with_a_source_of_another_user(tmp_path: Path) -> None:
     os.chown(tmp_path, 12345, -1)
     opened: list[object] = []
     with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
-        patch.setattr(jobs, "open_job", lambda *words: opened.append(words))
-        assert jobs._make_ready(options, Console(), stack, earlier) is None
+        patch.setattr(watch, "open_job", lambda *words: opened.append(words))
+        assert watch._make_ready(options, Console(), stack, earlier) is None
     assert not opened
 
 
@@ -116,7 +116,7 @@ def test_hosts_that_cannot_be_removed_end_no_watch(capsys: pytest.CaptureFixture
     def fail() -> None:
         raise docker.errors.DockerException("no answer")
 
-    with jobs._open_stack() as stack:
+    with watch._open_stack() as stack:
         stack.callback(fail)
     assert "no answer" in capsys.readouterr().err
 

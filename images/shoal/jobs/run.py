@@ -10,7 +10,7 @@ import json
 import queue
 import signal
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -291,17 +291,22 @@ class Watch:
         print_line(f"shoal | {text}", self.hosts.console)
 
 
-def run_job(opened: OpenJob, hosts: CollectedHosts) -> job.FinishedJob:
+def run_job(opened: OpenJob, hosts: CollectedHosts, start: Callable[[], None] | None = None) -> job.FinishedJob:
     """Runs the hosts of a job, which are ready to start, to their end, and collects its files.
 
     Args:
         opened: The job. Its record says from the start on that the newest checkpoints are not collected.
+        hosts: Its hosts.
+        start: Starts them all; None: `hosts.start` does.
 
     Returns:
         The result. A job that failed raises nothing, and an interrupt is raised again after the files are collected.
     """
     watch = Watch(hosts)
-    hosts.start(*hosts.ids)
+    if start is None:
+        hosts.start(*hosts.ids)
+    else:
+        start()
     opened.update(uncollected=True)
     opened.on_started()
     try:

@@ -58,8 +58,6 @@ _LIST_SECONDS = 10
 _SHOWN_OMISSIONS = 20  # of a directory
 _ML = "/opt/ml"
 _CHECKPOINTS = f"opt/ml/{checkpoints.CONTENT}"
-_START_FILE, _START_PATH = "SHOAL_START_FILE", "run/shoal-start"
-"""The variable with a file without which `train` waits, and this file relative to the container's root."""
 
 NOT_COLLECTED = (
     ShoalError,
@@ -94,8 +92,6 @@ class DockerHosts:
     """Keeps the lines of all hosts."""
     image: str = ""
     """The image with the packages of the job's lock file; empty: the request's."""
-    image_id: str = ""
-    """The ID of the request's image, if the hosts wait for their start."""
     owner: Owner = ROOT
     """The user of the containers, who gets all files that are copied into them."""
     cpus: Mapping[str, str] = field(default_factory=dict)
@@ -111,8 +107,6 @@ class DockerHosts:
     """Reads the use of GPUs."""
     lost_files: tuple[str, ...] = ()
     """Files that a script which has succeeded has saved beside the code, if it has saved no model."""
-    waits: bool = False
-    """Whether `train` waits for `start` in containers that run already: `shoal run --watch` makes them ready early."""
 
     @property
     def ids(self) -> dict[str, str]:
@@ -139,7 +133,6 @@ class DockerHosts:
             **gpus.gpu_environment(self.devices[host]),
             **self.cpus,
             **settings["environment"],
-            **({_START_FILE: f"/{_START_PATH}"} if self.waits else {}),
             **(environment or {}),
         }
         own = {
@@ -170,12 +163,15 @@ class DockerHosts:
 
     def start(self, *hosts: str) -> None:
         """Starts containers, and threads that print their logs and put their exits into `arrivals`."""
+        with self.follow(hosts):
+            self.start_containers(hosts)
+
+    @contextlib.contextmanager
+    def follow(self, hosts: Iterable[str]) -> Iterator[None]:
+        """Starts threads that print logs. After the body, starts others that wait for exits and read the GPUs' use."""
         for host in hosts:
             self.readers.append(start_log_reader(str(self.by_name[host].id), host, self.view, self.log))
-        if self.waits:
-            self._release()
-        else:
-            self._start_containers(hosts)
+        yield
         for host in hosts:
             arguments = (host, str(self.by_name[host].id), self.arrivals)
             threading.Thread(target=report_exit, args=arguments, daemon=True).start()
@@ -183,51 +179,13 @@ class DockerHosts:
                 measured = (host, str(self.by_name[host].id), self.meter)
                 threading.Thread(target=measure_gpus, args=measured, daemon=True).start()
 
-    def _start_containers(self, hosts: Iterable[str]) -> None:
+    def start_containers(self, hosts: Iterable[str]) -> None:
+        """Starts containers, and no threads. Raises `DockerError` with an explanation if Docker refuses."""
         for host in hosts:
             try:
                 self.by_name[host].start()
             except docker.errors.APIError as error:
                 raise images.explain_start(self.request.image, error, self.request.environment) from error
-
-    def start_waiting(self) -> None:
-        """Starts all containers, in which `train` imports the frameworks of the script, and waits for `start`."""
-        found = images.find_image(self.client, self.request.image)
-        self.image_id = str(found.id) if found else ""
-        self._start_containers(self.by_name)
-
-    def _release(self) -> None:
-        """Lets `train` go on in all containers."""
-        packed = archive.pack_file(_START_PATH, b"", 0o444, self.owner, replaces_links=True)
-        for container in self.by_name.values():
-            container.put_archive("/", packed)
-        self.waits = False
-
-    def has_image(self, tag: str) -> bool:
-        """Returns whether a tag still names the image that the job was made with."""
-        found = images.find_image(self.client, tag)
-        return found is not None and found.id == self.image_id
-
-    def take_source(self) -> bool:
-        """Copies the present source and configuration into all containers, which wait. Returns whether they can run it.
-
-        They cannot if a file is gone, or has become a directory or link: it would stay. Or if a container has ended.
-        """
-        for container in self.by_name.values():
-            container.reload()
-            if container.status != "running":
-                return False
-        before = _list_kinds(self.tree)
-        self.tree.seek(0)
-        self.tree.truncate()
-        _pack_job(self.request, self.name, self.owner, self.tree)
-        after = _list_kinds(self.tree)
-        if any(after.get(name) != kind for name, kind in before.items()):
-            return False
-        for container in self.by_name.values():
-            self.tree.seek(0)
-            container.put_archive("/", self.tree)
-        return True
 
     def stop(self, hosts: Iterable[str]) -> None:
         """Stops containers, all at the same time, and waits for them; an interrupt ends the wait."""
@@ -395,12 +353,12 @@ def create_hosts(
     view: View,
     log: JobLog | None = None,
     identity: str | None = None,
-    waits: bool = False,
+    environment: Mapping[str, str] | None = None,
 ) -> Iterator[DockerHosts]:
     """Creates the network, the volume and the containers of a job, and yields them. Starts nothing.
 
     The caller removes all of them at the end, by their label `identity`, by default the job's name. If the volume
-    exists already, it is used.
+    exists already, it is used. `environment`: variables of these containers, and not of later ones in their place.
     """
     identity = identity or name
     say = functools.partial(print_line, on=view.console)
@@ -411,7 +369,7 @@ def create_hosts(
     owner = find_owner(client, request.image, identity)
     image = locked_image.provide_image(client, request, identity, say)
     with TemporaryFile() as tree:
-        _pack_job(request, name, owner, tree)
+        pack_job(request, name, owner, tree)
         hosts = DockerHosts(
             client=client,
             request=request,
@@ -427,25 +385,17 @@ def create_hosts(
             image=image,
             owner=owner,
             cpus=job.share_cpus(request, client.info()["NCPU"]) if request.hosts > 1 else {},
-            waits=waits,
         )
         for host in request.host_names:
-            hosts.create(host)
+            hosts.create(host, environment)
         yield hosts
 
 
-def _pack_job(request: job.JobRequest, name: str, owner: Owner, out: IO[bytes]) -> None:
+def pack_job(request: job.JobRequest, name: str, owner: Owner, out: IO[bytes]) -> None:
     """Writes the archive with the files that all hosts of a job share."""
     with TemporaryDirectory(prefix="shoal-job-") as scratch:
         job.write_tree(Path(scratch), request, name, mode=0o644)  # also for a script that changes its user
         archive.pack_tree(Path(scratch), "opt/ml", out, owner)
-
-
-def _list_kinds(packed: IO[bytes]) -> dict[str, bytes]:
-    """Returns the types of all entries of an archive that this module has packed, by name."""
-    packed.seek(0)
-    with tarfile.open(fileobj=packed) as files:
-        return {entry.name: entry.type for entry in files}
 
 
 _NEVER_RAN = 1  # the exit code of `train` for a job that could not run
@@ -474,26 +424,32 @@ def run_job_in_docker(opened: OpenJob, view: View) -> job.FinishedJob:
 
 
 @contextlib.contextmanager
-def open_hosts(opened: OpenJob, view: View, waits: bool = False) -> Iterator[DockerHosts]:
+def open_hosts(opened: OpenJob, view: View, environment: Mapping[str, str] | None = None) -> Iterator[DockerHosts]:
     """Creates the objects of a job in Docker. They are removed when the job is closed (`OpenJob.at_end`).
 
     Args:
-        waits: Start the containers now. `train` waits in them until the job starts.
+        opened: The job, which the caller has checked.
+        view: Shows logs, and has the console for messages.
+        environment: More variables of the first containers.
     """
     client, request = docker_client.connect(), opened.record.request
     is_filled = opened.resumed and _keep_volume(client, opened, view.console)
     opened.at_end.callback(_remove_all, client, opened, view.console)
-    with create_hosts(client, request, opened.name, view, opened.log, opened.identity, waits) as hosts:
+    with create_hosts(client, request, opened.name, view, opened.log, opened.identity, environment) as hosts:
         if not is_filled:
             hosts.fill(opened.checkpoints)
-        if waits:
-            hosts.start_waiting()
         yield hosts
 
 
-def run_on_hosts(opened: OpenJob, hosts: DockerHosts) -> job.FinishedJob:
-    """Runs a job on its hosts, as `run_job_in_docker` does."""
-    result = run.run_job(opened, hosts)
+def run_on_hosts(opened: OpenJob, hosts: DockerHosts, start: Callable[[], None] | None = None) -> job.FinishedJob:
+    """Runs a job on its hosts, as `run_job_in_docker` does.
+
+    Args:
+        opened: The job.
+        hosts: Its hosts.
+        start: Starts them; None: `DockerHosts.start` does.
+    """
+    result = run.run_job(opened, hosts, start)
     trees = {host: opened.directory / host for host in hosts.by_name}
     return replace(check_train(hosts.client, hosts.request, trees, result), lost_files=hosts.lost_files)
 

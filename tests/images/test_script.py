@@ -12,7 +12,11 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from shoal import docker_client
-from shoal.commands import job_run, run_options
+from shoal.commands import (
+    job_run,
+    jobs,  # noqa: F401  # adds the command `run`
+    run_options,
+)
 from shoal.commands.common import app
 from shoal.commands.script import split_script
 from shoal.errors import UsageError

@@ -9,6 +9,7 @@ import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
@@ -147,16 +148,23 @@ def test_a_large_source_is_looked_at_each_second(source: Path, monkeypatch: pyte
     changes, pauses = watch(source), list[float]()
     times = iter(range(0, 1000, 10))  # a look takes 10 s
 
-    def pause(seconds: float) -> None:
+    def pause(seconds: float) -> bool:
         pauses.append(seconds)
-        if len(pauses) == 1:
+        if len(pauses) == 2:
             write(source / "train.py", "22")
+        return False
 
     monkeypatch.setattr("shoal.jobs.changes._QUIET", 0)
-    clock = SimpleNamespace(monotonic=lambda: next(times), sleep=pause)
+    clock = SimpleNamespace(monotonic=lambda: next(times), sleep=lambda _: None)
     monkeypatch.setattr("shoal.jobs.changes.time", clock)
-    assert changes.wait() == ["train.py"]
-    assert pauses[0] == 1
+    assert changes.wait(cast(threading.Event, SimpleNamespace(wait=pause))) == ["train.py"]
+    assert pauses == [0, 1]
+
+
+def test_a_wait_for_changes_ends_with_its_run(source: Path) -> None:
+    changes, ended = watch(source), threading.Event()
+    threading.Timer(0.2, ended.set).start()
+    assert changes.wait(ended) == []
 
 
 def test_a_source_that_cannot_be_read_for_a_moment_is_a_change_and_no_error(source: Path) -> None:

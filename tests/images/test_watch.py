@@ -43,6 +43,7 @@ def test_each_change_runs_the_script_again(watching: Watching, tmp_path: Path) -
     watching.save("import time\nprint('it sleeps', flush=True)\ntime.sleep(1000)\n")
     watching.read_until("it sleeps")
     watching.save("print('four')")  # does not end the run
+    watching.read_until("changed: train.py; this run goes on, and Ctrl-C ends it")
     watching.process.send_signal(signal.SIGINT)
     output = watching.read_until("the next change runs it")
     assert "stopping; the script has" in output and "changed during the interrupted run: train.py" in output

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import signal
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -40,7 +41,8 @@ def watch_source(options: RunOptions, progress: Console) -> NoReturn:
     first = earlier.request
     files = [*(options.env_file or ()), *(secret.file for secret in first.secrets if secret.file)]
     changes = Changes(_leave_out_written(first), tuple(files))
-    was_interrupted = _run_watched(options, progress, None, earlier)
+    with _announce_changes(changes, first, progress):
+        was_interrupted = _run_watched(options, progress, None, earlier)
     while True:
         changed = changes.find()
         with _open_stack() as stack:
@@ -54,7 +56,30 @@ def watch_source(options: RunOptions, progress: Console) -> NoReturn:
             if ready is None or not ready.fits(options, changed, earlier):
                 _close(stack)
                 ready = None
-            was_interrupted = _run_watched(options, progress, ready, earlier)
+            with _announce_changes(changes, first, progress):
+                was_interrupted = _run_watched(options, progress, ready, earlier)
+
+
+@contextlib.contextmanager
+def _announce_changes(changes: Changes, request: JobRequest, progress: Console) -> Iterator[None]:
+    """Starts a thread that prints the first change during a run, which goes on. It ends with the run."""
+    ended = threading.Event()
+    own = dataclasses.replace(changes)  # its state is of this thread
+
+    def print_change() -> None:
+        """Body of the thread."""
+        with contextlib.suppress(OSError):  # the terminal is gone
+            changed = own.wait(ended)
+            if changed and (may_be_edits(changed) or not _can_write(request)):
+                print_line(f"changed: {_join_changes(changed)}; this run goes on, and Ctrl-C ends it", progress)
+
+    thread = threading.Thread(target=print_change, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 @contextlib.contextmanager
@@ -91,8 +116,7 @@ def _skip_own_changes(changed: list[str], was_interrupted: bool, request: JobReq
     A job that writes beside its code would run for ever. After an interrupt, no change of such a job starts a run, so
     that the next interrupt ends the command.
     """
-    can_write = request.engine == LOCAL or any(not volume.read_only for volume in request.volumes)
-    if not (changed and can_write):
+    if not (changed and _can_write(request)):
         return changed
     if was_interrupted:
         print_line(f"changed during the interrupted run: {_join_changes(changed)}; the next change runs it", progress)
@@ -101,6 +125,11 @@ def _skip_own_changes(changed: list[str], was_interrupted: bool, request: JobReq
         print_line(f"the job itself has changed {_join_changes(changed)}; this starts no run", progress)
         return []
     return changed
+
+
+def _can_write(request: JobRequest) -> bool:
+    """Returns whether the job may write into its source."""
+    return request.engine == LOCAL or any(not volume.read_only for volume in request.volumes)
 
 
 def _join_changes(changed: Sequence[str]) -> str:

@@ -10,6 +10,7 @@ import contextlib
 import fnmatch
 import re
 import stat
+import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -56,13 +57,19 @@ class Changes:
     def __post_init__(self) -> None:
         self._files = self._read()
 
-    def wait(self) -> list[str]:
-        """Waits for a change, and until nothing changes any more. Returns the names, with `new` or `removed`."""
-        while True:
+    def wait(self, ended: threading.Event | None = None) -> list[str]:
+        """Waits for a change, and until nothing changes any more. Returns the names, with `new` or `removed`.
+
+        After `ended` is set, it returns an empty list.
+        """
+        ended = ended or threading.Event()
+        pause = 0.0
+        while not ended.wait(pause):
             began = time.monotonic()
             if self._may_have_changed() and (changed := self.find()):
                 return changed
-            time.sleep(min(max(_PAUSE, (time.monotonic() - began) / _SHARE), _LONGEST_PAUSE))
+            pause = min(max(_PAUSE, (time.monotonic() - began) / _SHARE), _LONGEST_PAUSE)
+        return []
 
     def find(self) -> list[str]:
         """Returns the files that have changed since the last look, once nothing changes any more."""

@@ -16,13 +16,27 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "replicas": (4, {"partitions": 2, "ddp": True, "shard_optimizer_state": True}),
     "shares": (4, {"partitions": 2, "ddp": True, "tensor_parallel_degree": 2}),
     "shards": (4, {"partitions": 1, "ddp": True, "sharded_data_parallel_degree": 2, "sdp_gradient_clipping": 0}),
+    "both": (
+        4,
+        {
+            "partitions": 1,
+            "ddp": True,
+            "tensor_parallel_degree": 2,
+            "sharded_data_parallel_degree": 2,
+            "sdp_gradient_clipping": 0,
+        },
+    ),
 }
 """Ranks and mp_parameters, by name."""
 
 
 def layouts() -> dict[str, tuple[int, dict[str, Any]]]:
     """torch before 2.6 has no FSDP2."""
-    return {name: layout for name, layout in LAYOUTS.items() if name != "shards" or TORCH >= (2, 6)}
+    return {
+        name: layout
+        for name, layout in LAYOUTS.items()
+        if "sharded_data_parallel_degree" not in layout[1] or TORCH >= (2, 6)
+    }
 
 
 @pytest.mark.long

@@ -75,9 +75,7 @@ def test_values_that_are_not_allowed_name_the_key(values: dict[str, Any], messag
         check(values)
 
 
-@pytest.mark.parametrize(
-    ("key", "value"), [("partitions", 2), ("tensor_parallel_degree", 2), ("shard_optimizer_state", True)]
-)
+@pytest.mark.parametrize(("key", "value"), [("partitions", 2), ("shard_optimizer_state", True)])
 def test_what_excludes_sharded_data_parallelism_is_an_error(key: str, value: object) -> None:
     with pytest.raises(SMPUnsupportedError, match=f"is {value}, and 'sharded_data_parallel_degree' is above 1.*Fix: "):
         check({"partitions": 1, "sharded_data_parallel_degree": 2, key: value})

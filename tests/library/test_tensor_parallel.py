@@ -16,7 +16,6 @@ from smdistributed.modelparallel.backend.exceptions import SMPConfigError
 RANKS = Path(__file__).with_name("ranks") / "tensor_parallel.py"
 NEEDS_FSDP2 = pytest.mark.skipif(TORCH < (2, 6), reason="torch has FSDP2 from 2.6 on")
 SHARDED = {
-    "tensor_parallel_degree": 1,
     "sharded_data_parallel_degree": 2,
     "sdp_gradient_clipping": 0,
     "delayed_parameter_initialization": True,
@@ -35,6 +34,8 @@ def start(mpirun: Mpirun, ranks: int, case: str, *arguments: object, **parameter
         (2, {"prescaled_batch": True, "microbatches": 2}),
         (4, {"partitions": 2, "microbatches": 2, "placement_strategy": "spread"}),
         (4, {"prescaled_batch": True, "shard_optimizer_state": True, "placement_strategy": "TDP"}),
+        pytest.param(4, SHARDED, marks=NEEDS_FSDP2),
+        pytest.param(4, {**SHARDED, "prescaled_batch": True, "microbatches": 2}, marks=NEEDS_FSDP2),
     ],
 )
 def test_training_equals_that_of_one_process(mpirun: Mpirun, ranks: int, parameters: dict[str, Any]) -> None:

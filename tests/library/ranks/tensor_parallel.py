@@ -106,9 +106,8 @@ def trains_as_one_process() -> None:
         optimizer.step()
         losses.append(mean_over_replicas(loss))
     close(torch.tensor(losses), torch.tensor(expected))
-    if smp.rdp_rank() == 0:
-        for name, value in model.state_dict().items():
-            close(value, whole.state_dict()[name], 1e-5)
+    for name, value in model.state_dict().items():
+        close(value, whole.state_dict()[name], 1e-5)
     shares = [name for name, p in model.local_named_parameters() if model.is_distributed_parameter(p)]
     assert (len(shares) > 0) or smp.pp_size() > 1
 
@@ -190,9 +189,8 @@ def trains_as_alone(plain: nn.Module, make: Callable[..., Any]) -> None:
         optimizer.step()
         losses.append(mean_over_replicas(loss))
     close(torch.tensor(losses), torch.tensor(expected))
-    if smp.rdp_rank() == 0:
-        for name, value in model.state_dict().items():
-            close(value, whole.state_dict()[name], 1e-5)
+    for name, value in model.state_dict().items():
+        close(value, whole.state_dict()[name], 1e-5)
 
 
 def wrapped(rate: float = 1e-2) -> tuple[Any, Any]:

@@ -300,10 +300,9 @@ def _check_together(values: Mapping[str, Any]) -> None:
 
 
 def _check_sharded(values: Mapping[str, Any]) -> None:
-    """Raises SMPUnsupportedError for keys beside `sharded_data_parallel_degree`; AWS's 1.15 allows the tensor's."""
+    """Raises SMPUnsupportedError for keys beside `sharded_data_parallel_degree`, as AWS's library."""
     for name, neutral in (
         ("pipeline_parallel_degree", 1),
-        ("tensor_parallel_degree", 1),
         ("shard_optimizer_state", False),
     ):
         if values.get(name, neutral) != neutral:

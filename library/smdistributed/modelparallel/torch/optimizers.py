@@ -18,6 +18,7 @@ from smdistributed.modelparallel.backend.exceptions import SMPConfigError
 from smdistributed.modelparallel.torch.nn.module import split_of
 from smdistributed.modelparallel.torch.nn.tensor_group import tensor_group
 from smdistributed.modelparallel.torch.script.gradients import local_part
+from smdistributed.modelparallel.torch.script.sharding import make_whole, replicate_like
 from smdistributed.modelparallel.torch.script.state import state
 
 __all__ = ["FusedAdam", "FusedLAMB", "FusedLamb", "FusedNovoGrad"]
@@ -283,13 +284,13 @@ def _whole_norms(parameter: nn.Parameter, *tensors: torch.Tensor, largest: bool 
     norms = [tensor.abs().max() if largest else tensor.norm() for tensor in tensors]
     if split_of(parameter) is None:
         return norms
-    found = torch.stack(norms)
+    found = torch.stack([make_whole(norm) for norm in norms])
     if largest:
         dist.all_reduce(found, dist.ReduceOp.MAX, group=tensor_group().group)
     else:
         dist.all_reduce(found.square_(), group=tensor_group().group)
         found.sqrt_()
-    return list(found.unbind())
+    return [replicate_like(norm, parameter) for norm in found.unbind()]
 
 
 def _norm_over_stages(parameters: Sequence[nn.Parameter]) -> float:

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map
 
 from smdistributed.modelparallel.backend.api import rdp_rank, tp_rank
 from smdistributed.modelparallel.backend.exceptions import SMPRuntimeError
+from smdistributed.modelparallel.torch.nn.module import split_of
 from smdistributed.modelparallel.torch.script.checkpoint_files import load_object
 from smdistributed.modelparallel.torch.script.gradients import local_part
 from smdistributed.modelparallel.torch.script.model import DistributedModel, script_model
@@ -55,7 +56,7 @@ def write_model(model: DistributedModel, path: Path) -> None:
             rest[key] = value
         elif not isinstance(value, nn.Parameter) or id(value) not in seen:
             seen.add(id(value))
-            _add(tensors, key, value, region_of(value), 0)
+            _add(tensors, key, value, region_of(value), 0, split_of(value) is not None)
     _write(path, tensors, {"values": rest} if rest and rdp_rank() == tp_rank() == 0 else {})
 
 
@@ -76,24 +77,34 @@ def write_optimizer(optimizer: DistributedOptimizer, path: Path) -> None:
                 value = value if has_parts(value) else make_whole(value)
                 is_alike = has_parts(value) if has_parts(parameter) else value.shape == parameter.shape
                 region = region_of(parameter) if is_alike else Region.of_whole(value.shape)
-                _add(tensors, f"{_STATE}/{key}/{name}", value, region, optimizer.owner_of(parameter))
+                is_share, owner = is_alike and split_of(parameter) is not None, optimizer.owner_of(parameter)
+                _add(tensors, f"{_STATE}/{key}/{name}", value, region, owner, is_share)
             else:
                 rest.setdefault(name, {})[key] = tree_map(make_whole, value)
     for number, value in local["masters"].items():
         parameter = parameters[number]
-        _add(tensors, f"{_COPY}//{names[number]}", value, region_of(parameter), optimizer.owner_of(parameter))
+        is_share, owner = split_of(parameter) is not None, optimizer.owner_of(parameter)
+        _add(tensors, f"{_COPY}//{names[number]}", value, region_of(parameter), owner, is_share)
     options = {key: local[key] for key in ("param_groups", "loss_scale")}
     is_first = rdp_rank() == tp_rank() == 0
     _write(path, tensors, {**options, "state": rest, "other": other} if tensors or is_first else {})
 
 
 def _add(
-    tensors: dict[str, tuple[torch.Tensor, Region]], key: str, value: torch.Tensor, region: Region, owner: int
+    tensors: dict[str, tuple[torch.Tensor, Region]],
+    key: str,
+    value: torch.Tensor,
+    region: Region,
+    owner: int,
+    is_share: bool,
 ) -> None:
-    """Adds a tensor to write, unless another rank has the same. `owner`: the first replica that has it."""
+    """Adds a tensor to write, unless another rank has the same. `owner`: the first replica that has it.
+
+    `is_share`: whether each rank of TP_GROUP has another part.
+    """
     replica = rdp_rank() // state.cfg.sharded_data_parallel_degree
-    is_first = 0 not in region.shape if region.is_part else rdp_rank() == owner and tp_rank() == 0
-    if replica == owner and is_first:
+    is_first = 0 not in region.shape if region.is_part else rdp_rank() == owner
+    if replica == owner and is_first and (is_share or tp_rank() == 0):
         tensors[key] = local_part(value), region
 
 

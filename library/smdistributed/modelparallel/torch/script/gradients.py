@@ -13,7 +13,7 @@ import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -87,6 +87,26 @@ def _norms(gradients: Sequence[torch.Tensor], norm_type: float) -> Iterator[torc
         yield torch.stack([norm.double() for norm in norms])
 
 
+class Averages(Protocol):
+    """Averages the gradients of steps over other ranks."""
+
+    @property
+    def saw_gradients(self) -> bool:
+        """Whether there were gradients since the step began."""
+
+    def begin(self) -> None:
+        """Begins a step."""
+
+    def before_backward(self) -> None:
+        """Called before each backward of a step."""
+
+    def end(self) -> None:
+        """Ends a step that had a backward."""
+
+    def finish(self) -> None:
+        """Averages what steps have left."""
+
+
 class Reducer:
     """Averages the gradients of parameters over replicas. Hooks on their gradients count and send them.
 
@@ -151,6 +171,9 @@ class Reducer:
         self._take_trained()
         self._seen.clear()
         self._next = 0
+
+    def before_backward(self) -> None:
+        """Does nothing: hooks on gradients do all."""
 
     @property
     def saw_gradients(self) -> bool:
@@ -317,8 +340,8 @@ class StepGradients:
 
     def __init__(self, parameters: Callable[[], Iterable[nn.Parameter]], must_be_means: Callable[[], bool]) -> None:
         self._parameters, self._must_be_means = parameters, must_be_means
-        self.reducer: Reducer | None = None
-        """Averages over the replicas, if there are several. Set when the model is placed."""
+        self.reducer: Averages | None = None
+        """Averages over the replicas, if there are several, and FSDP2 does not do all. Set when the model is placed."""
         self.were_scaled = False
         """Whether losses were multiplied by the loss scale since the optimizer's `zero_grad`."""
         self.was_called_outside = False
@@ -333,6 +356,11 @@ class StepGradients:
             self._had_gradients = {id(p) for p in self._parameters() if p.grad is not None}
         if self.reducer:
             self.reducer.begin()
+
+    def before_backward(self) -> None:
+        """Called before each backward of a step."""
+        if self.reducer:
+            self.reducer.before_backward()
 
     def end(self, had_backward: bool) -> None:
         """Averages gradients over the replicas. Without a backward on any stage, as in an evaluation, they stay.

@@ -26,7 +26,7 @@ from smdistributed.modelparallel.backend.exceptions import (
 )
 from smdistributed.modelparallel.torch.nn.huggingface import translations
 from smdistributed.modelparallel.torch.nn.replacement import distribute
-from smdistributed.modelparallel.torch.nn.tensor_group import seed_of_first
+from smdistributed.modelparallel.torch.nn.tensor_group import seed_of_first, tensor_group
 from smdistributed.modelparallel.torch.pipeline.module_manager import ModuleManager
 from smdistributed.modelparallel.torch.pipeline.module_routing import route_calls
 from smdistributed.modelparallel.torch.pipeline.offloading import offload_activations
@@ -40,6 +40,7 @@ from smdistributed.modelparallel.torch.script.half_precision import convert, to_
 from smdistributed.modelparallel.torch.script.model_parts import ModelParts
 from smdistributed.modelparallel.torch.script.optimizer_shards import OptimizerShards
 from smdistributed.modelparallel.torch.script.placement import choose_stages, materialize_local_modules, move_to_gpu
+from smdistributed.modelparallel.torch.script.sharded_gradients import ShardAverages
 from smdistributed.modelparallel.torch.script.sharding import Shards
 from smdistributed.modelparallel.torch.script.state import TorchState, state
 from smdistributed.modelparallel.torch.script.uneven_inputs import UnevenInputs, join, require_joinable
@@ -200,6 +201,7 @@ class DistributedModel(ModelParts):
         ]
         if task:
             self._state.stage.before_backward()
+        self.gradients.before_backward()
         torch.autograd.backward(tensors, gradients)
         if task is None:
             self.gradients.was_called_outside = False
@@ -297,7 +299,10 @@ class DistributedModel(ModelParts):
         load, self._to_load = self._to_load, None
         if load:
             load()
-        if len(self._state.group("DP_GROUP")) > 1 and self.shards is None:
+        if self.shards and tensor_group().size > 1:
+            bucket_bytes = self._reducer_options[1]
+            self.gradients.reducer = ShardAverages(list(self.local_parameters()), tensor_group(), bucket_bytes)
+        elif len(self._state.group("DP_GROUP")) > 1 and self.shards is None:
             parameters = list(self.local_named_parameters())
             reducer = Reducer(parameters, self._replicas(), *self._reducer_options, self.optimizer_shards)
             reducer.hook, self.gradients.reducer = self._comm_hook, reducer
@@ -399,7 +404,7 @@ class DistributedModel(ModelParts):
         if not divide_by_initial_world_size:
             raise SMPUnsupportedError("divide_by_initial_world_size is False. Allowed: True. Fix: leave it out.")
         reducer = self.gradients.reducer
-        if reducer is None or not enable:
+        if not isinstance(reducer, Reducer) or not enable:
             yield
             return
         tensors = [*self.local_parameters(), *self.local_buffers()]
@@ -440,7 +445,7 @@ class DistributedModel(ModelParts):
                 "Fix: pass smp.get_dp_process_group() as the state, or to the state."
             )
         self._comm_hook = functools.partial(hook, state)
-        if self.gradients.reducer:
+        if isinstance(self.gradients.reducer, Reducer):
             self.gradients.reducer.hook = self._comm_hook
 
     # --- hooks

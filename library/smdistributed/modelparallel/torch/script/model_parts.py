@@ -183,7 +183,7 @@ class ModelParts(WrappedModel):
                 "model.state_dict() on all ranks."
             )
         own = {name: p.detach().cpu() for name, p in (*self.local_named_parameters(), *self.local_named_buffers())}
-        parts = self._state.gather_over_stages(own)
+        parts = self._state.objects.gather(own, self._state.group("PP_GROUP"))
         fill_in_parameters(self.manager, {name: tensor for part in parts for name, tensor in part.items()})
         self._is_whole = True
         return self

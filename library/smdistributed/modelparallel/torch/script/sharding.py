@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from smdistributed.modelparallel.backend.exceptions import SMPUnsupportedError, StepUsageError
-from smdistributed.modelparallel.torch.nn.module import split_of, take_share
+from smdistributed.modelparallel.torch.nn.module import copy_split, split_of, take_share
 from smdistributed.modelparallel.torch.nn.tensor_group import tensor_group
 from smdistributed.modelparallel.torch.pipeline.module_manager import ModuleManager
 from smdistributed.modelparallel.torch.script.state import TorchState
@@ -26,7 +26,7 @@ from smdistributed.modelparallel.torch.script.tensor_files import Region
 try:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor import DTensor, Replicate
 except ImportError:  # torch before 2.6
     DTensor = fully_shard = None  # type: ignore[assignment,misc]
 
@@ -66,10 +66,9 @@ def make_whole(value: Any, like: Any = None) -> Any:
     `like` is the parameter that says how tensor parallelism splits it; None: `value` itself. A value of another shape
     than `like`, such as a count of steps, is the same on all ranks. Other values are returned as they are.
     """
-    if _is_split(value):
-        return value.full_tensor()
     like = value if like is None else like
     split = split_of(like)
+    value = value.full_tensor() if _is_split(value) else value
     if split is None or not _has_shape(value, like.shape):
         return value
     own, group = value.detach().contiguous(), tensor_group()
@@ -79,19 +78,18 @@ def make_whole(value: Any, like: Any = None) -> Any:
 
 
 def region_of(value: torch.Tensor) -> Region:
-    """Where this rank's part of a DTensor or of a tensor-parallel parameter stands in the whole."""
+    """Where this rank's part of a DTensor, of a tensor-parallel parameter, or of both, stands in the whole."""
+    own, whole, first = tuple(value.shape), list(value.shape), [0] * value.dim()
+    if _is_split(value):
+        part: Any = value
+        mesh, own = part.device_mesh, tuple(part.to_local().shape)
+        rows = -(-whole[0] // mesh.size(mesh.ndim - 1))  # as torch.chunk has it
+        first[0] = min(mesh.get_local_rank(mesh.ndim - 1) * rows, whole[0])
     split = split_of(value)
     if split is not None:
-        shape, size, first = tuple(value.shape), list(value.shape), [0] * value.dim()
-        size[split.axis], first[split.axis] = split.size, tensor_group().rank * shape[split.axis]
-        return Region(tuple(first), shape, tuple(size))
-    if not _is_split(value):
-        return Region.of_whole(value.shape)
-    part: Any = value
-    mesh, whole, own = part.device_mesh, tuple(part.shape), tuple(part.to_local().shape)
-    rows = -(-whole[0] // mesh.size(mesh.ndim - 1))  # as torch.chunk has it
-    row = min(mesh.get_local_rank(mesh.ndim - 1) * rows, whole[0])
-    return Region((row, *[0] * (len(whole) - 1)), own, whole)
+        first[split.axis] += tensor_group().rank * whole[split.axis]
+        whole[split.axis] = split.size
+    return Region(tuple(first), own, tuple(whole))
 
 
 def wrap_like(local: torch.Tensor, target: Any) -> Any:
@@ -103,16 +101,23 @@ def wrap_like(local: torch.Tensor, target: Any) -> Any:
     )
 
 
+def replicate_like(value: torch.Tensor, target: Any) -> torch.Tensor:
+    """Makes a DTensor of a value that all ranks have if `target` is one; otherwise returns the value itself."""
+    if not _is_split(target):
+        return value
+    return DTensor.from_local(value, target.device_mesh, [Replicate()] * target.device_mesh.ndim, run_check=False)
+
+
 def place_like(value: Any, target: Any) -> Any:
     """Splits a whole tensor as `target` is, or wraps a part that `pack_parts` made. Else returns `value` itself.
 
-    `target` is a DTensor, or a parameter that tensor parallelism splits.
+    `target` is a DTensor, a parameter that tensor parallelism splits, or both.
 
     Raises StepUsageError if a part has another size than this rank's part of `target`.
     """
     split = split_of(target)
-    if split is not None and isinstance(value, torch.Tensor):
-        return take_share(value, split)
+    if split is not None and isinstance(value, torch.Tensor) and not _is_split(value):
+        value = take_share(value, split)
     is_part = isinstance(value, Mapping) and set(value) == {_PART}
     if not _is_split(target) or _is_split(value) or not (is_part or _has_shape(value, target.shape)):
         return value
@@ -162,17 +167,16 @@ def _own_chunk(whole: torch.Tensor, mesh: Any, own: torch.Tensor) -> torch.Tenso
 class Shards:
     """The shards of the script's model. All ranks make it, when the model is placed.
 
-    `ranks`: the ranks that hold one replica together, `group` torch's group of them. `parameters`: the split parameters
-    by those that they replace.
+    `ranks`: the ranks that hold one replica together, with all shares of tensor parallelism. `group`: torch's group of
+    those with the parts of this rank's shares. `parameters`: the split parameters by those that they replace.
     """
 
     def __init__(self, state: TorchState, manager: ModuleManager) -> None:
         require_torch()
         degree = state.cfg.sharded_data_parallel_degree
-        self.ranks, self._mesh = _open_mesh(state, degree)
-        self.index = self.ranks.index(state.rank)
-        """This rank's place among those that hold one replica."""
-        self.group = state.process_group_of(self.ranks)
+        own, self._mesh = _open_mesh(state, degree)
+        self.ranks = tuple(sorted(other for rank in own for other in state.grid.group("TP_GROUP", rank)))
+        self.group = state.process_group_of(own)
         self.parameters: dict[nn.Parameter, nn.Parameter] = {}
         most = min(state.cfg.sdp_reduce_bucket_size, state.cfg.sdp_max_live_parameters // 2)
         self._units = [*find_units(manager.root, most), manager.root]
@@ -199,6 +203,7 @@ class Shards:
             originals = {after: original for original, after in made.items()}
             for module, key, whole in before:
                 part: Any = module._parameters[key]
+                copy_split(whole, part)
                 _name_part(part)
                 self.parameters[originals.get(whole, whole)] = part
 
@@ -276,7 +281,7 @@ def _name_part(parameter: Any) -> None:
 def _open_mesh(state: TorchState, degree: int) -> tuple[tuple[int, ...], Any]:
     """Makes the groups of consecutive ranks with one replica, and of ranks with the same part; all ranks call it.
 
-    Returns this rank's replica, and torch's mesh.
+    Returns this rank's replica, of its shares alone with tensor parallelism, and torch's mesh.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     mine: Any = None

@@ -127,14 +127,6 @@ class TorchState(Context):
         place = ranks.index(self.rank)
         set_tensor_group(TensorGroup(group, place, size, cfg.prescaled_batch, cfg.tensor_parallel_seed))
 
-    def gather_over_stages(self, obj: object) -> list[Any]:
-        """Exchanges one object between the ranks that hold one replica together: its stages, or its shards.
-
-        They all call it, and get the objects in their order.
-        """
-        shards = self.model.shard_ranks if self.model else ()
-        return self.objects.gather(obj, shards or self.group("PP_GROUP"))
-
     def _start_process_group(self, rank: int, size: int) -> None:
         """Makes torch's default process group, unless the script has made one. May set MASTER_PORT (`ddp_port`)."""
         if dist.is_initialized():

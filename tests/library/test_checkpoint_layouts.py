@@ -10,6 +10,7 @@ import pytest
 from tests.launching import Mpirun
 from tests.library.conftest import TORCH
 
+_DEGREE = "sharded_data_parallel_degree"
 RANKS = Path(__file__).parent / "ranks/checkpoint_layouts.py"
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {"partitions": 1}),

@@ -56,7 +56,12 @@ def test_several_microbatches_are_in_flight(mpirun: Mpirun, parameters: dict[str
 
 @pytest.mark.parametrize(
     ("ranks", "parameters"),
-    [(2, {}), (4, {"partitions": 2, "microbatches": 2}), (4, {"shard_optimizer_state": True})],
+    [
+        (2, {}),
+        (4, {"partitions": 2, "microbatches": 2}),
+        (4, {"shard_optimizer_state": True}),
+        pytest.param(4, SHARDED, marks=NEEDS_FSDP2),
+    ],
 )
 def test_norms_of_split_parameters_are_those_of_whole_ones(
     mpirun: Mpirun, ranks: int, parameters: dict[str, Any]
@@ -73,6 +78,11 @@ def test_checkpoints_of_shares_resume_on_other_degrees(mpirun: Mpirun, tmp_path:
 def test_half_precision_scales_and_clips_shares(mpirun: Mpirun) -> None:
     start(mpirun, 2, "trains_in_half_precision", bf16=True)
     start(mpirun, 2, "trains_in_half_precision", fp16=True, prescaled_batch=True)
+
+
+@NEEDS_FSDP2
+def test_half_precision_scales_and_clips_shards_of_shares(mpirun: Mpirun) -> None:
+    start(mpirun, 4, "trains_in_half_precision", fp16=True, **SHARDED)
 
 
 @pytest.mark.parametrize("prescaled", [False, True])
@@ -97,14 +107,15 @@ def test_a_language_model_trains_as_on_one_rank(mpirun: Mpirun) -> None:
         ("t5", {"partitions": 2, "microbatches": 2}),
         ("t5-gated", {"prescaled_batch": True, "delayed_parameter_initialization": True}),
         ("vit", {}),
-        pytest.param("gpt2", SHARDED, marks=NEEDS_FSDP2),
+        pytest.param("gpt2", {"prescaled_batch": True, **SHARDED}, marks=NEEDS_FSDP2),
     ],
 )
 def test_hugging_faces_models_train_as_themselves(
     mpirun: Mpirun, tmp_path: Path, name: str, parameters: dict[str, Any]
 ) -> None:
     pytest.importorskip("transformers")
-    start(mpirun, 2 * parameters.get("partitions", 1), "trains_hugging_face", name, tmp_path, **parameters)
+    ranks = 2 * parameters.get("partitions", 1) * parameters.get("sharded_data_parallel_degree", 1)
+    start(mpirun, ranks, "trains_hugging_face", name, tmp_path, **parameters)
 
 
 def test_modules_of_scripts_are_replaced_by_what_they_registered(mpirun: Mpirun) -> None:

@@ -213,7 +213,7 @@ def run_steps(model: Any, optimizer: Any, begin: int, end: int) -> list[float]:
 def saves(directory: str) -> None:
     """Saves partial and full checkpoints after 5 steps, and the losses of the next 5."""
     model, optimizer = wrapped()
-    refuses(lambda: model.register_comm_hook(None, print), "'tensor_parallel_degree' is above 1")
+    refuses(lambda: model.register_comm_hook(None, print), "_parallel_degree' is above 1")
     run_steps(model, optimizer, 0, 5)
     for partial in (True, False):
         smp.save_checkpoint(directory, "five", partial, model, optimizer)

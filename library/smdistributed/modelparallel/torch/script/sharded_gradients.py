@@ -34,7 +34,7 @@ class ShardAverages:
         for parameter in self._parameters:
             if parameter.requires_grad and parameter not in self._hooked:  # scripts may unfreeze layers
                 self._hooked.add(parameter)
-                parameter.register_post_accumulate_grad_hook(self._note_gradient)
+                parameter.register_post_accumulate_grad_hook(self._note_gradient)  # type: ignore[no-untyped-call]
 
     def before_backward(self) -> None:
         """Multiplies what `end` will divide, although it is an average already. The script may reset it meanwhile."""

@@ -43,9 +43,9 @@ class ShardAverages:
             self._is_multiplied = True
 
     def end(self) -> None:
-        """Averages gradients. Those of shares have the batches of all ranks of TP_GROUP: they are divided only.
+        """Averages gradients of whole parameters. A share's gradient is divided: it has the batches of all TP_GROUP.
 
-        With `prescaled_batch` these have the same batches, and the shares' gradients stay.
+        With `prescaled_batch` its ranks have the same batches, and shares' gradients stay.
         """
         self._average(self._trained_on_any_rank())
         if not self._group.same_rows:
@@ -53,7 +53,7 @@ class ShardAverages:
             self._is_multiplied = False
 
     def finish(self) -> None:
-        """Does nothing: FSDP2 averages each time, whatever `backward_passes_per_step` is."""
+        """Does nothing: FSDP2 averages after each step, also with `backward_passes_per_step` above 1."""
 
     def _note_gradient(self, _: torch.Tensor) -> None:
         self.saw_gradients = True

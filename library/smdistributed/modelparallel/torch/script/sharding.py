@@ -78,7 +78,7 @@ def make_whole(value: Any, like: Any = None) -> Any:
 
 
 def region_of(value: torch.Tensor) -> Region:
-    """Where this rank's part of a DTensor, of a tensor-parallel parameter, or of both, stands in the whole."""
+    """Returns the place of this rank's part in the whole: of a DTensor, a tensor-parallel parameter, or both."""
     own, whole, first = tuple(value.shape), list(value.shape), [0] * value.dim()
     if _is_split(value):
         part: Any = value

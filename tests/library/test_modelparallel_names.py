@@ -64,6 +64,9 @@ def wrapped(**options: Any) -> tuple[smp.DistributedModel, Any]:
                 "translate_hf_state_dict_to_smdistributed",
                 "translate_hf_state_dict_to_smdistributed_gpt2",
                 "translate_state_dict_to_hf_gpt2",
+                "get_hf_gpt2_transformer_layer_hooks",
+                "translate_hf_block_state_dict_to_smdistributed",
+                "translate_layer_state_dict_to_hf_gpt2_block",
             ),
         ),
         ("torch.nn.huggingface.gptj", ("translate_hf_gptj_state_dict_to_smdistributed",)),
@@ -125,6 +128,93 @@ def test_scripts_of_before_october_2022_find_the_model_in_an_inner_wrapper(job: 
     assert again.module is again and again(torch.ones(1, 2)).shape == (1, 2)
 
 
+def test_scripts_with_a_wrapper_of_their_own_find_the_model_one_wrapper_further_in(job: Any) -> None:
+    wrapper = nn.ModuleDict({"module": nn.Linear(2, 2)})
+    wrapper.__dict__["module"] = wrapper["module"]  # as FP16_Module of the scripts has it
+    model = smp.DistributedModel(wrapper)
+    assert model.module.module.module is wrapper["module"] and set(model.state_dict()) == {  # type: ignore[union-attr]
+        "module.weight",
+        "module.bias",
+    }
+
+
+def test_an_optimizer_of_the_script_gets_the_old_name_of_an_argument(job: Any) -> None:
+    given = []
+
+    class Old(torch.optim.SGD):
+        def zero_grad(self, set_grads_to_None: bool = False) -> None:  # type: ignore[override]  # noqa: N803
+            given.append(set_grads_to_None)
+
+    optimizer = smp.DistributedOptimizer(Old(nn.Linear(1, 1).parameters(), 0.1))
+    optimizer.zero_grad(set_grads_to_None=True)
+    optimizer.zero_grad(set_to_none=True)
+    optimizer.zero_grad()
+    assert given == [True, True, False]
+
+
+def _make_gpt2_with_layers_to_replace(**options: Any) -> Any:
+    """Returns GPT-2 with marked layers, registered after its construction, as the scripts `gpt2-custom` do it."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(
+        vocab_size=20, n_embd=8, n_layer=2, n_head=2, n_positions=8, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+        **options,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    module = transformers.GPT2LMHeadModel(config)
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, 0.0, 0.5)
+    smp.set_tensor_parallelism(module.transformer.h, True)
+    block = type(module.transformer.h[0])
+    hooks = smp.nn.huggingface.gpt2.get_hf_gpt2_transformer_layer_hooks()
+    smp.tp_register_with_module(block, smp.nn.DistributedTransformerLayer, *hooks)
+    return module
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_layers_of_gpt2_that_are_replaced_alone_compute_what_hugging_faces_do(job: Any, scaled: bool) -> None:
+    module = _make_gpt2_with_layers_to_replace(use_cache=False, scale_attn_by_inverse_layer_idx=scaled)
+    ids, mask = torch.randint(20, (3, 6)), torch.tensor([[1] * 6, [1] * 4 + [0] * 2, [1] * 6])
+    expected = module(input_ids=ids, attention_mask=mask, labels=ids)
+    theirs = {key: value.clone() for key, value in module.state_dict().items()}
+    model = smp.DistributedModel(module)
+    layers = module.transformer.h
+    assert all(isinstance(layer, smp.nn.DistributedTransformerLayer) for layer in layers)
+    found = model(input_ids=ids, attention_mask=mask, labels=ids)
+    seen = mask.bool()
+    torch.testing.assert_close(found.logits[seen], expected.logits[seen])
+    torch.testing.assert_close(found.loss, expected.loss)
+    names, ours = smp.nn.huggingface.gpt2, model.state_dict()
+    assert "transformer.h.1.attention.query.weight" in ours
+    back = names.translate_layer_state_dict_to_hf_gpt2_block(ours, 8)
+    again = names.translate_hf_block_state_dict_to_smdistributed(theirs, 8)
+    for wanted, translated in ((theirs, back), (ours, again)):
+        assert set(translated) == set(wanted)
+        assert all(torch.equal(value, wanted[key]) for key, value in translated.items())
+    alone = names.translate_layer_state_dict_to_hf_gpt2_block(layers[1].state_dict())
+    assert torch.equal(alone["mlp.c_fc.weight"], theirs["transformer.h.1.mlp.c_fc.weight"])
+
+
+def test_replaced_layers_have_hugging_faces_names_in_a_full_checkpoint(job: Any, tmp_path: Path) -> None:
+    module = _make_gpt2_with_layers_to_replace()
+    names = set(module.state_dict())
+    model = smp.DistributedModel(module)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    smp.save_checkpoint(tmp_path, "tag", False, model)
+    assert set(torch.load(tmp_path / "tag", weights_only=True)) == names
+    nn.init.zeros_(module.transformer.h[1].output.dense1.weight)
+    smp.resume_from_checkpoint(tmp_path, "tag", False)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+def test_replaced_layers_take_no_cache_and_no_cross_attention(job: Any) -> None:
+    model = smp.DistributedModel(_make_gpt2_with_layers_to_replace(use_cache=True))
+    with pytest.raises(SMPUnsupportedError, match=r"GPT2Block does not take past_key_values\..*use_cache=False"):
+        model(input_ids=torch.ones(1, 3, dtype=torch.long))
+    smp.state.model = None
+    with pytest.raises(SMPUnsupportedError, match="GPT2Block cannot be tensor-parallel: it has cross-attention"):
+        smp.DistributedModel(_make_gpt2_with_layers_to_replace(add_cross_attention=True))
+
+
 HUGGING_FACE: dict[str, tuple[str, dict[str, Any]]] = {
     "bert": ("BertForMaskedLM", {"intermediate_size": 16}),
     "gpt2": ("GPT2LMHeadModel", {}),
@@ -146,7 +236,7 @@ def test_each_published_translation_has_the_names_of_both_libraries(job: Any, na
     theirs = {key: value.clone() for key, value in module.state_dict().items()}
     ours = smp.DistributedModel(module).state_dict()
     functions = vars(getattr(smp.nn.huggingface, name))
-    published = [function for key, function in functions.items() if key.startswith("translate_")]
+    published = [function for key, function in functions.items() if key.startswith("translate_") and "block" not in key]
     assert len(published) >= 2
     for translate in published:
         back = "_to_hf_" in translate.__name__

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from smdistributed.modelparallel.backend.exceptions import SMPUnsupportedError
@@ -14,7 +14,7 @@ class Family:
     """A kind of models. In names of layers, `{}` is the number.
 
     models: The classes that are replaced.
-    layer: The name of a layer, there and here.
+    layer: The name of a layer, there and here. Empty names: all that is before a name in it, if there is anything.
     inside: Names in a layer, by transformers' names. Several names here share the rows of one there, in equal parts.
         Without a name here, tensors are left out. Without a name there, they are another module's.
     arguments: A string names an attribute of the configuration, a function computes from it, all else is a value.
@@ -226,22 +226,44 @@ BERT = Family(
 )
 FAMILIES = {model: family for family in (GPT2, GPTJ, GPTNEO, GPTNEOX, BERT) for model in family.models}
 """By the class that is replaced."""
-PUBLISHED = {
-    "bert": (BERT, "hf_state_dict_to_smdistributed hf_state_dict_to_smdistributed_bert state_dict_to_hf_bert"),
-    "gpt2": (GPT2, "hf_state_dict_to_smdistributed hf_state_dict_to_smdistributed_gpt2 state_dict_to_hf_gpt2"),
-    "gptj": (
-        GPTJ,
-        "hf_gptj_state_dict_to_smdistributed hf_gptj_state_dict_to_smdistributed_gptj "
-        "hf_state_dict_to_smdistributed_gptj state_dict_to_hf_gptj",
-    ),
-    "gptneo": (
-        GPTNEO,
-        "hf_gptneo_state_dict_to_smdistributed hf_state_dict_to_smdistributed_gptneo state_dict_to_hf_gptneo",
-    ),
-    "roberta": (
-        BERT,
-        "hf_state_dict_to_smdistributed hf_state_dict_to_smdistributed_roberta state_dict_to_hf_roberta "
-        "state_dict_to_smdistributed",
-    ),
+_MODEL_ONLY = ("num_layers", "vocab_size", "tie_weights", "num_positions")
+GPT2_BLOCK = replace(
+    GPT2,
+    models=("GPT2Block",),
+    layer=("", ""),
+    arguments={name: source for name, source in GPT2.arguments.items() if name not in _MODEL_ONLY},
+    outside={},
+)
+"""A layer that is replaced alone: `get_hf_gpt2_transformer_layer_hooks`."""
+PUBLISHED: dict[str, dict[str, Family]] = {
+    "bert": {
+        "hf_state_dict_to_smdistributed": BERT,
+        "hf_state_dict_to_smdistributed_bert": BERT,
+        "state_dict_to_hf_bert": BERT,
+    },
+    "gpt2": {
+        "hf_state_dict_to_smdistributed": GPT2,
+        "hf_state_dict_to_smdistributed_gpt2": GPT2,
+        "state_dict_to_hf_gpt2": GPT2,
+        "hf_block_state_dict_to_smdistributed": GPT2_BLOCK,
+        "layer_state_dict_to_hf_gpt2_block": GPT2_BLOCK,
+    },
+    "gptj": {
+        "hf_gptj_state_dict_to_smdistributed": GPTJ,
+        "hf_gptj_state_dict_to_smdistributed_gptj": GPTJ,
+        "hf_state_dict_to_smdistributed_gptj": GPTJ,
+        "state_dict_to_hf_gptj": GPTJ,
+    },
+    "gptneo": {
+        "hf_gptneo_state_dict_to_smdistributed": GPTNEO,
+        "hf_state_dict_to_smdistributed_gptneo": GPTNEO,
+        "state_dict_to_hf_gptneo": GPTNEO,
+    },
+    "roberta": {
+        "hf_state_dict_to_smdistributed": BERT,
+        "hf_state_dict_to_smdistributed_roberta": BERT,
+        "state_dict_to_hf_roberta": BERT,
+        "state_dict_to_smdistributed": BERT,
+    },
 }
 """By AWS's name of a module, its functions that translate state dicts, without `translate_` before the name."""

@@ -1,151 +1,57 @@
 """Hugging Face's models: tensor-parallel versions, and translations of their state dicts both ways (AWS API 1.7).
 
 `smp.DistributedModel` replaces marked models of `FAMILIES`, with their weights. `families` has a table for each kind of
-models, so that one function translates in either direction. Nothing here imports transformers.
+models, so that one function translates in either direction.
+
+The modules have AWS's functions `translate_…`, which `PUBLISHED` lists, with the arguments `(state_dict,
+max_seq_len=None)`. `get_hf_gpt2_transformer_layer_hooks`, also in `gpt2`, replaces layers of GPT-2 alone. For such
+models, and for the state dict of one layer, there are `gpt2.translate_hf_block_state_dict_to_smdistributed` and
+`gpt2.translate_layer_state_dict_to_hf_gpt2_block`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import re
+import importlib
+import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from smdistributed.modelparallel.backend.exceptions import SMPUnsupportedError
-from smdistributed.modelparallel.torch.nn.families import FAMILIES, PUBLISHED, Family
+from smdistributed.modelparallel.torch.nn.families import FAMILIES, GPT2_BLOCK, PUBLISHED, Family
 from smdistributed.modelparallel.torch.nn.module import copy_split, split_of, take_share
 from smdistributed.modelparallel.torch.nn.replacement import Registration, register_late
-from smdistributed.modelparallel.torch.nn.transformer import DistributedTransformer, DistributedTransformerLMHead
+from smdistributed.modelparallel.torch.nn.transformer import (
+    DistributedTransformer,
+    DistributedTransformerLayer,
+    DistributedTransformerLMHead,
+)
+from smdistributed.modelparallel.torch.nn.translation import Weights, to_huggingface, to_smdistributed
 from smdistributed.modelparallel.torch.plan.construction import delay_param_initialization
 
-__all__ = ["bert", "gpt2", "gptj", "gptneo", "roberta"]
-_Weights = Mapping[str, torch.Tensor]
+__all__ = ["bert", "get_hf_gpt2_transformer_layer_hooks", "gpt2", "gptj", "gptneo", "roberta"]
 
 
 # --- translation
 
 
-class _Rule(NamedTuple):
-    """A module's name there, and its names here. `{}` is the number of a layer."""
-
-    theirs: str
-    ours: tuple[str, ...]
-    is_inside: bool
-
-
-class _Found(NamedTuple):
-    """The rule for the name of a tensor, and the name's other parts."""
-
-    rule: _Rule
-    before: str
-    number: str
-    kind: str
-
-    def name(self, template: str) -> str:
-        return f"{self.before}{template.format(self.number)}.{self.kind}"
-
-
-def to_smdistributed(
-    family: Family, weights: _Weights, heads: int = 1, prefix: str | None = None
-) -> dict[str, torch.Tensor]:
-    """Translates Hugging Face's state dict. Other names stay. Tensors are views of the given ones.
-
-    `heads`: the number of attention heads, for families with `per_head`. `prefix`: the part of names before the
-    model's; None: anything before layers, and nothing before other names.
-    """
-    found: dict[str, torch.Tensor] = {}
-    rules = [(rule.theirs, rule) for rule in _rules(family) if rule.theirs]
-    for name, tensor in weights.items():
-        place = _find_rule(rules, name, prefix)
-        if place is None:
-            found[name] = tensor
-            continue
-        targets = [place.name(ours) for ours in place.rule.ours]
-        if targets:
-            whole = tensor.t() if _is_transposed(family, place, tensor) else tensor
-            found.update(zip(targets, _divide(whole, len(targets), heads if family.per_head else 1)))
-    return found
-
-
-def to_huggingface(
-    family: Family, weights: _Weights, heads: int = 1, prefix: str | None = None
-) -> dict[str, torch.Tensor]:
-    """Translates a state dict of `smp.nn` back. The inverse of `to_smdistributed`."""
-    found: dict[str, torch.Tensor] = {}
-    rules = [(ours, rule) for rule in _rules(family) for ours in rule.ours]
-    for name, tensor in weights.items():
-        place = _find_rule(rules, name, prefix)
-        if place is None:
-            found[name] = tensor
-        elif place.rule.theirs and place.name(place.rule.theirs) not in found:
-            parts = [weights[place.name(ours)] for ours in place.rule.ours]
-            whole = _join(parts, heads if family.per_head else 1)
-            is_transposed = _is_transposed(family, place, whole)
-            found[place.name(place.rule.theirs)] = whole.t().contiguous() if is_transposed else whole
-    return found
-
-
-def _rules(family: Family) -> Iterator[_Rule]:
-    theirs, ours = family.layer
-    for name, names in family.inside.items():
-        inside = names if isinstance(names, tuple) else (names,)
-        yield _Rule(f"{theirs}.{name}" if name else "", tuple(f"{ours}.{each}" for each in inside), True)
-    for name, other in family.outside.items():
-        yield _Rule(name, (other,), False)
-
-
-def _find_rule(rules: list[tuple[str, _Rule]], name: str, prefix: str | None) -> _Found | None:
-    for template, rule in rules:
-        match = _pattern(template).fullmatch(name)
-        if match:
-            before = match["before"]
-            if before == prefix or (prefix is None and (rule.is_inside or not before)):
-                return _Found(rule, before, match.groupdict().get("number", ""), match["kind"])
-    return None
-
-
-@functools.cache
-def _pattern(template: str) -> re.Pattern[str]:
-    module = re.escape(template).replace(r"\{\}", r"(?P<number>\d+)")
-    return re.compile(rf"(?P<before>(.*\.)?){module}\.(?P<kind>weight|bias|masked_bias|inv_freq)")
-
-
-def _is_transposed(family: Family, place: _Found, tensor: torch.Tensor) -> bool:
-    return family.transposed and place.rule.is_inside and tensor.dim() == 2
-
-
-def _divide(tensor: torch.Tensor, count: int, heads: int) -> list[torch.Tensor]:
-    """Divides rows into `count` tensors. With `heads`, each head has its rows of all of them together."""
-    if count == 1:  # it may be a part of a sharded tensor
-        return [tensor]
-    apart = tensor.reshape(heads, count, -1, *tensor.shape[1:])
-    return [apart[:, place].flatten(0, 1) for place in range(count)]
-
-
-def _join(parts: list[torch.Tensor], heads: int) -> torch.Tensor:
-    """The inverse of `_divide`."""
-    if len(parts) == 1:
-        return parts[0]
-    return torch.stack([part.reshape(heads, -1, *part.shape[1:]) for part in parts], 1).flatten(0, 2)
-
-
 def _make_translation(name: str, family: Family) -> Callable[..., Any]:
     """Makes the published function of that name."""
-    back = name.startswith("translate_state_dict_to_hf")
+    back = "_to_hf_" in name
 
-    def translate(state_dict: _Weights, max_seq_len: int | None = None) -> dict[str, torch.Tensor]:
+    def translate(state_dict: Weights, max_seq_len: int | None = None) -> dict[str, torch.Tensor]:
         return to_huggingface(family, state_dict) if back else to_smdistributed(family, state_dict)
 
     translate.__name__ = translate.__qualname__ = name
     source, target = ("smp.nn", "Hugging Face") if back else ("Hugging Face", "smp.nn")
     translate.__doc__ = (
-        f"Translates a model's state dict from {source}'s names to {target}'s (AWS API 1.7). Other names stay.\n\n"
+        f"Translates a state dict from {source}'s names to {target}'s (AWS API 1.7). Other names stay.\n\n"
         "    Args:\n        state_dict: Whole tensors, by name.\n        max_seq_len: No effect: masks are in no state "
         "dict.\n\n    Returns:\n        The state dict with the other names; tensors may share memory.\n"
     )
@@ -155,7 +61,7 @@ def _make_translation(name: str, family: Family) -> Callable[..., Any]:
 def translations(root: nn.Module) -> Iterator[tuple[Callable[..., Any], Callable[..., Any]]]:
     """Yields functions to Hugging Face's names and back, for each replaced model in a model."""
     for name, part in root.named_modules(remove_duplicate=False):
-        if isinstance(part, (DistributedCausalLM, DistributedEncoder)):
+        if isinstance(part, (DistributedCausalLM, DistributedEncoder, DistributedBlock)):
             known: dict[str, Any] = {"heads": part.heads, "prefix": f"{name}." if name else ""}
             yield (
                 functools.partial(to_huggingface, part.family, **known),
@@ -164,14 +70,14 @@ def translations(root: nn.Module) -> Iterator[tuple[Callable[..., Any], Callable
 
 
 def _make_module(name: str) -> ModuleType:
-    module, (family, functions) = ModuleType(f"{__name__}.{name}", f"State dicts: see {__name__}."), PUBLISHED[name]
-    for function in functions.split():
+    module = ModuleType(f"{__name__}.{name}", f"State dicts: see {__name__}.")
+    for function, family in PUBLISHED[name].items():
         setattr(module, f"translate_{function}", _make_translation(f"translate_{function}", family))
     sys.modules[module.__name__] = module
     return module
 
 
-bert, gpt2, gptj, gptneo, roberta = (_make_module(name) for name in __all__)
+bert, gpt2, gptj, gptneo, roberta = (_make_module(name) for name in PUBLISHED)
 
 
 # --- tensor-parallel models
@@ -241,6 +147,14 @@ class DistributedEncoder(DistributedTransformer):
         )
 
 
+class DistributedBlock(DistributedTransformerLayer):
+    """A `DistributedTransformerLayer` that replaces a layer of Hugging Face's, with its weights."""
+
+    family: Family
+    heads: int
+    config: Any
+
+
 _HARMLESS = ("use_cache", "return_dict", "cache_position")
 
 
@@ -249,7 +163,8 @@ def _refuse_arguments(name: str, others: Mapping[str, Any]) -> None:
     if given:
         raise SMPUnsupportedError(
             f"{name} does not take {', '.join(given)}. Fix: leave it out, or leave the model out "
-            "of tensor parallelism (use_distributed_transformer=0 in AWS's scripts)."
+            "of tensor parallelism (use_distributed_transformer=0 in AWS's scripts). For a cache: use_cache=False in "
+            "the model's configuration."
         )
 
 
@@ -260,7 +175,12 @@ def _is_given(value: Any) -> bool:
     return value is not None and value is not False
 
 
-_Made = TypeVar("_Made", DistributedCausalLM, DistributedEncoder)
+def _refuse_cross_attention(config: Any) -> None:
+    if getattr(config, "add_cross_attention", False):
+        raise SMPUnsupportedError("it has cross-attention. Fix: leave it out of tensor parallelism.")
+
+
+_Made = TypeVar("_Made", DistributedCausalLM, DistributedEncoder, DistributedBlock)
 
 
 def make_causal_lm(
@@ -272,13 +192,12 @@ def make_causal_lm(
 ) -> DistributedCausalLM:
     """Makes the tensor-parallel version of a causal language model of transformers, with its weights."""
     config, family = module.config, FAMILIES[type(module).__name__]
-    if getattr(config, "add_cross_attention", False):
-        raise SMPUnsupportedError("it has cross-attention. Fix: leave it out of tensor parallelism.")
+    _refuse_cross_attention(config)
     if hasattr(module, "embed_out"):  # GPT-NeoX of transformers 4: its name comes before the newer one
         family = dataclasses.replace(family, outside={"embed_out": "lm_head", **family.outside})
     options = {"distribute_embedding": distribute_embedding, "use_alibi": use_alibi}
     options["fp32_residual_addition"] = fp32_residual_addition
-    made = _make(DistributedCausalLM, module, family, attention_in_fp32, options)
+    made = _make(DistributedCausalLM, module, config, family, attention_in_fp32, options)
     dropouts = ("embd_pdrop", "embed_dropout", "hidden_dropout")
     made.dropout.p = float(next(getattr(config, name) for name in dropouts if hasattr(config, name)))
     return made
@@ -294,23 +213,81 @@ def make_encoder(
             "it is a decoder, or has relative positions. Fix: leave it out of tensor parallelism."
         )
     options = {"fp32_residual_addition": fp32_residual_addition}
-    return _make(DistributedEncoder, module, family, attention_in_fp32, options)
+    return _make(DistributedEncoder, module, config, family, attention_in_fp32, options)
 
 
-def _make(cls: type[_Made], module: Any, family: Family, in_fp32: bool, options: Mapping[str, Any]) -> _Made:
-    given = {**{name: _read(module.config, source) for name, source in family.arguments.items()}, **options}
+class _LayerHook:
+    """The hook for the constructor of a layer; `from_plain` also keeps the weights of a layer that is there."""
+
+    def __init__(self, family: Family) -> None:
+        self._family = family
+
+    def __call__(self, config: Any, layer_idx: int | None = None) -> tuple[tuple[()], dict[str, Any]]:
+        return (), {**_arguments(config, self._family), "layer_idx": layer_idx}
+
+    def from_plain(
+        self, layer: Any, attention_in_fp32: bool = False, fp32_residual_addition: bool = False
+    ) -> DistributedBlock:
+        config = layer.attn.config
+        _refuse_cross_attention(config)
+        options = {"layer_idx": layer.attn.layer_idx, "fp32_residual_addition": fp32_residual_addition}
+        return _make(DistributedBlock, layer, config, self._family, attention_in_fp32, options)
+
+
+def get_hf_gpt2_transformer_layer_hooks() -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
+    """Returns hooks that make a DistributedTransformerLayer of a GPT2Block (scripts of AWS).
+
+    They are for `smp.tp_register_with_module(GPT2Block, smp.nn.DistributedTransformerLayer, *hooks)`, also after the
+    model is constructed. A replaced layer keeps its weights. It takes no cache: set `use_cache=False`.
+
+    Returns:
+        The hooks for the constructor, for the arguments of `forward` and for its output.
+
+    Raises:
+        ImportError: Without transformers.
+    """
+    block: Any = importlib.import_module("transformers.models.gpt2.modeling_gpt2").GPT2Block
+    signature = inspect.signature(block.forward)
+
+    def forward_hook(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        given = signature.bind(None, *args, **kwargs).arguments
+        others = {**given, **given.get("kwargs", {})}
+        hidden, mask = others.pop("hidden_states"), others.pop("attention_mask", None)
+        _refuse_arguments("GPT2Block", {key: value for key, value in others.items() if key not in _NOT_OF_LAYERS})
+        return ((hidden, mask),), {}
+
+    def return_hook(output: tuple[Any, ...]) -> Any:
+        # transformers 4 expects a tuple of the states and the cache
+        return (output[0], None) if "output_attentions" in signature.parameters else output[0]
+
+    return _LayerHook(GPT2_BLOCK), forward_hook, return_hook
+
+
+_NOT_OF_LAYERS = ("self", "kwargs", "position_ids")  # GPT-2 adds its positions to the embedding
+gpt2.get_hf_gpt2_transformer_layer_hooks = get_hf_gpt2_transformer_layer_hooks  # type: ignore[attr-defined]
+
+
+def _make(
+    cls: type[_Made], module: Any, config: Any, family: Family, in_fp32: bool, options: Mapping[str, Any]
+) -> _Made:
+    given = {**_arguments(config, family), **options}
     given["attention_in_fp32"] = in_fp32 or given.get("attention_in_fp32", False)
     if _has_initial_weights(module):
         with torch.device("meta"):
             made = cls(**given)
-        _take_weights(made, module, family)
+        _take_weights(made, module, config, family)
     else:
         is_delayed = any(parameter.is_meta for parameter in module.parameters())
         with delay_param_initialization(is_delayed):
-            deviation = module.config.initializer_range
+            deviation = config.initializer_range
             made = cls(**given, use_normal_initialization=True, initializer_range=deviation)
-    made.family, made.config, made.heads = family, module.config, module.config.num_attention_heads
+    made.family, made.config, made.heads = family, config, config.num_attention_heads
     return made
+
+
+def _arguments(config: Any, family: Family) -> dict[str, Any]:
+    """Returns the arguments of `smp.nn` that a configuration gives."""
+    return {name: _read(config, source) for name, source in family.arguments.items()}
 
 
 def _read(config: Any, source: Any) -> Any:
@@ -329,9 +306,8 @@ def _has_initial_weights(module: Any) -> bool:
     return own is None or bool(own.__module__.startswith("transformers."))
 
 
-def _take_weights(made: Any, module: nn.Module, family: Family) -> None:
+def _take_weights(made: Any, module: nn.Module, config: Any, family: Family) -> None:
     """Gives a module on the meta device the weights of Hugging Face's."""
-    config: Any = module.config
     plain = dict(module.named_parameters(remove_duplicate=False))
     detached = {name: parameter.detach() for name, parameter in plain.items()}
     weights = to_smdistributed(family, detached, config.num_attention_heads, "")

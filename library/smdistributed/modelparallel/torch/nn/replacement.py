@@ -131,7 +131,8 @@ def tp_register_with_module(
             f"tp_register of {module_cls.__name__} names {dist_module!r}, which is not tensor-parallel. Fix: give a "
             "subclass of smp.nn.DistributedModule."
         )
-    _registered[module_cls] = Registration(dist_module, init_hook, forward_hook, return_hook)
+    from_plain = getattr(init_hook, "from_plain", None)  # the hooks of `huggingface` keep weights
+    _registered[module_cls] = Registration(dist_module, init_hook, forward_hook, return_hook, from_plain)
     _note_arguments(module_cls)
 
 

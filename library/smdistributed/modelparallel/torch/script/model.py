@@ -115,9 +115,7 @@ class DistributedModel(ModelParts):
         if self._dtype is not None:
             convert(module, self._dtype)
         self.module = module
-        if not hasattr(module, "module"):
-            # AWS's scripts of before October 2022 use `model.module.module`. Entries of `__dict__` are not children.
-            module.__dict__["module"] = module
+        _name_itself(module)
         self.manager = ModuleManager(module, lambda: self._state.stage)
         self.manager.translate_functions = list(translations(module))
         self.partitioned = False
@@ -489,6 +487,17 @@ def script_model(state: TorchState) -> DistributedModel:
     if not isinstance(state.model, DistributedModel):
         raise StepUsageError("There is no smp.DistributedModel yet. Fix: wrap the model before the first step.")
     return state.model
+
+
+def _name_itself(module: nn.Module) -> None:
+    """Gives a module the attribute `module`, which is the module itself; if it has one, the module in there.
+
+    AWS's scripts of before October 2022 use `model.module.module`, and one more `.module` for a wrapper of their own.
+    """
+    while isinstance(inner := getattr(module, "module", None), nn.Module) and inner is not module:
+        module = inner
+    if not hasattr(module, "module"):
+        module.__dict__["module"] = module  # an entry of `__dict__` is not a child
 
 
 def _warn_of_tracing(device: str, times: bool, memory: bool, bucket_view: bool) -> None:

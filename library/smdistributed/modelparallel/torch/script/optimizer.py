@@ -5,6 +5,7 @@ It adds the loss scale, single-precision copies, sharded state, clipping, and st
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -168,7 +169,10 @@ class DistributedOptimizer(OptimizerStates):
         """
         _refuse_in_step("zero_grad")
         chosen = set_to_none if set_grads_to_None is None else set_grads_to_None
-        self.optimizer.zero_grad(**({} if chosen is None else {"set_to_none": chosen}))
+        # optimizers that scripts of before 1.10 bring along have the old name only
+        is_old = "set_grads_to_None" in inspect.signature(self.optimizer.zero_grad).parameters
+        name = "set_grads_to_None" if is_old else "set_to_none"
+        self.optimizer.zero_grad(**({} if chosen is None else {name: chosen}))
         if self._state.model is not None:
             self._state.model.gradients.were_scaled = False
         self.master_weights.forget_gradients()

@@ -142,7 +142,7 @@ def test_an_optimizer_of_the_script_gets_the_old_name_of_an_argument(job: Any) -
     given = []
 
     class Old(torch.optim.SGD):
-        def zero_grad(self, set_grads_to_None: bool = False) -> None:  # type: ignore[override]  # noqa: N803
+        def zero_grad(self, set_grads_to_None: bool = False) -> None:  # noqa: N803
             given.append(set_grads_to_None)
 
     optimizer = smp.DistributedOptimizer(Old(nn.Linear(1, 1).parameters(), 0.1))

@@ -157,7 +157,7 @@ def _make_gpt2_with_layers_to_replace(**options: Any) -> Any:
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(
         vocab_size=20, n_embd=8, n_layer=2, n_head=2, n_positions=8, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-        **options,
+        attn_implementation="eager", **options,  # transformers 4 ignores a scale by layer otherwise
     )  # fmt: skip
     torch.manual_seed(0)
     module = transformers.GPT2LMHeadModel(config)
@@ -207,12 +207,17 @@ def test_replaced_layers_have_hugging_faces_names_in_a_full_checkpoint(job: Any,
 
 
 def test_replaced_layers_take_no_cache_and_no_cross_attention(job: Any) -> None:
-    model = smp.DistributedModel(_make_gpt2_with_layers_to_replace(use_cache=True))
-    with pytest.raises(SMPUnsupportedError, match=r"GPT2Block does not take past_key_values\..*use_cache=False"):
-        model(input_ids=torch.ones(1, 3, dtype=torch.long))
-    smp.state.model = None
+    pytest.importorskip("transformers")
+    *_, forward_hook, _ = smp.nn.huggingface.gpt2.get_hf_gpt2_transformer_layer_hooks()
+    with pytest.raises(SMPUnsupportedError, match=r"GPT2Block does not take \w+\..*use_cache=False"):
+        forward_hook(torch.ones(1, 3, 8), object())  # a cache
     with pytest.raises(SMPUnsupportedError, match="GPT2Block cannot be tensor-parallel: it has cross-attention"):
         smp.DistributedModel(_make_gpt2_with_layers_to_replace(add_cross_attention=True))
+    old = _make_gpt2_with_layers_to_replace()
+    for layer in old.transformer.h:
+        del layer.attn.config  # releases before 4.44
+    with pytest.raises(SMPUnsupportedError, match=r"does not hold its configuration\. Fix: update"):
+        smp.DistributedModel(old)
 
 
 HUGGING_FACE: dict[str, tuple[str, dict[str, Any]]] = {

@@ -228,7 +228,9 @@ class _LayerHook:
     def from_plain(
         self, layer: Any, attention_in_fp32: bool = False, fp32_residual_addition: bool = False
     ) -> DistributedBlock:
-        config = layer.attn.config
+        config = getattr(layer.attn, "config", None)
+        if config is None:
+            raise SMPUnsupportedError("it does not hold its configuration. Fix: update transformers to 4.44 or later.")
         _refuse_cross_attention(config)
         options = {"layer_idx": layer.attn.layer_idx, "fp32_residual_addition": fp32_residual_addition}
         return _make(DistributedBlock, layer, config, self._family, attention_in_fp32, options)

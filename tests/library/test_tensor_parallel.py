@@ -106,7 +106,9 @@ def test_a_language_model_trains_as_on_one_rank(mpirun: Mpirun) -> None:
         ("bert", {}),
         ("t5", {"partitions": 2, "microbatches": 2}),
         ("t5-gated", {"prescaled_batch": True, "delayed_parameter_initialization": True}),
+        ("mt5", {"prescaled_batch": True}),
         ("vit", {}),
+        ("deit", {"prescaled_batch": True}),
         pytest.param("gpt2", {"prescaled_batch": True, **SHARDED}, marks=NEEDS_FSDP2),
     ],
 )

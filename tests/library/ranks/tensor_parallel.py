@@ -493,6 +493,8 @@ def hugging_face_models() -> dict[str, Callable[[], Any]]:
     from transformers import (
         BertConfig,
         BertForMaskedLM,
+        DeiTConfig,
+        DeiTForImageClassification,
         GPT2Config,
         GPT2LMHeadModel,
         GPTJConfig,
@@ -501,6 +503,8 @@ def hugging_face_models() -> dict[str, Callable[[], Any]]:
         GPTNeoForCausalLM,
         GPTNeoXConfig,
         GPTNeoXForCausalLM,
+        MT5Config,
+        MT5ForConditionalGeneration,
         T5Config,
         T5ForConditionalGeneration,
         ViTConfig,
@@ -514,7 +518,10 @@ def hugging_face_models() -> dict[str, Callable[[], Any]]:
         "vocab_size": 50, "d_model": 16, "d_kv": 6, "d_ff": 32, "num_layers": 2, "num_heads": 4,
         "relative_attention_num_buckets": 8, "relative_attention_max_distance": 6, "decoder_start_token_id": 0,
     }  # fmt: skip
-    image: dict[str, Any] = {"image_size": 8, "patch_size": 4, "num_labels": 10}
+    image: dict[str, Any] = {
+        "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 8,
+        "patch_size": 4, "num_labels": 10,
+    }  # fmt: skip
     return {
         "gpt2": lambda: GPT2LMHeadModel(GPT2Config(**old, scale_attn_by_inverse_layer_idx=True)),
         "gptj": lambda: GPTJForCausalLM(GPTJConfig(**old, rotary_dim=2)),
@@ -525,16 +532,16 @@ def hugging_face_models() -> dict[str, Callable[[], Any]]:
         "bert": lambda: BertForMaskedLM(BertConfig(**sizes, num_hidden_layers=2, num_attention_heads=4)),
         "t5": lambda: T5ForConditionalGeneration(T5Config(**t5)),
         "t5-gated": lambda: T5ForConditionalGeneration(T5Config(**t5, feed_forward_proj="gated-gelu")),
-        "vit": lambda: ViTForImageClassification(
-            ViTConfig(hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4, **image)
-        ),
+        "mt5": lambda: MT5ForConditionalGeneration(MT5Config(**t5)),
+        "vit": lambda: ViTForImageClassification(ViTConfig(**image)),
+        "deit": lambda: DeiTForImageClassification(DeiTConfig(**image)),
     }
 
 
 def hugging_face_batch(name: str) -> dict[str, torch.Tensor]:
     """Named arguments of a model, with 8 rows."""
     generator = torch.Generator().manual_seed(7)
-    if name == "vit":
+    if name in ("vit", "deit"):
         return {"pixel_values": torch.randn(8, 3, 8, 8, generator=generator), "labels": torch.arange(8)}
     ids = torch.randint(2, 50, (8, 8), generator=generator)
     mask = torch.ones_like(ids)
@@ -566,7 +573,14 @@ def trains_hugging_face(name: str, directory: str) -> None:
     given.load_state_dict(plain.state_dict())
     model = smp.DistributedModel(given)
     modules = model.get_module().named_modules()
-    layer = {"t5": ".EncDecAttention.", "t5-gated": ".wi_1", "vit": ".layer"}.get(name, "seq_layers.")
+    own = {
+        "t5": ".EncDecAttention.",
+        "mt5": ".EncDecAttention.",
+        "t5-gated": ".wi_1",
+        "vit": ".layer",
+        "deit": ".layer",
+    }
+    layer = own.get(name, "seq_layers.")
     assert any(layer in key for key, part in modules if isinstance(part, smp.nn.DistributedModule))
     # Adam would divide the gradients of keys' biases, which are 0 but for rounding, by themselves.
     optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.02))

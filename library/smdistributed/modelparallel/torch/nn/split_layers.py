@@ -1,4 +1,4 @@
-"""Layers of transformers' T5 and ViT that are split over TP_GROUP in place: they keep their classes, code and names.
+"""Layers of T5, MT5, ViT and DeiT of transformers, split over TP_GROUP in place: they keep classes, code and names.
 
 The first Linear modules of a part get split output channels, and the last one split input channels. In between, the
 part computes this rank's heads or channels. All else is transformers' code: masks, relative positions, cross-attention,
@@ -32,23 +32,33 @@ class _Part:
     counts: tuple[str, ...] = ()
 
 
-_VIT_SELF_ATTENTION = _Part(("query", "key", "value"), counts=("num_attention_heads", "all_head_size"))
-LAYERS: dict[str, dict[str, _Part]] = {
-    "T5Block": {
-        "T5Attention": _Part(("q", "k", "v", "relative_attention_bias"), ("o",), ("n_heads", "inner_dim")),
-        "T5DenseActDense": _Part(("wi",), ("wo",)),
-        "T5DenseGatedActDense": _Part(("wi_0", "wi_1"), ("wo",)),
-    },
-    "ViTLayer": {
-        "ViTAttention": _Part(("q_proj", "k_proj", "v_proj"), ("o_proj",), ("num_attention_heads",)),
-        "ViTMLP": _Part(("fc1",), ("fc2",)),
+def _parts_of_t5(name: str) -> dict[str, _Part]:
+    return {
+        f"{name}Attention": _Part(("q", "k", "v", "relative_attention_bias"), ("o",), ("n_heads", "inner_dim")),
+        f"{name}DenseActDense": _Part(("wi",), ("wo",)),
+        f"{name}DenseGatedActDense": _Part(("wi_0", "wi_1"), ("wo",)),
+    }
+
+
+def _parts_of_vit(name: str) -> dict[str, _Part]:
+    old = _Part(("query", "key", "value"), counts=("num_attention_heads", "all_head_size"))
+    return {
+        f"{name}Attention": _Part(("q_proj", "k_proj", "v_proj"), ("o_proj",), ("num_attention_heads",)),
+        f"{name}MLP": _Part(("fc1",), ("fc2",)),
         # of transformers 4
-        "ViTSelfAttention": _VIT_SELF_ATTENTION,
-        "ViTSdpaSelfAttention": _VIT_SELF_ATTENTION,
-        "ViTSelfOutput": _Part(rows=("dense",)),
-        "ViTIntermediate": _Part(("dense",)),
-        "ViTOutput": _Part(rows=("dense",)),
-    },
+        f"{name}SelfAttention": old,
+        f"{name}SdpaSelfAttention": old,
+        f"{name}SelfOutput": _Part(rows=("dense",)),
+        f"{name}Intermediate": _Part(("dense",)),
+        f"{name}Output": _Part(rows=("dense",)),
+    }
+
+
+LAYERS: dict[str, dict[str, _Part]] = {
+    "T5Block": _parts_of_t5("T5"),
+    "MT5Block": _parts_of_t5("MT5"),
+    "ViTLayer": _parts_of_vit("ViT"),
+    "DeiTLayer": _parts_of_vit("DeiT"),
 }
 """By transformers' classes of layers, the classes of their parts. A part may lack some of its names."""
 _STATES, _MASKS = ("hidden_states", "key_value_states"), ("mask", "attention_mask")

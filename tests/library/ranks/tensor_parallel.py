@@ -573,14 +573,8 @@ def trains_hugging_face(name: str, directory: str) -> None:
     given.load_state_dict(plain.state_dict())
     model = smp.DistributedModel(given)
     modules = model.get_module().named_modules()
-    own = {
-        "t5": ".EncDecAttention.",
-        "mt5": ".EncDecAttention.",
-        "t5-gated": ".wi_1",
-        "vit": ".layer",
-        "deit": ".layer",
-    }
-    layer = own.get(name, "seq_layers.")
+    layers = {"t5": ".EncDecAttention.", "t5-gated": ".wi_1", "vit": ".layer"}
+    layer = {**layers, "mt5": layers["t5"], "deit": layers["vit"]}.get(name, "seq_layers.")
     assert any(layer in key for key, part in modules if isinstance(part, smp.nn.DistributedModule))
     # Adam would divide the gradients of keys' biases, which are 0 but for rounding, by themselves.
     optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.02))

@@ -150,6 +150,9 @@ def test_an_optimizer_of_the_script_gets_the_old_name_of_an_argument(job: Any) -
     optimizer.zero_grad(set_to_none=True)
     optimizer.zero_grad()
     assert given == [True, True, False]
+    Old.update_master_grads = lambda self: None  # type: ignore[attr-defined]
+    with pytest.raises(SMPUnsupportedError, match=r"Old has single-precision copies .*Fix: wrap its inner optimizer"):
+        smp.DistributedOptimizer(Old(nn.Linear(1, 1).parameters(), 0.1))
 
 
 def _make_gpt2_with_layers_to_replace(**options: Any) -> Any:

@@ -44,7 +44,8 @@ class DistributedOptimizer(OptimizerStates):
     Raises:
         StepUsageError: Before `smp.init`.
         SMPConfigError: If `dynamic_loss_args` is not allowed.
-        SMPUnsupportedError: If it is the second optimizer, and the first one must have all parameters.
+        SMPUnsupportedError: If it is the second optimizer, and the first one must have all parameters, or if it has
+            an `update_master_grads` of its own.
     """
 
     _is_accelerate_prepared = True
@@ -64,6 +65,11 @@ class DistributedOptimizer(OptimizerStates):
         # Does not call the constructor of Optimizer, which would make groups and state of its own.
         self._state = state
         state.require()
+        if hasattr(optimizer, "update_master_grads"):  # this class's methods would hide those, and nothing be trained
+            raise SMPUnsupportedError(
+                f"{type(optimizer).__name__} has single-precision copies of its own, which would not be updated. Fix: wrap "
+                "its inner optimizer, and set 'fp16': true in mp_parameters."
+            )
         scale = LossScale(static_loss_scale, dynamic_loss_scale, dynamic_loss_args)
         if not state.cfg.fp16 and (dynamic_loss_scale or scale.value != 1.0):
             warn_without_effect("The loss scale", "it is for 'fp16': true, and other gradients do not vanish")

@@ -67,8 +67,8 @@ class DistributedOptimizer(OptimizerStates):
         state.require()
         if hasattr(optimizer, "update_master_grads"):  # this class's methods would hide those, and nothing be trained
             raise SMPUnsupportedError(
-                f"{type(optimizer).__name__} has single-precision copies of its own, which would not be updated. Fix: wrap "
-                "its inner optimizer, and set 'fp16': true in mp_parameters."
+                f"{type(optimizer).__name__} has single-precision copies of its own, which would not be updated. Fix: "
+                "wrap its inner optimizer, and set 'fp16': true in mp_parameters."
             )
         scale = LossScale(static_loss_scale, dynamic_loss_scale, dynamic_loss_args)
         if not state.cfg.fp16 and (dynamic_loss_scale or scale.value != 1.0):

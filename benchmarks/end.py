@@ -27,7 +27,7 @@ STAGES = ("ranks", "train", "Docker, copy, pack", "report", "removal, exit")
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run all sides in turn, and print the stages of ours and the figures."""
+    """Run all sides in turn, and print the stages of `shoal run` and the figures."""
     with copy_script(__doc__, arguments) as (options, code):
         with (code / "train.py").open("a") as script:
             script.write(LAST_LINE)

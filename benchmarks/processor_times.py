@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import NamedTuple
 
-_GENERIC, _CONTROL, _REQUEST, _ERROR = 16, 16, 1, 2  # the protocol, its family of families, a flag, a failure
+_GENERIC, _CONTROL, _REQUEST, _ERROR = 16, 16, 5, 2  # the protocol, its family of families, flags, an answer
 _GET_FAMILY, _FAMILY_ID, _FAMILY_NAME = 3, 1, 2
 _REGISTER, _CPUS = 1, 3  # the request for reports, and its attribute
 _OF_TASK, _STATISTICS = 4, 3  # attributes of a report, the second within the first
@@ -57,7 +57,9 @@ def listen() -> Iterator[Reports]:
         listener.bind((0, 0))
         _send(listener, _CONTROL, _GET_FAMILY, _FAMILY_NAME, b"TASKSTATS\0")
         family = struct.unpack("=H", dict(_split(_receive(listener)))[_FAMILY_ID])[0]
+        _receive(listener)  # that the request was taken
         _send(listener, family, _REGISTER, _CPUS, f"0-{(os.cpu_count() or 1) - 1}\0".encode())
+        _receive(listener)
         listener.setblocking(False)
         yield Reports(listener)
 
@@ -88,8 +90,8 @@ def _send(listener: socket.socket, family: int, command: int, kind: int, value: 
 def _receive(listener: socket.socket) -> bytes:
     """Returns the attributes of an answer. Raises OSError for a refusal."""
     message = listener.recv(1 << 16)
-    if struct.unpack_from("=H", message, 4)[0] == _ERROR:
-        code = -struct.unpack_from("=i", message, 16)[0]
+    code = -struct.unpack_from("=i", message, 16)[0] if struct.unpack_from("=H", message, 4)[0] == _ERROR else 0
+    if code:
         raise OSError(code, f"taskstats: {os.strerror(code)}. Fix: a kernel with CONFIG_TASKSTATS")
     return message[_HEADER.size :]
 

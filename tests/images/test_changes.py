@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -154,11 +155,23 @@ def test_a_large_source_is_looked_at_each_second(source: Path, monkeypatch: pyte
             write(source / "train.py", "22")
         return False
 
-    monkeypatch.setattr("shoal.jobs.changes._QUIET", 0)
-    clock = SimpleNamespace(monotonic=lambda: next(times), sleep=lambda _: None)
-    monkeypatch.setattr("shoal.jobs.changes.time", clock)
-    assert changes.wait(cast(threading.Event, SimpleNamespace(wait=pause))) == ["train.py"]
-    assert pauses == [0, 1]
+    monkeypatch.setattr("shoal.jobs.changes.time", SimpleNamespace(monotonic=lambda: next(times)))
+    ended = SimpleNamespace(wait=pause, is_set=lambda: False)
+    assert changes.wait(cast(threading.Event, ended)) == ["train.py"]
+    assert pauses == [0, 1, 1], "before the first look, between looks, and until nothing changes any more"
+
+
+def test_a_wait_until_nothing_changes_ends_with_its_run(source: Path) -> None:
+    changes, ended, looks = watch(source), threading.Event(), itertools.count(2)
+
+    def pause(_: float) -> bool:
+        write(source / "train.py", "2" * next(looks))  # as a job that writes beside its code
+        if next(looks) > 20:
+            ended.set()
+        return ended.is_set()
+
+    waiting = SimpleNamespace(wait=pause, is_set=ended.is_set)
+    assert changes.wait(cast(threading.Event, waiting)) == []
 
 
 def test_a_wait_for_changes_ends_with_its_run(source: Path) -> None:

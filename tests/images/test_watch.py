@@ -40,13 +40,14 @@ def test_each_change_runs_the_script_again(watching: Watching, tmp_path: Path) -
     assert "ModuleNotFoundError" in watching.run_again("import helper\nprint('two', helper.x)")
     again = watching.run_again("x = 2", "helper.py")
     assert "changed: helper.py (new); running train.py again" in again and "two 2" in again
-    watching.save("import time\nprint('it sleeps', flush=True)\ntime.sleep(1000)\n")
+    writes = f"open({str(watching.source / 'losses.csv')!r}, 'w').write('1')\n"  # no edit
+    watching.save(f"import time\n{writes}time.sleep(0.5)\nprint('it sleeps', flush=True)\ntime.sleep(1000)\n")
     watching.read_until("it sleeps")
     watching.save("print('four')")  # does not end the run
-    watching.read_until("changed: train.py; this run goes on, and Ctrl-C ends it")
+    watching.read_until("train.py; this run goes on, and Ctrl-C ends it")
     watching.process.send_signal(signal.SIGINT)
     output = watching.read_until("the next change runs it")
-    assert "stopping; the script has" in output and "changed during the interrupted run: train.py" in output
+    assert "stopping; the script has" in output and "changed during the interrupted run: " in output
     assert "four" in watching.run_again("print('four')")
     watching.process.send_signal(signal.SIGINT)
     assert watching.process.wait(SECONDS) == 128 + signal.SIGINT
@@ -135,7 +136,8 @@ def test_two_interrupts_of_a_run_end_the_command(watching: Watching) -> None:
 
 def test_a_signal_to_end_ends_the_run_and_the_command(watching: Watching) -> None:
     watching.read_until("watching for changes")
-    watching.save("import time\nprint('it sleeps', flush=True)\ntime.sleep(1000)\n")
+    writes = f"open({str(watching.source / 'losses.csv')!r}, 'w').write('1')\n"  # no edit
+    watching.save(f"import time\n{writes}time.sleep(0.5)\nprint('it sleeps', flush=True)\ntime.sleep(1000)\n")
     watching.read_until("it sleeps")
     watching.process.send_signal(signal.SIGTERM)
     assert watching.process.wait(SECONDS) == 128 + signal.SIGTERM

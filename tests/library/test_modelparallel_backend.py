@@ -314,7 +314,7 @@ def rss():
 done = CALL
 libc.free(fill(24 << 20))  # from now on glibc would map larger blocks only
 before = rss()
-for block in [(fill(3 << 20), fill(1 << 10))[0] for _ in range(20)]:
+for block in [(fill(12 << 20), fill(1 << 16))[0] for _ in range(5)]:
     libc.free(block)
 print(done, (rss() - before) >> 20)
 """

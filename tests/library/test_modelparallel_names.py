@@ -197,6 +197,30 @@ def test_layers_of_gpt2_that_are_replaced_alone_compute_what_hugging_faces_do(jo
     assert torch.equal(alone["mlp.c_fc.weight"], theirs["transformer.h.1.mlp.c_fc.weight"])
 
 
+def test_a_class_of_the_script_replaces_layers_of_gpt2(job: Any) -> None:
+    class Mine(smp.nn.DistributedTransformerLayer):
+        pass
+
+    hooks = smp.nn.huggingface.gpt2.get_hf_gpt2_transformer_layer_hooks()
+    block = importlib.import_module("transformers.models.gpt2.modeling_gpt2").GPT2Block
+    smp.tp_register_with_module(block, Mine, *hooks)  # it notes the arguments of layers made from now on
+    module = _make_gpt2_with_layers_to_replace()
+    smp.tp_register_with_module(block, Mine, *hooks)
+    smp.DistributedModel(module)
+    assert all(isinstance(layer, Mine) for layer in module.transformer.h)
+
+
+def test_options_of_layers_that_are_replaced_alone_have_an_effect(job: Any) -> None:
+    module = _make_gpt2_with_layers_to_replace()
+    options = {"hidden_dropout_prob": 0.5, "use_alibi": True, "distribute_embedding": True}
+    smp.set_tensor_parallelism(module.transformer.h, True, **options)
+    with pytest.warns(UserWarning, match="distribute_embedding for GPT2Block has no effect"):
+        smp.DistributedModel(module)
+    (first, *_) = module.transformer.h
+    assert first.output.hidden_dropout_prob == first.attention.hidden_dropout_prob == 0.5
+    assert first.attention.slopes
+
+
 def test_replaced_layers_have_hugging_faces_names_in_a_full_checkpoint(job: Any, tmp_path: Path) -> None:
     module = _make_gpt2_with_layers_to_replace()
     names = set(module.state_dict())

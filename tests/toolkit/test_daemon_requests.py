@@ -104,7 +104,7 @@ def test_mpirun_closes_few_numbers_in_the_processes_that_request_daemons(tmp_pat
     with subprocess.Popen(["sleep", "60"]) as sleeping:
         try:
             before = read_limit()
-            mpirun.listen(str(tmp_path))
+            mpirun.listen(str(tmp_path), HOSTS)
             mpirun.on_started(sleeping.pid)
             agents = [ask(tmp_path, host) for host in HOSTS]
             loop.call_later(60, lambda: pytest.fail("no request"))

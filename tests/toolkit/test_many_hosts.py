@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import resource
+import sys
 from pathlib import Path
 
 import pytest
@@ -27,18 +29,32 @@ def test_each_host_costs_the_first_one_two_open_files_and_no_process(tmp_path: P
     assert more <= FILES_PER_HOST * (HOSTS - 2), (on_two, on_all)
 
 
-def test_ranks_on_every_host_may_open_as_many_files_as_train(tmp_path: Path) -> None:
-    """mpirun has a lower limit while it starts its daemons."""
-    limits = tmp_path / "limits"
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_ranks_may_open_as_many_files_as_train(tmp_path: Path, wrapped: bool) -> None:
+    """mpirun, or a script that starts it, has a lower limit while it starts its daemons. A third host runs no rank."""
+    limits, programs = tmp_path / "limits", tmp_path / "bin"
+    programs.mkdir(0o755)
+    mpirun = Path(sys.executable).with_name("mpirun")
+    if wrapped:
+        (programs / "mpirun").write_text(f'#!/bin/sh\nexport HOST=$(hostname)\n{mpirun} "$@"\n')
+        (programs / "mpirun").chmod(0o755)
     with many_hosts(tmp_path, 3) as hosts:
-        script(
-            hosts, f"import resource\nwith open('{limits}', 'a') as file: print(resource.getrlimit(7)[0], file=file)"
-        )
+        look = f"import resource\nwith open('{limits}', 'a') as file: print(resource.getrlimit(7)[0], file=file)"
+        script(hosts, look, sagemaker_distribution_instance_groups=["ranks"])
+        names = [host.name for host in hosts]
+        parts = {"ranks": names[:2], "others": names[2:]}
+        groups = [
+            {"instance_group_name": name, "instance_type": "ml.c5.large", "hosts": part} for name, part in parts.items()
+        ]
         for host in hosts:
-            host.tree.hosts(host.name, *(other.name for other in hosts), network_interface_name="eth0")
-        processes = [host.start() for host in hosts]
+            own = next(name for name, part in parts.items() if host.name in part)
+            host.tree.hosts(
+                host.name, *names, network_interface_name="eth0", instance_groups=groups, current_group_name=own
+            )
+        processes = [host.start(PATH=f"{programs}:{os.environ['PATH']}") for host in hosts]
         with running(*processes):
-            assert {host.finished(process).code for host, process in zip(hosts, processes)} == {0}
+            done = [host.finished(process) for host, process in zip(hosts, processes)]
+    assert [each.code for each in done] == [0, 0, 0], done
     assert limits.read_text().split() == [str(resource.getrlimit(resource.RLIMIT_NOFILE)[0])] * 3
 
 

@@ -69,9 +69,10 @@ def _announce_changes(changes: Changes, request: JobRequest, progress: Console) 
     def print_change() -> None:
         """Body of the thread."""
         with contextlib.suppress(OSError):  # the terminal is gone
-            changed = own.wait(ended)
-            if changed and (may_be_edits(changed) or not _can_write(request)):
-                print_line(f"changed: {_join_changes(changed)}; this run goes on, and Ctrl-C ends it", progress)
+            while changed := own.wait(ended):
+                if may_be_edits(changed) or not _can_write(request):
+                    print_line(f"changed: {_join_changes(changed)}; this run goes on, and Ctrl-C ends it", progress)
+                    return
 
     thread = threading.Thread(target=print_change, daemon=True)
     thread.start()

@@ -66,16 +66,19 @@ class Changes:
         pause = 0.0
         while not ended.wait(pause):
             began = time.monotonic()
-            if self._may_have_changed() and (changed := self.find()):
+            changed = self.find(ended) if self._may_have_changed() else []
+            if changed and not ended.is_set():
                 return changed
-            pause = min(max(_PAUSE, (time.monotonic() - began) / _SHARE), _LONGEST_PAUSE)
+            pause = _pause_since(began, _PAUSE)
         return []
 
-    def find(self) -> list[str]:
-        """Returns the files that have changed since the last look, once nothing changes any more."""
+    def find(self, ended: threading.Event | None = None) -> list[str]:
+        """Returns the files that have changed since the last look, once nothing changes any more, or `ended` is set."""
+        ended = ended or threading.Event()
+        began = time.monotonic()
         before, found = self._files, self._read()
-        while found != before:
-            time.sleep(_QUIET)
+        while found != before and not ended.wait(_pause_since(began, _QUIET)):
+            began = time.monotonic()
             if (again := self._read()) == found:
                 break
             found = again
@@ -116,6 +119,11 @@ class Changes:
                 found[each.name] = _stamp(top / each.name)
         self._directories = directories
         return found
+
+
+def _pause_since(began: float, shortest: float) -> float:
+    """Returns the seconds to wait after a look, so that looks take a small share of a processor."""
+    return min(max(shortest, (time.monotonic() - began) / _SHARE), _LONGEST_PAUSE)
 
 
 def may_be_edits(changed: Iterable[str]) -> bool:

@@ -115,7 +115,7 @@ class FirstHost(LaunchingHost):
 
         self._mpirun = Mpirun(self.loop, self._channels, self._check_end)
         if len(plan.ranks) > 1:
-            self._mpirun.listen(processes.directory)
+            self._mpirun.listen(processes.directory, plan.ranks.keys() - {self.name})
         processes.start_launcher(plan.command, set_session_directory(processes.directory))
         self._mpirun.on_started(processes.pid)
 

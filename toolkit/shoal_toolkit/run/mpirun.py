@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from shoal_toolkit.fast_typing import TYPE_CHECKING
 from shoal_toolkit.log import write_log
@@ -40,11 +40,11 @@ class Mpirun:
         """Whether mpirun and all of its daemons have ended."""
         return self.code is not None and not self._daemons
 
-    def listen(self, directory: str) -> None:
-        """Listens for mpirun's requests to start daemons, in the run directory, and passes them on to workers."""
+    def listen(self, directory: str, hosts: Iterable[str]) -> None:
+        """Listens for mpirun's requests to start daemons on these hosts, in the run directory, and passes them on."""
         from shoal_toolkit.hosts.daemons import DaemonRequests
 
-        self._unrequested = set(self._channels)
+        self._unrequested = set(hosts)
         self._requests = DaemonRequests(self._loop, directory, self._channels, self._on_request)
 
     def on_started(self, pid: int) -> None:

@@ -6,7 +6,10 @@ import ast
 import importlib.util
 import os
 from collections.abc import Sequence
-from typing import NamedTuple, TypeGuard
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:  # new in Python 3.10
+    from typing import TypeGuard
 
 _MOST_FILES = 1000
 _MOST_BYTES = 1 << 20  # of a source file

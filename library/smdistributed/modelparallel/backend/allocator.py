@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import os
 
-MAPPED_BYTES, KEPT_BYTES = 2 << 20, 64 << 20
+MAPPED_BYTES, KEPT_BYTES = 8 << 20, 64 << 20
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # <malloc.h>
 _TUNED_BY = (
     "MALLOC_MMAP_THRESHOLD_",

@@ -219,20 +219,21 @@ def make_encoder(
 class _LayerHook:
     """The hook for the constructor of a layer; `from_plain` also keeps the weights of a layer that is there."""
 
+    dist_module = DistributedTransformerLayer
+    """With another class, a layer is constructed, and its weights are new."""
+
     def __init__(self, family: Family) -> None:
         self._family = family
 
     def __call__(self, config: Any, layer_idx: int | None = None) -> tuple[tuple[()], dict[str, Any]]:
         return (), {**_arguments(config, self._family), "layer_idx": layer_idx}
 
-    def from_plain(
-        self, layer: Any, attention_in_fp32: bool = False, fp32_residual_addition: bool = False
-    ) -> DistributedBlock:
+    def from_plain(self, layer: Any, attention_in_fp32: bool = False, **options: Any) -> DistributedBlock:
         config = getattr(layer.attn, "config", None)
         if config is None:
             raise SMPUnsupportedError("it does not hold its configuration. Fix: update transformers to 4.44 or later.")
         _refuse_cross_attention(config)
-        options = {"layer_idx": layer.attn.layer_idx, "fp32_residual_addition": fp32_residual_addition}
+        options = {"layer_idx": layer.attn.layer_idx, **options}
         return _make(DistributedBlock, layer, config, self._family, attention_in_fp32, options)
 
 
@@ -281,8 +282,8 @@ def _make(
     else:
         is_delayed = any(parameter.is_meta for parameter in module.parameters())
         with delay_param_initialization(is_delayed):
-            deviation = config.initializer_range
-            made = cls(**given, use_normal_initialization=True, initializer_range=deviation)
+            initial = {"use_normal_initialization": True, "initializer_range": config.initializer_range}
+            made = cls(**{**initial, **given})
     made.family, made.config, made.heads = family, config, config.num_attention_heads
     return made
 

@@ -131,7 +131,8 @@ def tp_register_with_module(
             f"tp_register of {module_cls.__name__} names {dist_module!r}, which is not tensor-parallel. Fix: give a "
             "subclass of smp.nn.DistributedModule."
         )
-    from_plain = getattr(init_hook, "from_plain", None)  # the hooks of `huggingface` keep weights
+    keeps_weights = getattr(init_hook, "dist_module", None) is dist_module  # a hook of `huggingface`
+    from_plain = getattr(init_hook, "from_plain") if keeps_weights else None  # noqa: B009
     _registered[module_cls] = Registration(dist_module, init_hook, forward_hook, return_hook, from_plain)
     _note_arguments(module_cls)
 
@@ -265,8 +266,8 @@ def _make(module: nn.Module, options: Mapping[str, Any], owners: Counter[int]) -
         return None
     try:
         if registration.from_plain is not None:
-            known = inspect.signature(registration.from_plain).parameters
-            if type(module) not in _registered:
+            known = _list_options(registration)
+            if not isinstance(module, (nn.Linear, nn.Embedding)):
                 for name in OPTIONS:
                     if options.get(name) and name not in known:
                         warn_without_effect(f"{name} for {type(module).__name__}", "its layers have no such option")
@@ -278,6 +279,14 @@ def _make(module: nn.Module, options: Mapping[str, Any], owners: Counter[int]) -
             return None  # as published: other modules of the same context are split
         raise SMPUnsupportedError(f"{type(module).__name__} cannot be tensor-parallel: {error}") from error
     return _adopt(made, module, registration)
+
+
+def _list_options(registration: Registration) -> set[str]:
+    """Returns the options with which a module can be made from a plain one."""
+    taken = inspect.signature(registration.from_plain or registration.dist_module).parameters
+    if any(each.kind is each.VAR_KEYWORD for each in taken.values()):
+        return {*taken, *inspect.signature(registration.dist_module).parameters}
+    return {*taken}
 
 
 def _shares_parameters(module: nn.Module, owners: Counter[int]) -> bool:

@@ -17,7 +17,6 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from smdistributed.core.options import only_known, warn_without_effect
-from smdistributed.modelparallel.backend.allocator import map_large_blocks
 from smdistributed.modelparallel.backend.exceptions import (
     SMPConfigError,
     SMPRuntimeError,
@@ -272,11 +271,9 @@ class DistributedModel(ModelParts):
         """Places the modules, loads a state dict that waits, and calls the placement hooks. All ranks call it.
 
         Replicas take the values of the first one. It patches nn.Module.__call__ and torch's clipping functions, and
-        replaces parameters that were made without memory. If ranks hold parts of the model, it tunes the C allocator.
+        replaces parameters that were made without memory.
         """
         cfg = self._state.cfg
-        if cfg.partitions > 1 or cfg.sharded_data_parallel_degree > 1:
-            map_large_blocks()
         self.manager.assign(stages)
         route_calls(self.manager)
         clipping.install()

@@ -17,6 +17,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore
 from smdistributed.core.launch import set_torch_environment
 from smdistributed.core.torch.backend import BACKEND, register
 from smdistributed.core.torch.devices import select_device
+from smdistributed.modelparallel.backend.allocator import map_large_blocks
 from smdistributed.modelparallel.backend.config import VERIFY_VARIABLE, read_verify_steps, timeout_seconds
 from smdistributed.modelparallel.backend.context import GROUPS, Context, Grid, start_timeline
 from smdistributed.modelparallel.backend.exceptions import SMPUnsupportedError, StepUsageError
@@ -86,12 +87,7 @@ class TorchState(Context):
         set_torch_environment(os.environ)
         launch = self.configure(argument)
         self.verify_steps = read_verify_steps(os.environ)
-        for name in ("tensor_parallel_degree", "sharded_data_parallel_degree") if self.verify_steps else ():
-            if getattr(self.cfg, name) > 1:
-                raise SMPUnsupportedError(
-                    f"{VERIFY_VARIABLE} is set, and {name!r} is {getattr(self.cfg, name)}: no rank has whole "
-                    f"parameters to compare with. Fix: unset {VERIFY_VARIABLE}, or set {name!r} to 1."
-                )
+        self._refuse_to_verify_parts()
         register()
         self._start_process_group(launch.rank, launch.world_size)
         self.rank = dist.get_rank()
@@ -103,6 +99,8 @@ class TorchState(Context):
         if torch.cuda.is_available():
             select_device()
         remember_device()
+        if self.cfg.partitions > 1 or self.cfg.sharded_data_parallel_degree > 1:
+            map_large_blocks()
         store = PrefixStore("smp", dist.distributed_c10d._get_default_store())
         master = os.environ.get("MASTER_ADDR", "127.0.0.1")
         is_on_one_host = launch.local_world_size == self.grid.size  # a script may have made a larger group itself
@@ -112,6 +110,15 @@ class TorchState(Context):
         if "OMPI_COMM_WORLD_LOCAL_RANK" in os.environ:
             os.environ.pop("LOCAL_RANK", None)
         self.begin()
+
+    def _refuse_to_verify_parts(self) -> None:
+        """Raises SMPUnsupportedError if steps are to be verified and no rank has whole parameters."""
+        for name in ("tensor_parallel_degree", "sharded_data_parallel_degree") if self.verify_steps else ():
+            if getattr(self.cfg, name) > 1:
+                raise SMPUnsupportedError(
+                    f"{VERIFY_VARIABLE} is set, and {name!r} is {getattr(self.cfg, name)}: no rank has whole "
+                    f"parameters to compare with. Fix: unset {VERIFY_VARIABLE}, or set {name!r} to 1."
+                )
 
     def process_group(self, name: str) -> Any:
         return self._process_groups[self.group(name)]

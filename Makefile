@@ -194,7 +194,7 @@ lock: setup ## resolve the requirements of all images to lock files with hashes
 #: faults        how long each fault takes to end, without other load (docs/reliability.md)
 #: fork          ranks that are forked after one import, against torchrun
 #: end           from the last line of a script to the prompt, `shoal run` against docker run
-#: edit          an edit to the prompt, `shoal run --watch` against torchrun
+#: edit          Enter, and an edit under `--watch`, to the prompt, against torchrun
 #: resume        restarts, elastic jobs, goodput and saves, against torchrun
 #: logs          logging: 1,000,000 lines through `train` against `cat`
 #: live          what the live view of `shoal run` costs the job, and the usage for report.html

@@ -5,7 +5,9 @@ from __future__ import annotations
 import gzip
 import json
 import re
+import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -172,7 +174,16 @@ def shown(out: str) -> tuple[list[Any], list[str]]:
     return sorted(rows, key=json.dumps), re.findall(r"drawn (.*)", out)
 
 
+@pytest.fixture
+def _hangup() -> Iterator[None]:
+    """SIGHUP has its default, also under `nohup`: torchrun handles it, and its ranks then begin with the default."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 @LAUNCHERS
+@pytest.mark.usefixtures("_hangup")
 def test_a_script_sees_a_fresh_interpreter(tree: Tree, run: Run, launcher: dict[str, Any]) -> None:
     tree.script(SHOW)
     tree.hyperparameters(**launcher, epochs=3)

@@ -323,10 +323,10 @@ print(done, (rss() - before) >> 20)
 @pytest.mark.parametrize(
     ("call", "tuned", "done", "holes"),
     [
-        ("map_large_blocks()", {}, "True", 0),
+        ("map_large_blocks(8 << 20)", {}, "True", 0),
         ("None", {}, "None", 60),
-        ("map_large_blocks()", {"MALLOC_MMAP_THRESHOLD_": str(32 << 20)}, "False", 60),
-        ("map_large_blocks()", {"GLIBC_TUNABLES": f"glibc.malloc.mmap_threshold={32 << 20}"}, "False", 60),
+        ("map_large_blocks(8 << 20)", {"MALLOC_MMAP_THRESHOLD_": str(32 << 20)}, "False", 60),
+        ("map_large_blocks(8 << 20)", {"GLIBC_TUNABLES": f"glibc.malloc.mmap_threshold={32 << 20}"}, "False", 60),
     ],
 )
 def test_freed_layers_leave_no_holes_in_the_heap_unless_you_tune_it(

@@ -11,7 +11,9 @@ from __future__ import annotations
 import ctypes
 import os
 
-MAPPED_BYTES, KEPT_BYTES = 8 << 20, 64 << 20
+STAGE_BYTES, SHARD_BYTES = 8 << 20, 2 << 20
+"""Sizes of mapped blocks, of jobs with several stages or with shards. Activations are best kept: most are smaller."""
+_KEPT_BYTES = 64 << 20
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # <malloc.h>
 _TUNED_BY = (
     "MALLOC_MMAP_THRESHOLD_",
@@ -21,8 +23,8 @@ _TUNED_BY = (
 )
 
 
-def map_large_blocks() -> bool:
-    """Makes glibc map each block of at least `MAPPED_BYTES`, and keep up to `KEPT_BYTES` at the end of its heap.
+def map_large_blocks(size: int) -> bool:
+    """Makes glibc map each block of at least `size` bytes, and keep up to 64 MiB at the end of its heap.
 
     It does so for the rest of the process, and for every library in it. Returns False, and changes nothing, if the
     environment tunes either, or the C library is another.
@@ -31,4 +33,4 @@ def map_large_blocks() -> bool:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None or any(name in os.environ or name in tunables for name in _TUNED_BY):
         return False
-    return all((mallopt(_M_MMAP_THRESHOLD, MAPPED_BYTES), mallopt(_M_TRIM_THRESHOLD, KEPT_BYTES)))
+    return all((mallopt(_M_MMAP_THRESHOLD, size), mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)))

@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from smdistributed.core.options import only_known, warn_without_effect
+from smdistributed.modelparallel.backend.allocator import SHARD_BYTES, STAGE_BYTES, map_large_blocks
 from smdistributed.modelparallel.backend.exceptions import (
     SMPConfigError,
     SMPRuntimeError,
@@ -267,13 +268,19 @@ class DistributedModel(ModelParts):
             hook(self, optimizer)
         self._step_hooks.clear()
 
+    def _tune_allocator(self) -> None:
+        cfg = self._state.cfg
+        if cfg.partitions > 1 or cfg.sharded_data_parallel_degree > 1:
+            map_large_blocks(SHARD_BYTES if cfg.sharded_data_parallel_degree > 1 else STAGE_BYTES)
+
     def apply_partition(self, stages: Mapping[str, int]) -> None:
         """Places the modules, loads a state dict that waits, and calls the placement hooks. All ranks call it.
 
         Replicas take the values of the first one. It patches nn.Module.__call__ and torch's clipping functions, and
-        replaces parameters that were made without memory.
+        replaces parameters that were made without memory. With several stages or shards, it tunes the C allocator.
         """
         cfg = self._state.cfg
+        self._tune_allocator()
         self.manager.assign(stages)
         route_calls(self.manager)
         clipping.install()

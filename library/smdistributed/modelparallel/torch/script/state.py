@@ -17,7 +17,6 @@ from torch._C._distributed_c10d import HashStore, PrefixStore
 from smdistributed.core.launch import set_torch_environment
 from smdistributed.core.torch.backend import BACKEND, register
 from smdistributed.core.torch.devices import select_device
-from smdistributed.modelparallel.backend.allocator import map_large_blocks
 from smdistributed.modelparallel.backend.config import VERIFY_VARIABLE, read_verify_steps, timeout_seconds
 from smdistributed.modelparallel.backend.context import GROUPS, Context, Grid, start_timeline
 from smdistributed.modelparallel.backend.exceptions import SMPUnsupportedError, StepUsageError
@@ -99,8 +98,6 @@ class TorchState(Context):
         if torch.cuda.is_available():
             select_device()
         remember_device()
-        if self.cfg.partitions > 1 or self.cfg.sharded_data_parallel_degree > 1:
-            map_large_blocks()
         store = PrefixStore("smp", dist.distributed_c10d._get_default_store())
         master = os.environ.get("MASTER_ADDR", "127.0.0.1")
         is_on_one_host = launch.local_world_size == self.grid.size  # a script may have made a larger group itself

@@ -132,7 +132,7 @@ def tp_register_with_module(
             "subclass of smp.nn.DistributedModule."
         )
     keeps_weights = getattr(init_hook, "dist_module", None) is dist_module  # a hook of `huggingface`
-    from_plain = getattr(init_hook, "from_plain") if keeps_weights else None  # noqa: B009
+    from_plain = getattr(init_hook, "from_plain", None) if keeps_weights else None
     _registered[module_cls] = Registration(dist_module, init_hook, forward_hook, return_hook, from_plain)
     _note_arguments(module_cls)
 

@@ -212,10 +212,11 @@ def test_a_class_of_the_script_replaces_layers_of_gpt2(job: Any) -> None:
 
 def test_options_of_layers_that_are_replaced_alone_have_an_effect(job: Any) -> None:
     module = _make_gpt2_with_layers_to_replace()
-    options = {"hidden_dropout_prob": 0.5, "use_alibi": True, "distribute_embedding": True}
+    options = {"hidden_dropout_prob": 0.5, "use_alibi": True, "distribute_embedding": True, "initializer_range": 7.0}
     smp.set_tensor_parallelism(module.transformer.h, True, **options)
-    with pytest.warns(UserWarning, match="distribute_embedding for GPT2Block has no effect"):
+    with pytest.warns(UserWarning, match="for GPT2Block has no effect") as seen:
         smp.DistributedModel(module)
+    assert {str(one.message).split()[0] for one in seen} >= {"distribute_embedding", "initializer_range"}
     (first, *_) = module.transformer.h
     assert first.output.hidden_dropout_prob == first.attention.hidden_dropout_prob == 0.5
     assert first.attention.slopes

@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from smdistributed.core.options import warn_without_effect
 from smdistributed.modelparallel.backend.exceptions import SMPUnsupportedError
 from smdistributed.modelparallel.torch.nn.families import FAMILIES, GPT2_BLOCK, PUBLISHED, Family
 from smdistributed.modelparallel.torch.nn.module import copy_split, split_of, take_share
@@ -276,6 +277,8 @@ def _make(
     given = {**_arguments(config, family), **options}
     given["attention_in_fp32"] = in_fp32 or given.get("attention_in_fp32", False)
     if _has_initial_weights(module):
+        for name in {"use_normal_initialization", "initializer_range"} & options.keys():
+            warn_without_effect(f"{name} for {type(module).__name__}", "it keeps its weights")
         with torch.device("meta"):
             made = cls(**given)
         _take_weights(made, module, config, family)
